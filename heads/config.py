@@ -1,0 +1,68 @@
+"""HeadsConfig: a frozen description of the sizes of a set of draft heads (no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from heads.errors import ConfigError
+
+KINDS = ("medusa", "markov", "hydra")
+LM_HEADS = ("shared", "own")
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """Sizes and kind of the draft heads.
+
+    Attributes:
+        hidden_size: D, width of the actor's final hidden state.
+        vocab_size: V, rows of the actor's lm_head (not the tokenizer's length).
+        num_heads: K; head k (1..K) reads h_t and predicts x_{t+1+k}.
+        kind: `medusa` (h_t only), `markov` (plus a low-rank logit bias from the token before) or
+            `hydra` (plus the embeddings of all tokens drafted since h_t).
+        num_layers: residual blocks per head, each with weights of its own.
+        lm_head: `shared` (the actor's, frozen) or `own` (one trainable lm_head per head).
+        rank: rank of the markov bias; unused by the other kinds.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 4
+    kind: str = "medusa"
+    num_layers: int = 1
+    lm_head: str = "shared"
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError("Unknown kind of heads.", given=self.kind, expected=" | ".join(KINDS), do="Set kind to one of these.")
+        if self.lm_head not in LM_HEADS:
+            raise ConfigError("Unknown lm_head mode.", given=self.lm_head, expected=" | ".join(LM_HEADS), do="Set lm_head to one of these.")
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a positive whole number.", given=repr(value), expected=">= 1", do=f"Correct {name}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "HeadsConfig":
+        """Build from a mapping; an unknown key is an error that names the nearest valid one."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1)
+                raise ConfigError(
+                    "Unknown key in the heads configuration.",
+                    given=key,
+                    expected=", ".join(names),
+                    do=f"Did you mean {near[0]}?" if near else "Remove the key.",
+                )
+        missing = [n for n in ("hidden_size", "vocab_size") if n not in values]
+        if missing:
+            raise ConfigError("The heads configuration lacks a size.", given=sorted(values), expected=missing, do="Add the missing keys.")
+        return cls(**values)

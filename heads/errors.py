@@ -1,0 +1,104 @@
+"""The one exception tree of both packages.
+
+MedusaError                     every error that a user can meet
+├── UsageError                  the request itself is wrong (exit code 2)
+│   ├── ConfigError             a configuration key or value
+│   ├── DataError               a dataset, a column, a template, a batch without responses
+│   └── ModelError              a model folder that is missing or can't be used
+└── RunError                    the request was right, doing it failed (exit code 1)
+    ├── CheckpointError         a heads directory that is damaged or does not fit the actor
+    ├── CompanionError          the companion process
+    ├── EngineError             the vLLM engine
+    │   ├── SwapError           heads or actor weights that did not reach the engine
+    │   └── UnsupportedVersionError   a version of vLLM that was never checked
+    └── LossyError              a setting that would change the output distribution
+
+Each message says what was given, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class MedusaError(Exception):
+    """Base of all errors that are meant for a reader.
+
+    Args:
+        problem: one sentence that says what is wrong.
+        given: what the caller passed or what was found.
+        expected: what would have been accepted.
+        do: the next step for the reader.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, given: object = None, expected: object = None, do: str = "") -> None:
+        self.problem = problem
+        self.given = given
+        self.expected = expected
+        self.do = do
+        lines = [problem]
+        if given is not None:
+            lines.append(f"  given:    {given}")
+        if expected is not None:
+            lines.append(f"  expected: {expected}")
+        if do:
+            lines.append(f"  do this:  {do}")
+        self._text = "\n".join(lines)
+        super().__init__(self._text)
+
+    def __reduce__(self):
+        # Errors cross process borders (Ray); keyword-only arguments need help with that.
+        return _rebuild, (type(self), self.problem, self.given, self.expected, self.do)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _rebuild(kind: type[MedusaError], problem: str, given: object, expected: object, do: str) -> MedusaError:
+    return kind(problem, given=given, expected=expected, do=do)
+
+
+class UsageError(MedusaError):
+    """The request itself is wrong."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration key or value is wrong."""
+
+
+class DataError(UsageError):
+    """A dataset, a column, a template, or a batch of responses is unusable."""
+
+
+class ModelError(UsageError):
+    """A model folder is missing or can't be used as an actor."""
+
+
+class RunError(MedusaError):
+    """The request was right; carrying it out failed."""
+
+
+class CheckpointError(RunError):
+    """A heads directory is damaged or does not fit the actor."""
+
+
+class CompanionError(RunError):
+    """The companion process failed."""
+
+
+class EngineError(RunError):
+    """The vLLM engine failed or can't be reached."""
+
+
+class SwapError(EngineError):
+    """Heads or actor weights did not reach the engine."""
+
+
+class UnsupportedVersionError(EngineError):
+    """A version of a foreign library that was never checked."""
+
+
+class LossyError(RunError):
+    """A setting would change the distribution of the sampled tokens."""

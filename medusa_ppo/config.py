@@ -1,0 +1,326 @@
+"""The configuration of a run: typed, with every default in this one place (no torch).
+
+A YAML file holds only what differs from the defaults; `key=value` pairs from the command line come on top.
+An unknown key is an error that names the nearest valid one; fields that contradict each other fail at load.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from heads.errors import ConfigError
+
+MAX_SUGGESTIONS = 1
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, field docstrings become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str = "demo"
+    """Folder or hub name of a transformers causal LM; `demo` is the embedded actor, trained on first use."""
+    critic_path: str = ""
+    """Folder or hub name that the critic starts from; empty: the actor's own weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the actor and critic in the PPO update."""
+
+
+class DataConfig(Section):
+    path: str = "demo"
+    """Local JSONL, Parquet, CSV or text file, or a hub name; `demo` is the generated arithmetic task."""
+    split: str = "train"
+    """Split, for hub names."""
+    template: str = ""
+    """Prompt template with the row's fields in braces, e.g. 'Question: {question}\\nAnswer:'."""
+    column: str = "prompt"
+    """Prompt column, used when no template is given."""
+    answer_column: str = "answer"
+    """Column with the reference answer that the reward reads; empty: none."""
+    max_prompt_tokens: int = Field(256, ge=1)
+    """Longer prompts are left out and counted."""
+    limit: int = Field(0, ge=0)
+    """Use only the first rows; 0: all."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of the rollouts."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass; 1: off."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k likeliest tokens; 0: off."""
+    max_new_tokens: int = Field(96, ge=1)
+    """Longest response, in tokens."""
+    responses_per_prompt: int = Field(4, ge=1)
+    """Responses sampled for each prompt."""
+
+
+class EngineConfig(Section):
+    backend: Literal["colocated", "server"] = "colocated"
+    """`colocated`: vLLM inside a Ray actor on this node; `server`: `vllm serve` over HTTP, started by us."""
+    url: str = ""
+    """Address of a running server; empty: start one (backend `server` only)."""
+    host: str = "127.0.0.1"
+    """Address a started server binds to."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of a started server; 0: a free one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Dtype of the engine's copy of the actor."""
+    max_num_seqs: int = Field(32, ge=1)
+    """Most sequences that run at once."""
+    max_model_len: int = Field(512, ge=8)
+    """Longest prompt plus response, in tokens."""
+    memory_fraction: float = Field(0.1, gt=0, le=1)
+    """Share of the memory (GPU, or RAM on CPU) for the engine."""
+    enforce_eager: bool = True
+    """Skip torch.compile and CUDA graphs: quick start, slower steps on a GPU."""
+    threads: int = Field(2, ge=1)
+    """CPU threads of the engine (CPU build)."""
+    num_drafts: int = Field(-1, ge=-1)
+    """Draft tokens per step; -1: all heads; 0: no drafting."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """More keyword arguments for vLLM's engine, passed on as they are."""
+
+
+class HeadsSection(Section):
+    path: str = ""
+    """Native heads directory to start from; empty: start at zero (every head equals lm_head)."""
+    kind: Literal["medusa", "markov", "hydra"] = "medusa"
+    """Kind of the heads."""
+    num_heads: int = Field(4, ge=1)
+    """K, the number of heads."""
+    num_layers: int = Field(1, ge=1)
+    """Residual blocks per head."""
+    lm_head: Literal["shared", "own"] = "shared"
+    """`shared`: the actor's lm_head, frozen; `own`: one trainable lm_head per head."""
+    rank: int = Field(64, ge=1)
+    """Rank of the markov bias."""
+
+
+class CompanionConfig(Section):
+    enabled: bool = True
+    """Train the heads while PPO runs."""
+    on_error: Literal["raise", "disable"] = "disable"
+    """What a failed companion does to PPO: `disable` goes on with the serving heads."""
+    loss: Literal["ce", "tv", "ce_tv", "kl"] = "ce"
+    """Loss of the heads."""
+    learning_rate: float = Field(2e-3, gt=0)
+    """AdamW step size."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW decoupled weight decay."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm of each head, clipped per head."""
+    batch_positions: int = Field(2048, ge=1)
+    """Positions per optimizer step."""
+    epochs: int = Field(2, ge=1)
+    """Passes over each rollout batch."""
+    holdout_fraction: float = Field(0.2, gt=0, lt=1)
+    """Share of each batch's responses kept out of training, to judge candidates on."""
+    queue_bytes: int = Field(512 * 1024**2, ge=1)
+    """Byte budget of waiting batches; when it is full the oldest goes and is counted."""
+    wait: bool = False
+    """Wait for the companion before each generation: repeatable, but its time is no longer hidden."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the companion."""
+    num_gpus: float = Field(0.0, ge=0)
+    """GPUs (or a share of one) that Ray gives to the companion."""
+
+
+class PPOConfig(Section):
+    steps: int = Field(16, ge=1)
+    """PPO steps (rollout batches)."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts per rollout batch."""
+    epochs: int = Field(2, ge=1)
+    """Passes over each rollout batch."""
+    minibatch_size: int = Field(32, ge=1)
+    """Responses per optimizer step."""
+    micro_batch_size: int = Field(32, ge=1)
+    """Responses per forward pass."""
+    actor_learning_rate: float = Field(1e-5, gt=0)
+    """AdamW step size of the actor."""
+    critic_learning_rate: float = Field(1e-4, gt=0)
+    """AdamW step size of the critic."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """GAE lambda."""
+    clip_range: float = Field(0.2, gt=0)
+    """Clip of the policy ratio."""
+    value_clip_range: float = Field(0.2, gt=0)
+    """Clip of the value prediction around the old one."""
+    kl_coefficient: float = Field(0.02, ge=0)
+    """Weight of the per-token KL penalty against the reference, in reward units."""
+    value_coefficient: float = Field(0.5, gt=0)
+    """Weight of the value loss."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm of actor and critic, each clipped by itself."""
+    reward: str = "medusa_ppo.ppo.rewards:exact_answer"
+    """Python callable `module:function`, or the folder or hub name of a reward model (with `reward_kind=model`)."""
+    reward_kind: Literal["callable", "model"] = "callable"
+    """What `reward` names."""
+    threads: int = Field(2, ge=1)
+    """CPU threads of the update."""
+
+
+class ReportConfig(Section):
+    speed_every: int = Field(4, ge=0)
+    """Every n-th step the same prompts are also generated without drafting, in turn, and timed; 0: never."""
+    speed_prompts: int = Field(0, ge=0)
+    """Prompts of such a pair; 0: the step's own."""
+
+
+class RunConfig(Section):
+    """Everything that `medusa-ppo ppo` reads."""
+
+    name: str = "run"
+    """Name of the run; its files go to OUT/NAME."""
+    out: str = "runs"
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of everything random."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    heads: HeadsSection = Field(default_factory=HeadsSection)
+    companion: CompanionConfig = Field(default_factory=CompanionConfig)
+    ppo: PPOConfig = Field(default_factory=PPOConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out) / self.name
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "RunConfig":
+        _check_agreement(self)
+        return self
+
+
+def _check_agreement(config: RunConfig) -> None:
+    """Refuse fields that contradict each other, at load and not at step 300."""
+    engine, heads, ppo = config.engine, config.heads, config.ppo
+    if engine.num_drafts > heads.num_heads:
+        raise ConfigError(
+            "More draft tokens than heads.",
+            given=f"engine.num_drafts={engine.num_drafts}, heads.num_heads={heads.num_heads}",
+            expected="engine.num_drafts <= heads.num_heads",
+            do="Train more heads or draft fewer tokens.",
+        )
+    need = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if need > engine.max_model_len:
+        raise ConfigError(
+            "Prompts and responses do not fit into the engine.",
+            given=f"data.max_prompt_tokens + sampling.max_new_tokens = {need}",
+            expected=f"<= engine.max_model_len = {engine.max_model_len}",
+            do="Raise engine.max_model_len or shorten prompts or responses.",
+        )
+    if ppo.minibatch_size % ppo.micro_batch_size and ppo.micro_batch_size < ppo.minibatch_size:
+        raise ConfigError(
+            "A minibatch must be made of whole micro batches.",
+            given=f"ppo.minibatch_size={ppo.minibatch_size}, ppo.micro_batch_size={ppo.micro_batch_size}",
+            expected="minibatch_size divisible by micro_batch_size",
+            do="Change one of the two.",
+        )
+    if engine.url and engine.backend != "server":
+        raise ConfigError(
+            "engine.url is only read by the server backend.",
+            given=f"engine.url={engine.url!r}, engine.backend={engine.backend!r}",
+            expected="engine.backend=server",
+            do="Set engine.backend=server or remove engine.url.",
+        )
+
+
+def load_config(path: str | os.PathLike[str] | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a YAML file, apply `key=value` overrides (dotted keys, YAML values), and check the result.
+
+    Raises:
+        ConfigError: unknown key, wrong type, contradiction, unreadable file.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = _read_yaml(Path(path))
+    for pair in overrides:
+        _apply_override(values, pair)
+    return build_config(values)
+
+
+def build_config(values: dict[str, Any]) -> RunConfig:
+    """Check a nested mapping and turn it into a RunConfig. Raises ConfigError."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _translate(error) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ConfigError("The configuration file does not exist.", given=path, expected=", ".join(near) or "a YAML file", do="Check --config.")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("The configuration file is not YAML.", given=f"{path}: {error}", expected="a mapping of sections", do="Correct the file.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError("The configuration file must hold a mapping.", given=type(values).__name__, expected="section: {key: value}", do=f"Correct {path}.")
+    return values
+
+
+def _apply_override(values: dict[str, Any], pair: str) -> None:
+    key, sign, text = pair.partition("=")
+    if not sign or not key:
+        raise ConfigError("An override must be key=value.", given=pair, expected="e.g. ppo.steps=20", do="Write key=value without spaces.")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        raise ConfigError("The value of an override is not YAML.", given=pair, expected="a number, text, true/false", do="Quote the value.") from None
+    node = values
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError("An override goes through a key that is not a section.", given=pair, expected="section.key=value", do="Check the key.")
+        node = child
+    node[leaf] = value
+
+
+def known_keys(section: type[Section] = RunConfig, prefix: str = "") -> list[str]:
+    """All dotted keys, in order."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys += known_keys(kind, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _translate(error: ValidationError) -> ConfigError:
+    """Turn pydantic's first complaint into our one clear sentence."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        keys = known_keys()
+        near = difflib.get_close_matches(key, keys, n=MAX_SUGGESTIONS) or [k for k in keys if k.split(".")[-1] == key.split(".")[-1]][:MAX_SUGGESTIONS]
+        return ConfigError(
+            "Unknown configuration key.",
+            given=f"{key} = {first['input']!r}",
+            expected=f"{near[0]}" if near else "one of the documented keys",
+            do=f"Did you mean {near[0]}?" if near else "Remove the key.",
+        )
+    return ConfigError(f"{key} has a wrong value.", given=repr(first.get("input")), expected=first["msg"], do=f"Correct {key}.")

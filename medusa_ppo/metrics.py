@@ -1,0 +1,64 @@
+"""Names of everything a run logs, one sentence each; the unit stands in the name.
+
+One JSON line per PPO step goes to `metrics.jsonl` with these keys; `reports/` reads nothing else.
+"""
+
+from __future__ import annotations
+
+STEP = "step"  # PPO step, from 0.
+WALL_S = "wall_s"  # Seconds since the run started, at the end of the step.
+POLICY_VERSION = "policy_version"  # Version of the actor that wrote the rollouts of this step.
+HEADS_VERSION = "heads_version"  # Version of the heads the engine drafted with in this step.
+STALENESS = "staleness"  # Policy updates between the serving heads' last training batch and this step's rollouts.
+NUM_DRAFTS = "num_drafts"  # Draft tokens per step that the engine was set to.
+
+MAL_SERVING = "mal_serving"  # Mean acceptance length from vLLM's counters, this step's rollouts.
+ACCEPTANCE_PER_POSITION = "acceptance_per_position"  # Accepted at position k / draft steps, from vLLM's counters.
+DRAFTS = "drafts"  # Draft steps counted by vLLM.
+ACCEPTED = "accepted"  # Draft tokens accepted, counted by vLLM.
+REPLAY_SERVING = "replay_mal_serving"  # Replay estimate of the serving heads on this step's holdout.
+REPLAY_CANDIDATE = "replay_mal_candidate"  # Replay estimate of the newly trained heads on this step's holdout.
+REPLAY_FROZEN = "replay_mal_frozen"  # Replay estimate of the first published heads on this step's holdout.
+
+TOKENS_PER_S = "rollout_tokens_per_s"  # Response tokens per second of this step's generation.
+PAIR_DRAFTING_TOKENS_PER_S = "pair_drafting_tokens_per_s"  # The same prompts with drafting, timed in turn with the next (paired steps only).
+PAIR_PLAIN_TOKENS_PER_S = "pair_plain_tokens_per_s"  # The same prompts without drafting (paired steps only).
+PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
+
+REWARD_MEAN = "reward_mean"  # Mean reward of the rollouts, KL penalty not included.
+CORRECT_FRAC = "correct_frac"  # Share of responses with the right answer.
+KL_REFERENCE = "kl_reference"  # Mean over tokens of log pi - log pi_ref on the rollouts, nats.
+KL_UPDATE = "kl_update"  # Mean of (ratio - 1) - log ratio over the update, nats.
+ENTROPY = "entropy"  # Mean entropy of the policy on the rollouts, nats.
+POLICY_LOSS = "policy_loss"  # Clipped surrogate, mean over the update.
+VALUE_LOSS = "value_loss"  # Clipped value loss, mean over the update.
+CLIP_FRAC = "clip_frac"  # Share of tokens whose ratio was clipped.
+LOGPROB_GAP = "logprob_gap"  # Mean |engine log-prob - actor log-prob| on the rollouts, nats.
+RESPONSE_LENGTH = "response_length_tokens"  # Mean response length.
+TRUNCATED_FRAC = "truncated_frac"  # Share of responses cut at the length limit.
+ACTOR_GRAD_NORM = "actor_grad_norm"  # Mean gradient norm of the actor before clipping.
+
+GENERATE_S = "generate_s"  # Seconds of the rollout generation.
+SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes.
+UPDATE_S = "update_s"  # Seconds of the PPO update.
+SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.
+SWAP_S = "swap_s"  # Seconds of swapping heads into the engine.
+PLUGIN_EXPOSED_S = "plugin_exposed_s"  # Seconds the loop spent inside the plugin's hooks.
+COMPANION_TRAIN_S = "companion_train_s"  # Seconds the companion trained during this step.
+COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook waited for.
+COMPANION_TRAINED_TOKENS = "companion_trained_tokens"  # Positions trained on so far.
+COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
+COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far because the queue was full.
+VERSIONS_PUBLISHED = "versions_published"  # Head versions published so far.
+
+
+def describe() -> dict[str, str]:
+    """Metric name -> its one-sentence explanation, read from this file's own comments."""
+    from pathlib import Path
+
+    out = {}
+    for line in Path(__file__).read_text(encoding="utf-8").splitlines():
+        head, mark, note = line.partition("  # ")
+        if mark and " = " in head and head.split(" = ")[0].isupper():
+            out[head.split('"')[1]] = note.strip()
+    return out

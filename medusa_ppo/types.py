@@ -1,0 +1,219 @@
+"""The frozen data that crosses a seam: between loop, plugin, companion and engine.
+
+Shape letters: S sequences, M response tokens of all sequences one after the other, D hidden, K heads.
+
+A rollout batch is packed in *response coordinates*: row m belongs to one response token. `hidden_MD[m]` is the state that
+lm_head reads to predict `response_ids_M[m]` (so the first row of a sequence is the state of its last prompt token), and
+head k at row m predicts `response_ids_M[m + k]` of the same sequence. Prompts are not needed for that and do not travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from heads.errors import DataError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled. Seeds are per generate call."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 96
+    responses_per_prompt: int = 1
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Counters:
+    """vLLM's own acceptance counters over one interval (differences, never totals since start).
+
+    Attributes:
+        drafts: draft steps, one per request and engine step that had drafts.
+        draft_tokens: tokens drafted.
+        accepted: drafted tokens accepted (bonus token not counted).
+        accepted_per_position: accepted at position 1..K.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts; 1.0 when nothing was drafted (vLLM's definition)."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Unconditional: accepted at position k / draft steps."""
+        return tuple(n / self.drafts if self.drafts else 0.0 for n in self.accepted_per_position)
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return self._zip(other, 1)
+
+    def __sub__(self, other: "Counters") -> "Counters":
+        return self._zip(other, -1)
+
+    def _zip(self, other: "Counters", sign: int) -> "Counters":
+        width = max(len(self.accepted_per_position), len(other.accepted_per_position))
+        left = self.accepted_per_position + (0,) * (width - len(self.accepted_per_position))
+        right = other.accepted_per_position + (0,) * (width - len(other.accepted_per_position))
+        return Counters(
+            self.drafts + sign * other.drafts,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted + sign * other.accepted,
+            tuple(a + sign * b for a, b in zip(left, right, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response.
+
+    Attributes:
+        prompt_index: which of the prompts it answers.
+        token_ids: sampled tokens, the end token included when it was sampled.
+        logprobs: behaviour log-probs, one per token: of the distribution that was really sampled from.
+        finish_reason: `stop` (end token) or `length`.
+    """
+
+    prompt_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What one generate call returned, responses in prompt order."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    responses: tuple[Response, ...]
+    counters: Counters
+    seconds: float
+    sampling: Sampling
+    policy_version: int = 0
+    heads_version: int = 0
+    num_drafts: int = 0
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(len(r.token_ids) for r in self.responses)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Packed training data for the companion; see the module's docstring for the coordinates.
+
+    Attributes:
+        hidden_MD: final hidden states, detached, in the actor's dtype, on the CPU.
+        response_ids_M: int64.
+        logprobs_M: float32 behaviour log-probs.
+        lengths_S: int64, response tokens of each sequence; they sum to M.
+        policy_version: version of the actor that wrote the responses and gave the states.
+        temperature: temperature the behaviour log-probs were taken at.
+    """
+
+    hidden_MD: torch.Tensor
+    response_ids_M: torch.Tensor
+    logprobs_M: torch.Tensor
+    lengths_S: torch.Tensor
+    policy_version: int = 0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        rows = self.hidden_MD.shape[0]
+        total = int(self.lengths_S.sum()) if self.lengths_S.numel() else 0
+        if rows == 0:
+            raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
+        if not rows == self.response_ids_M.shape[0] == self.logprobs_M.shape[0] == total:
+            raise DataError(
+                "The parts of a rollout batch do not fit together.",
+                given=f"hidden {rows}, ids {self.response_ids_M.shape[0]}, logprobs {self.logprobs_M.shape[0]}, lengths sum to {total}",
+                expected="one row per response token",
+                do="Hand in one hidden state and one log-prob for each response token.",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S)
+        return sum(t.numel() * t.element_size() for t in parts)
+
+    def select(self, sequences_S: torch.Tensor) -> "RolloutBatch":
+        """The batch of the given sequences (int64 indices), in that order."""
+        ends = self.lengths_S.cumsum(0)
+        rows = torch.cat([torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()])
+        return RolloutBatch(
+            self.hidden_MD[rows], self.response_ids_M[rows], self.logprobs_M[rows], self.lengths_S[sequences_S], self.policy_version, self.temperature
+        )
+
+
+@dataclass(frozen=True)
+class PublishedHeads:
+    """A version of the heads that the companion offers to the engine.
+
+    Attributes:
+        version: grows by one with every publish; 0 are the heads the run started with.
+        path: safetensors file (shared memory) with the trainable tensors, keys as in heads/FORMAT.md.
+        checksum: hex digest over names and bytes, the same that the engine reports after the swap.
+        policy_version: version of the actor whose rollouts were trained on last.
+        mean_acceptance_length: replay estimate of these heads on the holdout.
+    """
+
+    version: int
+    path: str
+    checksum: str
+    policy_version: int
+    mean_acceptance_length: float
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """Replay estimate of one set of heads on one batch's holdout."""
+
+    mean_acceptance_length: float
+    acceptance_per_position: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CompanionStatus:
+    """What the companion has done so far. Totals since its start unless a name says otherwise."""
+
+    alive: bool = True
+    batches_received: int = 0
+    batches_dropped: int = 0
+    batches_trained: int = 0
+    trained_tokens: int = 0
+    optimizer_steps: int = 0
+    versions_published: int = 0
+    candidates_rejected: int = 0
+    train_s: float = 0.0
+    queue_bytes: int = 0
+    last_loss: float = float("nan")
+    last_policy_version: int = -1
+    serving: ReplayRow | None = None
+    candidate: ReplayRow | None = None
+    frozen: ReplayRow | None = None
+    error: str = ""
+    losses: tuple[float, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class SwapReceipt:
+    """What the engine says after new heads or a new actor arrived."""
+
+    version: int
+    checksum: str
+    seconds: float
