@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -263,6 +264,14 @@ def build_config(values: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise _translate(error) from None
+
+
+def preset(name: str) -> Path:
+    """Path of a preset in `configs/`: beside the packages in a checkout, under `share/` in an installed wheel."""
+    for folder in (Path(__file__).resolve().parent.parent / "configs", Path(sys.prefix) / "share" / "medusa-ppo" / "configs"):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise ConfigError("The preset does not exist.", given=name, expected="a file in configs/", do="Run from a checkout, or pass --config FILE.")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
