@@ -1,0 +1,84 @@
+"""A queue of rollout batches that is bounded in bytes: when it is full the oldest batch goes, and is counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from medusa_ppo.types import RolloutBatch
+
+
+class BoundedQueue:
+    """First in, first out, for any number of threads. Nobody ever waits to put something in."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """
+        Args:
+            max_bytes: most bytes of all waiting batches together.
+        """
+        self.max_bytes = max_bytes
+        self._batches: deque[RolloutBatch] = deque()
+        self._nbytes = 0
+        self._dropped = 0
+        self._peak = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, batch: RolloutBatch) -> int:
+        """Append a batch; the oldest ones go until it fits. A batch that is larger than the whole budget is dropped itself.
+
+        Returns:
+            Number of batches dropped by this call.
+        """
+        with self._changed:
+            if self._closed or batch.nbytes > self.max_bytes:
+                self._dropped += 1
+                return 1
+            dropped = 0
+            while self._nbytes + batch.nbytes > self.max_bytes:
+                self._nbytes -= self._batches.popleft().nbytes
+                dropped += 1
+            self._batches.append(batch)
+            self._nbytes += batch.nbytes
+            self._peak = max(self._peak, self._nbytes)
+            self._dropped += dropped
+            self._changed.notify()
+            return dropped
+
+    def get(self, timeout_s: float | None = None) -> RolloutBatch | None:
+        """Take the oldest batch; None when the time is up or the queue is closed and empty.
+
+        Args:
+            timeout_s: seconds to wait for a batch; None waits until there is one or the queue is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
+            if not self._batches:
+                return None
+            batch = self._batches.popleft()
+            self._nbytes -= batch.nbytes
+            return batch
+
+    def close(self) -> None:
+        """Wake everybody who waits; later batches are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes waiting now."""
+        return self._nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes that ever waited at once."""
+        return self._peak
+
+    @property
+    def dropped(self) -> int:
+        """Batches dropped so far."""
+        return self._dropped
