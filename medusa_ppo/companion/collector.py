@@ -1,0 +1,135 @@
+"""Puts the tapped rows of one rollout batch in their places, in whatever order and micro-batches they come.
+
+Shape letters: B rows of a micro-batch, T tokens, D hidden, S sequences, M response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from heads.errors import DataError
+from medusa_ppo.types import RolloutBatch, Rollouts
+
+
+class BatchCollector:
+    """Collects the final hidden states of every response of one `Rollouts`.
+
+    One CPU tensor is allocated for the whole batch and filled in place, so a state is copied once here.
+    """
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+        self._lengths = [len(response.token_ids) for response in rollouts.responses]
+        self._starts = _starts(self._lengths)
+        self._seen = [length == 0 for length in self._lengths]
+        self._hidden_MD: torch.Tensor | None = None
+        self.empty_responses = sum(self._seen)
+
+    @property
+    def complete(self) -> bool:
+        """True when every response with at least one token has its states."""
+        return all(self._seen)
+
+    @property
+    def seen(self) -> int:
+        """Responses that have their states."""
+        return sum(self._seen) - self.empty_responses
+
+    def add(self, hidden_BTD: torch.Tensor, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> int:
+        """Take the rows of one micro-batch. Responses that were taken before are passed over.
+
+        Args:
+            hidden_BTD: final hidden states, on any device; T may be one less than the mask's (a forward without the last token).
+            response_mask_BT: true where token t of the row is a response token.
+            sequences: for each row, the index of its response in `rollouts.responses`.
+
+        Returns:
+            Number of responses taken.
+
+        Raises:
+            DataError: shapes, indices or token counts that do not fit the rollouts.
+        """
+        mask_BT = response_mask_BT.to(device="cpu", dtype=torch.bool)
+        order = [int(s) for s in sequences]
+        self._check(hidden_BTD, mask_BT, order)
+        rows = [row for row, s in enumerate(order) if not self._seen[s] and order.index(s) == row]
+        if not rows:
+            return 0
+        picked_BT = mask_BT[rows]
+        row_M, token_M = picked_BT.nonzero(as_tuple=True)
+        # Token t is predicted from the state one position before it.
+        index_M = (torch.tensor(rows)[row_M] * hidden_BTD.shape[1] + token_M - 1).to(hidden_BTD.device)
+        states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M).to("cpu")
+        if self._hidden_MD is None:
+            self._hidden_MD = torch.empty(sum(self._lengths), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
+        at = 0
+        for row in rows:
+            start, length = self._starts[order[row]], self._lengths[order[row]]
+            self._hidden_MD[start : start + length] = states_MD[at : at + length]
+            self._seen[order[row]] = True
+            at += length
+        return len(rows)
+
+    def batch(self) -> RolloutBatch:
+        """The packed batch of all responses whose states were taken.
+
+        Raises:
+            DataError: there is not one state.
+        """
+        if self._hidden_MD is None:
+            raise DataError(
+                "No response of the rollout batch has a hidden state.",
+                given=f"{len(self._lengths)} responses, {self.empty_responses} of them empty, {self.seen} scored inside the tap",
+                expected="at least one response with a token, scored inside plugin.actor_forward",
+                do="Check the rollouts' end tokens, and wrap the actor's log-prob forward in plugin.actor_forward.",
+            )
+        responses = self._rollouts.responses
+        ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
+        logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
+        taken = [s for s, length in enumerate(self._lengths) if length and self._seen[s]]
+        lengths_S = torch.tensor([length for length in self._lengths if length], dtype=torch.int64)
+        whole = RolloutBatch(
+            self._hidden_MD, ids_M, logprobs_M, lengths_S, self._rollouts.policy_version, self._rollouts.sampling.temperature
+        )
+        if len(taken) == lengths_S.numel():
+            return whole
+        rank = {s: i for i, s in enumerate(s for s, length in enumerate(self._lengths) if length)}
+        return whole.select(torch.tensor([rank[s] for s in taken], dtype=torch.int64))
+
+    def _check(self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int]) -> None:
+        rows, tokens = mask_BT.shape if mask_BT.dim() == 2 else (-1, -1)
+        if hidden_BTD.shape[0] != rows or len(order) != rows or hidden_BTD.shape[1] not in (tokens, tokens - 1):
+            raise DataError(
+                "The tapped forward pass and its response mask do not fit together.",
+                given=f"hidden {tuple(hidden_BTD.shape)}, mask {tuple(mask_BT.shape)}, {len(order)} sequences",
+                expected="hidden [B, T or T - 1, D], mask [B, T], B sequences",
+                do="Pass the mask of exactly the tokens that go through the actor.",
+            )
+        outside = [s for s in order if not 0 <= s < len(self._lengths)]
+        if outside:
+            raise DataError(
+                "A row names a response that does not exist.",
+                given=outside[:4],
+                expected=f"0 to {len(self._lengths) - 1}",
+                do="Pass indices into rollouts.responses.",
+            )
+        counts = mask_BT.sum(1).tolist()
+        spans = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).sum(1).tolist()
+        for row, s in enumerate(order):
+            if counts[row] != self._lengths[s] or spans[row] > 1 or bool(mask_BT[row, 0]):
+                raise DataError(
+                    "The response mask of a row does not cover its response.",
+                    given=f"row {row} (response {s}): {counts[row]} tokens in {spans[row] + int(mask_BT[row, 0])} stretches",
+                    expected=f"{self._lengths[s]} tokens in one stretch that follows at least one prompt token",
+                    do="Mark every sampled token of the response, the end token included, and nothing else.",
+                )
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    starts, at = [], 0
+    for length in lengths:
+        starts.append(at)
+        at += length
+    return starts

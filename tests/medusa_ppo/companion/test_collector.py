@@ -1,0 +1,124 @@
+"""Tapped rows reach their place: any micro-batch, any order, any padding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from heads.errors import DataError
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+
+HIDDEN = 3
+
+
+def rollouts_of(lengths: list[int], policy_version: int = 4, temperature: float = 0.7) -> Rollouts:
+    responses = tuple(
+        Response(0, tuple(100 * s + i for i in range(n)), tuple(-0.5 * s - 0.01 * i for i in range(n)), "stop")
+        for s, n in enumerate(lengths)
+    )
+    return Rollouts(((1, 2),), responses, Counters(), 1.0, Sampling(temperature=temperature), policy_version=policy_version)
+
+
+def micro_batch(lengths: list[int], order: list[int], rng: random.Random, width: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with prompts and responses at random offsets; the state that predicts token i of response s is (s, i, 7)."""
+    hidden_BTD = torch.full((len(order), width, HIDDEN), -1.0)
+    mask_BT = torch.zeros(len(order), width, dtype=torch.int64)
+    for row, s in enumerate(order):
+        first = rng.randint(1, width - max(lengths[s], 1))
+        for i in range(lengths[s]):
+            mask_BT[row, first + i] = 1
+            hidden_BTD[row, first + i - 1] = torch.tensor([s, i, 7.0])
+    return hidden_BTD, mask_BT
+
+
+def expected_states(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([[s, i, 7.0] for s, n in enumerate(lengths) for i in range(n)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_micro_batches_gives_the_same_batch(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(0, 6) for _ in range(9)] + [1]
+    order = list(range(10))
+    rng.shuffle(order)
+    collector = BatchCollector(rollouts_of(lengths))
+    for start in range(0, 10, 3):
+        assert not collector.complete or all(lengths[s] == 0 for s in order[start:])
+        part = order[start : start + 3]
+        hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
+        collector.add(hidden_BTD, mask_BT, torch.tensor(part) if seed % 2 else part)
+    assert collector.complete and collector.empty_responses == lengths.count(0)
+    batch = collector.batch()
+    assert torch.equal(batch.hidden_MD, expected_states(lengths))
+    assert batch.response_ids_M.tolist() == [100 * s + i for s, n in enumerate(lengths) for i in range(n)]
+    assert torch.allclose(batch.logprobs_M, torch.tensor([-0.5 * s - 0.01 * i for s, n in enumerate(lengths) for i in range(n)]))
+    assert batch.lengths_S.tolist() == [n for n in lengths if n]
+    assert batch.policy_version == 4 and batch.temperature == 0.7
+
+
+def test_forward_without_the_last_token() -> None:
+    hidden_BTD, mask_BT = micro_batch([3], [0], random.Random(1), width=4)
+    collector = BatchCollector(rollouts_of([3]))
+    assert collector.add(hidden_BTD[:, :3], mask_BT, [0]) == 1
+    assert torch.equal(collector.batch().hidden_MD, expected_states([3]))
+
+
+def test_responses_never_scored_are_left_out() -> None:
+    lengths = [2, 0, 3, 4]
+    collector = BatchCollector(rollouts_of(lengths))
+    collector.add(*micro_batch(lengths, [3, 0], random.Random(2)), [3, 0])
+    assert not collector.complete and collector.seen == 2
+    batch = collector.batch()
+    assert batch.lengths_S.tolist() == [2, 4]
+    assert batch.hidden_MD[:, 0].tolist() == [0, 0, 3, 3, 3, 3] and batch.response_ids_M.tolist() == [0, 1, 300, 301, 302, 303]
+
+
+def test_a_response_counts_once() -> None:
+    lengths = [2, 2]
+    collector = BatchCollector(rollouts_of(lengths))
+    hidden_BTD, mask_BT = micro_batch(lengths, [0, 0], random.Random(3))
+    assert collector.add(hidden_BTD, mask_BT, [0, 0]) == 1
+    assert collector.add(hidden_BTD + 5, mask_BT, [0, 0]) == 0
+    assert torch.equal(collector.batch().hidden_MD, expected_states([2]))
+
+
+def test_dtype_is_kept_and_states_are_detached_copies() -> None:
+    hidden_BTD, mask_BT = micro_batch([2], [0], random.Random(4))
+    source = hidden_BTD.to(torch.bfloat16).requires_grad_()
+    collector = BatchCollector(rollouts_of([2]))
+    collector.add(source * 1, mask_BT, [0])
+    batch = collector.batch()
+    assert batch.hidden_MD.dtype == torch.bfloat16 and not batch.hidden_MD.requires_grad
+    assert torch.equal(batch.hidden_MD.float(), expected_states([2]))
+
+
+def test_nothing_at_all_is_an_error() -> None:
+    for lengths in ([0, 0], [3]):
+        with pytest.raises(DataError, match="No response of the rollout batch"):
+            BatchCollector(rollouts_of(lengths)).batch()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h, m: (h[:, :-2], m, [0]), "do not fit together"),
+        (lambda h, m: (h, m, [0, 1]), "do not fit together"),
+        (lambda h, m: (h, m[0], [0]), "do not fit together"),
+        (lambda h, m: (h, m, [2]), "does not exist"),
+        (lambda h, m: (h, m, [-1]), "does not exist"),
+        (lambda h, m: (h, m.flip(1) | m, [0]), "does not cover"),
+        (lambda h, m: (h, m * 0, [0]), "does not cover"),
+        (lambda h, m: (h, torch.tensor([[1, 1, 0, 0, 0, 0]]), [0]), "following|follows"),
+        (lambda h, m: (h, torch.tensor([[0, 1, 0, 1, 0, 0]]), [0]), "2 stretches"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(change, message: str) -> None:
+    hidden_BTD = torch.zeros(1, 6, HIDDEN)
+    mask_BT = torch.tensor([[0, 1, 1, 0, 0, 0]])
+    collector = BatchCollector(rollouts_of([2, 2]))
+    with pytest.raises(DataError, match=message):
+        collector.add(*change(hidden_BTD, mask_BT))
+    assert collector.add(hidden_BTD, mask_BT, [0]) == 1
