@@ -26,6 +26,7 @@ class HeadsConfig:
         num_layers: residual blocks per head, each with weights of its own.
         lm_head: `shared` (the actor's, frozen) or `own` (one trainable lm_head per head).
         rank: rank of the markov bias; unused by the other kinds.
+        mlp_ratio: width of the hydra MLP's inner layer, in multiples of D; unused by the other kinds.
     """
 
     hidden_size: int
@@ -35,22 +36,53 @@ class HeadsConfig:
     num_layers: int = 1
     lm_head: str = "shared"
     rank: int = 64
+    mlp_ratio: int = 2
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError("Unknown kind of heads.", given=self.kind, expected=" | ".join(KINDS), do="Set kind to one of these.")
         if self.lm_head not in LM_HEADS:
             raise ConfigError("Unknown lm_head mode.", given=self.lm_head, expected=" | ".join(LM_HEADS), do="Set lm_head to one of these.")
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank"):
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank", "mlp_ratio"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive whole number.", given=repr(value), expected=">= 1", do=f"Correct {name}.")
+
+    @property
+    def conditioned(self) -> bool:
+        """Whether the heads read the tokens that were sampled or drafted since h_t."""
+        return self.kind != "medusa"
+
+    @property
+    def needs_embedding(self) -> bool:
+        """Whether the heads read the actor's embedding table."""
+        return self.kind == "hydra"
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head.
+
+        In a key, head indices count from 0: index k-1 belongs to head k.
+        """
+        D, V, H = self.hidden_size, self.vocab_size, self.hidden_size * self.mlp_ratio
+        shapes: dict[str, tuple[int, ...]] = {}
+        for k in range(self.num_heads):
+            for layer in range(self.num_layers):
+                shapes[f"blocks.{k}.layers.{layer}.weight"] = (D, D)
+            if self.lm_head == "own":
+                shapes[f"lm_heads.{k}.weight"] = (V, D)
+            if self.kind == "markov":
+                shapes[f"markov.{k}.in.weight"] = (V, self.rank)
+                shapes[f"markov.{k}.out.weight"] = (V, self.rank)
+            if self.kind == "hydra":
+                shapes[f"mlps.{k}.in.weight"] = (H, D * (k + 2))
+                shapes[f"mlps.{k}.out.weight"] = (D, H)
+        return shapes
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "HeadsConfig":
+    def from_dict(cls, values: dict[str, Any]) -> HeadsConfig:
         """Build from a mapping; an unknown key is an error that names the nearest valid one."""
         names = [field.name for field in dataclasses.fields(cls)]
         for key in values:

@@ -1,0 +1,237 @@
+"""Replay estimate: the acceptance that vLLM would count, from on-policy rollouts alone (no engine).
+
+Shape letters: S sequences, M response tokens of all sequences one after the other, T longest response, K heads, D hidden, V vocabulary.
+Rows are in response coordinates: row m holds the state that predicts response_ids[m]; head k at row m drafts response_ids[m + k].
+
+Stand at a row, draft K tokens, count the run of accepted ones, jump run + 1 rows ahead, repeat until the response ends:
+  one-hot drafts   position k is accepted when argmax q_k is the rollout's own token;
+  sampled drafts   position k is accepted with probability min(1, q_k(y) / p(y)), p the behaviour probability of the token y.
+Both follow from the rejection rule, given the token that was emitted. Instead of drawing, the expectation is computed exactly:
+`visits[t]`, the probability that row t is a stop, flows on to the rows that a run can lead to. One-hot drafts are the case where
+all probabilities are 0 or 1, and then the counts are whole numbers.
+
+Stops near the end of a response, as vLLM counts them:
+  * the prompt pass emits response token 0 without a draft; row 0 is the first stop;
+  * a stop counts as a draft step when at least one response token is left after it. A response that ended (end token or length)
+    drafts no more, so the last token of a response is never a stop;
+  * a run can pass the end: drafts are not shortened to max_tokens, and tokens accepted behind an end token are counted by vLLM
+    before they are cut off. A rollout does not show them. The estimate counts what is seen (so it is low by a part of one run per
+    response, 0.1 to 0.5 % for responses of 60 tokens and more); `accepted_upper` adds all that could have been accepted
+    unseen. With the heads that drafted the rollout, `drafts` equals vLLM's counter exactly and vLLM's accepted tokens lie between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from heads.errors import DataError
+from heads.losses import CHUNK_ELEMENTS
+from heads.modules import MedusaHeads, head_logits
+from heads.targets import head_logprobs, head_targets, segments_from_lengths
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point estimate and its bootstrap confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """Counts of a replay, per sequence (float64; whole numbers for one-hot drafts).
+
+    Attributes:
+        drafts_S: draft steps.
+        accepted_SK: accepted drafts at position 1..K.
+        unseen_S: most drafts that could have been accepted behind the end of the response.
+    """
+
+    drafts_S: torch.Tensor
+    accepted_SK: torch.Tensor
+    unseen_S: torch.Tensor
+
+    @property
+    def drafts(self) -> float:
+        return float(self.drafts_S.sum())
+
+    @property
+    def accepted(self) -> float:
+        return float(self.accepted_SK.sum())
+
+    @property
+    def accepted_upper(self) -> float:
+        """Accepted drafts if all that was drafted behind the ends had been accepted."""
+        return self.accepted + float(self.unseen_S.sum())
+
+    @property
+    def accepted_per_position(self) -> tuple[float, ...]:
+        return tuple(self.accepted_SK.sum(0).tolist())
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts; 1.0 when nothing was drafted (vLLM's definition)."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Unconditional: accepted at position k / draft steps."""
+        return tuple(n / self.drafts if self.drafts else 0.0 for n in self.accepted_per_position)
+
+    def confidence_interval(self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0) -> Interval:
+        """Interval of the mean acceptance length from a bootstrap over sequences."""
+        counts = torch.stack([self.accepted_SK.sum(1), self.drafts_S], dim=1)
+        draws_R2 = _resample(counts, resamples, seed)
+        lengths_R = 1 + draws_R2[:, 0] / draws_R2[:, 1].clamp(min=1e-12)
+        return _interval(self.mean_acceptance_length, lengths_R, confidence)
+
+
+def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0) -> Interval:
+    """Mean acceptance length of `a` minus that of `b` on the same sequences, with a paired bootstrap over sequences."""
+    if a.drafts_S.shape != b.drafts_S.shape:
+        raise DataError(
+            "A paired difference needs the same sequences.",
+            given=f"{a.drafts_S.numel()} and {b.drafts_S.numel()} sequences",
+            expected="as many in both",
+            do="Replay both sets of heads on one batch.",
+        )
+    counts = torch.stack([a.accepted_SK.sum(1), a.drafts_S, b.accepted_SK.sum(1), b.drafts_S], dim=1)
+    draws_R4 = _resample(counts, resamples, seed)
+    difference_R = draws_R4[:, 0] / draws_R4[:, 1].clamp(min=1e-12) - draws_R4[:, 2] / draws_R4[:, 3].clamp(min=1e-12)
+    return _interval(a.mean_acceptance_length - b.mean_acceptance_length, difference_R, confidence)
+
+
+def _resample(counts_SC: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
+    """Sums over `resamples` bootstrap samples of the sequences: float64 `RC`."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = counts_SC.shape[0]
+    sums = []
+    for start in range(0, resamples, 100):
+        picks_RS = torch.randint(sequences, (min(100, resamples - start), sequences), generator=generator)
+        sums.append(counts_SC[picks_RS].sum(1))
+    return torch.cat(sums)
+
+
+def _interval(value: float, draws_R: torch.Tensor, confidence: float) -> Interval:
+    tail = (1 - confidence) / 2
+    low, high = torch.quantile(draws_R, torch.tensor([tail, 1 - tail], dtype=draws_R.dtype)).tolist()
+    return Interval(value, low, high)
+
+
+def replay_estimate(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+    """Replay of one-hot drafts.
+
+    Args:
+        draft_ids_MK: int64, argmax of head 1..K at each row (`draft_ids_for_rows`).
+        response_ids_M: int64 tokens of the rollouts.
+        lengths_S: int64 response lengths; they sum to M.
+    """
+    _check_lengths(response_ids_M, lengths_S)
+    targets_MK, mask_MK = head_targets(response_ids_M, segments_from_lengths(lengths_S), draft_ids_MK.shape[1])
+    return replay_probabilities(((draft_ids_MK == targets_MK) & mask_MK).double(), lengths_S)
+
+
+def replay_sampled(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+    """Replay of sampled drafts: the exact expectation over the draws.
+
+    Args:
+        draft_logprobs_MK: log q_k of the rollout's token at each row and head, at the draft temperature (`draft_logprobs_for_rows`).
+        logprobs_M: behaviour log-probs of the tokens, of the distribution that was really sampled from.
+        lengths_S: int64 response lengths; they sum to M.
+    """
+    _check_lengths(logprobs_M, lengths_S)
+    behaviour_MK = head_logprobs(logprobs_M.double(), segments_from_lengths(lengths_S), draft_logprobs_MK.shape[1])
+    return replay_probabilities((draft_logprobs_MK.double() - behaviour_MK).clamp(max=0).exp(), lengths_S)
+
+
+def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+    """Replay when each position's acceptance probability (given that the ones before were accepted) is known.
+
+    Entries whose target lies behind the end of the response are ignored.
+    """
+    _check_lengths(accept_MK, lengths_S)
+    lengths_S = lengths_S.to(torch.int64).cpu()
+    count, heads, longest = lengths_S.numel(), accept_MK.shape[1], int(lengths_S.max())
+    segment_M = segments_from_lengths(lengths_S)
+    column_M = torch.arange(accept_MK.shape[0]) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
+    accept_STK = torch.zeros(count, longest, heads, dtype=torch.float64)
+    accept_STK[segment_M, column_M] = accept_MK.double().cpu()
+    visits_ST = torch.zeros(count, longest + heads + 1, dtype=torch.float64)
+    visits_ST[:, 0] = 1.0
+    drafts_S, unseen_S = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
+    for t in range(longest - 1):
+        left_S = lengths_S - 1 - t
+        reached_S = visits_ST[:, t] * (left_S > 0)
+        drafts_S += reached_S
+        for k in range(1, heads + 1):
+            unseen_S += reached_S * (left_S == k - 1) * (heads - left_S)
+            longer_S = reached_S * accept_STK[:, t, k - 1] * (k <= left_S)
+            accepted_SK[:, k - 1] += longer_S
+            visits_ST[:, t + k] += reached_S - longer_S
+            reached_S = longer_S
+        visits_ST[:, t + heads + 1] += reached_S
+    return ReplayResult(drafts_S, accepted_SK, unseen_S)
+
+
+@torch.no_grad()
+def draft_ids_for_rows(
+    heads: MedusaHeads,
+    hidden_MD: torch.Tensor,
+    lm_head_VD: torch.Tensor | None = None,
+    *,
+    condition_MK: torch.Tensor | None = None,
+    embedding_VD: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens."""
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.config.vocab_size)
+    chunks = []
+    for start in range(0, hidden_MD.shape[0], rows):
+        part = slice(start, start + rows)
+        condition_CK = None if condition_MK is None else condition_MK[part]
+        factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
+        chunks.append(torch.stack([head_logits(factored, k, slice(None)).argmax(-1) for k in range(heads.config.num_heads)], dim=1))
+    return torch.cat(chunks) if chunks else torch.zeros(0, heads.config.num_heads, dtype=torch.int64)
+
+
+@torch.no_grad()
+def draft_logprobs_for_rows(
+    heads: MedusaHeads,
+    hidden_MD: torch.Tensor,
+    targets_MK: torch.Tensor,
+    lm_head_VD: torch.Tensor | None = None,
+    *,
+    temperatures: Sequence[float] = (1.0,),
+    condition_MK: torch.Tensor | None = None,
+    embedding_VD: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """log softmax(head logits / draft temperature) of the targets, float32, one `MK` for each temperature: `[len(temperatures), M, K]`."""
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.config.vocab_size)
+    out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
+    for start in range(0, hidden_MD.shape[0], rows):
+        part = slice(start, start + rows)
+        condition_CK = None if condition_MK is None else condition_MK[part]
+        factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
+        for k in range(heads.config.num_heads):
+            logits_CV = head_logits(factored, k, slice(None))
+            picked_C = logits_CV.gather(1, targets_MK[part, k].unsqueeze(1)).squeeze(1)
+            for index, temperature in enumerate(temperatures):
+                out_QMK[index, part, k] = picked_C / temperature - (logits_CV / temperature).logsumexp(-1)
+    return out_QMK
+
+
+def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:
+    if lengths_S.numel() == 0 or int(lengths_S.min()) < 1 or int(lengths_S.sum()) != rows_M.shape[0]:
+        raise DataError(
+            "The lengths do not fit the rows.",
+            given=f"{lengths_S.numel()} lengths that sum to {int(lengths_S.sum()) if lengths_S.numel() else 0}, {rows_M.shape[0]} rows",
+            expected="at least one response, every length >= 1, one row per response token",
+            do="Leave empty responses out.",
+        )

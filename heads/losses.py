@@ -1,0 +1,312 @@
+"""Losses of the draft heads: chunked ones whose memory does not grow with rows x vocabulary, and the plain references beside them.
+
+Shape letters: N rows, M rows of the batch they were taken from, K heads, D hidden, V vocabulary, r rank of the markov bias,
+C rows of one chunk.
+
+For every loss here the gradient of one row and head with respect to its logits has the form  c * (q - target),  where q is
+the head's softmax: cross-entropy (c = 1, target one-hot), total variation on on-policy tokens (c = q(y)/p(y) where q(y) < p(y),
+else 0), their mix, and KL to the actor's own distribution (c = 1, target p). So the chunked form computes the gradient of a chunk
+in the forward pass, while the chunk's logits are still there, and never holds more than one chunk of them.
+Softmax, logarithms and sums are float32.
+
+Each head has a loss of its own; callers add them up. The actor's lm_head never gets a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from heads.errors import ConfigError
+from heads.modules import FactoredLogits, head_logits
+
+CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
+
+NAMED_LOSSES = {"ce": (1.0, 0.0, 0.0), "tv": (0.0, 1.0, 0.0), "ce_tv": (0.1, 1.0, 0.0), "kl": (0.0, 0.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the heads minimise, per position: ce * CE + tv * TV + kl * KL, a weighted mean over the positions of each head.
+
+    Attributes:
+        ce: weight of cross-entropy on the rollout's token.
+        tv: weight of 1 - min(1, q(y)/p(y)), whose mean over on-policy tokens is the total variation of p and q.
+        kl: weight of KL(p || q) against the actor's own distribution.
+        accept_until_fail: None: all positions weigh 1. A number f in 0..1: a position of head k weighs
+            max(f, probability that the drafts of heads 1..k-1 are accepted there): of sampled drafts when behaviour
+            log-probs are given, else of one-hot drafts (0 or 1).
+    """
+
+    ce: float = 1.0
+    tv: float = 0.0
+    kl: float = 0.0
+    accept_until_fail: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.ce, self.tv, self.kl) < 0 or max(self.ce, self.tv, self.kl) == 0:
+            raise ConfigError(
+                "A loss needs a positive weight.", given=self, expected="ce, tv, kl >= 0, one of them > 0", do="Correct the weights."
+            )
+        if self.accept_until_fail is not None and not 0 <= self.accept_until_fail <= 1:
+            raise ConfigError("The accept-until-fail floor is a share.", given=self.accept_until_fail, expected="0..1", do="Correct it.")
+
+    @classmethod
+    def named(cls, name: str, *, accept_until_fail: float | None = None) -> LossConfig:
+        """`ce`, `tv`, `ce_tv` or `kl`, as configurations and the command line name them."""
+        if name not in NAMED_LOSSES:
+            raise ConfigError("Unknown loss.", given=name, expected=" | ".join(NAMED_LOSSES), do="Choose one of these.")
+        return cls(*NAMED_LOSSES[name], accept_until_fail=accept_until_fail)
+
+
+class Teacher(NamedTuple):
+    """The actor's own distribution of every target, not multiplied out: softmax(lm_head hidden[rows[n, k]] / temperature).
+
+    Attributes:
+        hidden_MD: the actor's hidden states of the whole batch.
+        rows_NK: int64, for row n and head k the row of `hidden_MD` that predicts the target (`heads.targets.head_teacher_rows`).
+        lm_head_VD: the actor's lm_head.
+        temperature: sampling temperature of the rollouts.
+    """
+
+    hidden_MD: torch.Tensor
+    rows_NK: torch.Tensor
+    lm_head_VD: torch.Tensor
+    temperature: float = 1.0
+
+    def logprobs(self, head: int, rows: slice) -> torch.Tensor:
+        """log p of one head's targets (index from 0), float32 `CV`."""
+        hidden_CD = self.hidden_MD[self.rows_NK[rows, head]].to(self.lm_head_VD.dtype)
+        return F.log_softmax(F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature, dim=-1)
+
+
+def head_cross_entropy(
+    features_NKD: torch.Tensor,
+    lm_head: torch.Tensor,
+    targets_NK: torch.Tensor,
+    mask_NK: torch.Tensor,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """Mean cross-entropy of each head, float32 `K`, in chunks. `lm_head` is the actor's `VD` (frozen) or own ones `KVD`."""
+    return head_loss(FactoredLogits(features_NKD, lm_head), targets_NK, mask_NK, LossConfig(), chunk_rows=chunk_rows)
+
+
+def reference_head_cross_entropy(logits_NKV: torch.Tensor, targets_NK: torch.Tensor, mask_NK: torch.Tensor) -> torch.Tensor:
+    """The same, plainly, from full logits."""
+    return reference_head_loss(logits_NKV, targets_NK, mask_NK, LossConfig())
+
+
+def head_loss(
+    factored: FactoredLogits,
+    targets_NK: torch.Tensor,
+    mask_NK: torch.Tensor,
+    config: LossConfig,
+    *,
+    logprobs_NK: torch.Tensor | None = None,
+    teacher: Teacher | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """Loss of each head, float32 `K`, in chunks of rows; 0 for a head without a position.
+
+    Args:
+        factored: `MedusaHeads.factored(...)`.
+        targets_NK: int64 (`heads.targets.head_targets`).
+        mask_NK: bool, which positions count.
+        config: which loss.
+        logprobs_NK: behaviour log-probs of the targets (`heads.targets.head_logprobs`); needed for TV.
+        teacher: the actor's distribution; needed for KL.
+        chunk_rows: rows of one chunk; None: as many as make `CHUNK_ELEMENTS` logits.
+    """
+    _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // factored.head_weight(0).shape[0])
+    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, rows)
+    return _ChunkedLoss.apply(job, *factored)
+
+
+def reference_head_loss(
+    logits_NKV: torch.Tensor,
+    targets_NK: torch.Tensor,
+    mask_NK: torch.Tensor,
+    config: LossConfig,
+    *,
+    logprobs_NK: torch.Tensor | None = None,
+    teacher_logits_NKV: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `head_loss` computes, written the plain way with autograd; teacher logits are already divided by the temperature."""
+    logq_NKV = F.log_softmax(logits_NKV.float(), dim=-1)
+    logq_NK = logq_NKV.gather(-1, targets_NK.unsqueeze(-1)).squeeze(-1)
+    loss_NK = torch.zeros_like(logq_NK)
+    if config.ce:
+        loss_NK = loss_NK - config.ce * logq_NK
+    if config.tv and logprobs_NK is not None:
+        loss_NK = loss_NK + config.tv * (1 - (logq_NK - logprobs_NK.float()).clamp(max=0).exp())
+    if config.kl and teacher_logits_NKV is not None:
+        logp_NKV = F.log_softmax(teacher_logits_NKV.float(), dim=-1)
+        loss_NK = loss_NK + config.kl * (logp_NKV.exp() * (logp_NKV - logq_NKV)).sum(-1)
+    weight_NK = mask_NK.float()
+    if config.accept_until_fail is not None:
+        if logprobs_NK is not None:
+            accept_NK = (logq_NK.detach() - logprobs_NK.float()).clamp(max=0).exp()
+        else:
+            accept_NK = (logits_NKV.argmax(-1) == targets_NK).float()
+        before_NK = torch.cat([torch.ones_like(accept_NK[:, :1]), accept_NK.cumprod(1)[:, :-1]], dim=1)
+        weight_NK = weight_NK * before_NK.clamp(min=config.accept_until_fail)
+    total_K = weight_NK.sum(0)
+    return (loss_NK * weight_NK).sum(0) / torch.where(total_K > 0, total_K, 1.0)
+
+
+def _check_inputs(
+    features_NKD: torch.Tensor,
+    targets_NK: torch.Tensor,
+    mask_NK: torch.Tensor,
+    config: LossConfig,
+    logprobs_NK: torch.Tensor | None,
+    teacher: Teacher | None,
+) -> None:
+    expected = tuple(features_NKD.shape[:2])
+    for name, tensor in (("targets", targets_NK), ("mask", mask_NK), ("logprobs", logprobs_NK)):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ConfigError(
+                f"The {name} do not fit the features.", given=tuple(tensor.shape), expected=expected, do="Pass one entry per row and head."
+            )
+    if config.tv and logprobs_NK is None:
+        raise ConfigError(
+            "Total variation needs behaviour log-probs.", given="none", expected="logprobs_NK", do="Pass them, or use the ce or kl loss."
+        )
+    if config.kl and teacher is None:
+        raise ConfigError(
+            "KL needs the actor's distribution.", given="none", expected="teacher", do="Pass a Teacher, or use the ce or tv loss."
+        )
+
+
+@dataclass
+class _Job:
+    """What a chunked loss reads besides the tensors that may want gradients."""
+
+    targets_NK: torch.Tensor
+    mask_NK: torch.Tensor
+    config: LossConfig
+    logprobs_NK: torch.Tensor | None
+    teacher: Teacher | None
+    chunk_rows: int
+
+
+class _Gradients:
+    """Accumulators for the gradients of one pass; None where none is wanted. Weights sum up in float32."""
+
+    def __init__(self, factored: FactoredLogits, wanted: tuple[bool, ...]) -> None:
+        features, weight, bias, bias_weight = wanted
+        self.features_NKD = torch.zeros_like(factored.features_NKD) if features else None
+        self.weight_KVD = torch.zeros_like(factored.weight, dtype=torch.float32) if weight and factored.weight.dim() == 3 else None
+        self.bias_NKr = torch.zeros_like(factored.bias_NKr) if bias and factored.bias_NKr is not None else None
+        self.bias_weight_KVr = None
+        if bias_weight and factored.bias_weight_KVr is not None:
+            self.bias_weight_KVr = torch.zeros_like(factored.bias_weight_KVr, dtype=torch.float32)
+
+    @property
+    def any(self) -> bool:
+        return any(g is not None for g in self.in_order())
+
+    def in_order(self) -> tuple[torch.Tensor | None, ...]:
+        return self.features_NKD, self.weight_KVD, self.bias_NKr, self.bias_weight_KVr
+
+    def add(self, factored: FactoredLogits, head: int, rows: slice, dlogits_CV: torch.Tensor) -> None:
+        weight_VD = factored.head_weight(head)
+        dlow_CV = dlogits_CV.to(weight_VD.dtype)
+        if self.features_NKD is not None:
+            self.features_NKD[rows, head] = (dlow_CV @ weight_VD).to(self.features_NKD.dtype)
+        if self.weight_KVD is not None:
+            self.weight_KVD[head] += (dlow_CV.T @ factored.features_NKD[rows, head].to(dlow_CV.dtype)).float()
+        if factored.bias_NKr is None or factored.bias_weight_KVr is None:
+            return
+        out_Vr = factored.bias_weight_KVr[head]
+        dlow_CV = dlogits_CV.to(out_Vr.dtype)
+        if self.bias_NKr is not None:
+            self.bias_NKr[rows, head] = (dlow_CV @ out_Vr).to(self.bias_NKr.dtype)
+        if self.bias_weight_KVr is not None:
+            self.bias_weight_KVr[head] += (dlow_CV.T @ factored.bias_NKr[rows, head].to(dlow_CV.dtype)).float()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss and gradient chunk by chunk in forward; backward only scales. Gradients of head k depend on the loss of head k alone."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, *tensors: torch.Tensor | None) -> torch.Tensor:
+        factored = FactoredLogits(*tensors)  # type: ignore[arg-type]
+        gradients = _Gradients(factored, ctx.needs_input_grad[1:])
+        rows, heads = job.targets_NK.shape
+        loss_K = torch.zeros(heads, dtype=torch.float32, device=job.targets_NK.device)
+        total_K = torch.zeros_like(loss_K)
+        for start in range(0, rows, job.chunk_rows):
+            chunk = slice(start, min(rows, start + job.chunk_rows))
+            alive_C = torch.ones(chunk.stop - chunk.start, dtype=torch.float32, device=loss_K.device)
+            for head in range(heads):
+                logits_CV = head_logits(factored, head, chunk)
+                weight_C = job.mask_NK[chunk, head].float()
+                if job.config.accept_until_fail is not None:
+                    weight_C = weight_C * alive_C.clamp(min=job.config.accept_until_fail)
+                    alive_C = alive_C * _acceptance(job, logits_CV, head, chunk)
+                loss_C, dlogits_CV = _row_losses(job, logits_CV, head, chunk, weight_C if gradients.any else None)
+                loss_K[head] += (loss_C * weight_C).sum()
+                total_K[head] += weight_C.sum()
+                if dlogits_CV is not None:
+                    gradients.add(factored, head, chunk, dlogits_CV)
+        ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
+        ctx.gradients = gradients
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
+        return loss_K * ctx.inverse_K
+
+    @staticmethod
+    def backward(ctx: Any, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError("The gradients of a chunked loss are used up by the first backward pass.")
+        scale_K = grad_K.float() * ctx.inverse_K
+        shapes = (scale_K.view(1, -1, 1), scale_K.view(-1, 1, 1), scale_K.view(1, -1, 1), scale_K.view(-1, 1, 1))
+        scaled = [
+            None if gradient is None else gradient.mul_(scale).to(dtype)
+            for gradient, scale, dtype in zip(ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return None, *scaled
+
+
+def _acceptance(job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice) -> torch.Tensor:
+    """Probability `C` that this head's draft is accepted: sampled drafts when log-probs are known, else one-hot."""
+    targets_C = job.targets_NK[chunk, head]
+    if job.logprobs_NK is None:
+        return (logits_CV.argmax(-1) == targets_C).float()
+    logq_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(-1)
+    return (logq_C - job.logprobs_NK[chunk, head].float()).clamp(max=0).exp()
+
+
+def _row_losses(
+    job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice, weight_C: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient). Overwrites `logits_CV`."""
+    config, targets_C = job.config, job.targets_NK[chunk, head]
+    lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+    logq_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1) - lse_C1.squeeze(1)
+    loss_C, pull_C = -config.ce * logq_C, torch.full_like(logq_C, config.ce)
+    if config.tv and job.logprobs_NK is not None:
+        log_ratio_C = logq_C - job.logprobs_NK[chunk, head].float()
+        ratio_C = log_ratio_C.clamp(max=0).exp()
+        loss_C = loss_C + config.tv * (1 - ratio_C)
+        pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
+    logq_CV = logits_CV.sub_(lse_C1)
+    p_CV = None
+    if config.kl and job.teacher is not None:
+        logp_CV = job.teacher.logprobs(head, chunk)
+        p_CV = logp_CV.exp()
+        loss_C = loss_C + config.kl * (p_CV * (logp_CV - logq_CV)).sum(-1)
+    if weight_C is None:
+        return loss_C, None
+    pull_C = pull_C * weight_C
+    push_C = pull_C if p_CV is None else pull_C + config.kl * weight_C
+    dlogits_CV = logq_CV.exp_().mul_(push_C.unsqueeze(1))
+    dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -pull_C.unsqueeze(1))
+    if p_CV is not None:
+        dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)
+    return loss_C, dlogits_CV

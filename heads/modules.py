@@ -1,0 +1,348 @@
+"""MedusaHeads: the draft heads as trainable tensors, teacher-forced in training and step by step in drafting.
+
+Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual layers, D hidden,
+V vocabulary, H inner width of the hydra MLP, r rank of the markov bias. `...D` means any leading dims.
+
+Head k (1..K) reads h_t and predicts x_{t+1+k}. What it computes, all without bias:
+
+    medusa   f = h_t                                                      logits = lm_head f'
+    markov   f = h_t                                                      logits = lm_head f' + out[k] in[k][x_{t+k}]
+    hydra    f = h_t + out[k] SiLU(in[k] [n(h_t); n(e(x_{t+1})); ...; n(e(x_{t+k}))])     logits = lm_head f'
+    f' = f after L residual blocks f + SiLU(W f);  n(v) = v / rms(v), so that the size of embeddings doesn't matter
+
+The blocks and `out` start at zero, so every head starts as lm_head. The actor's lm_head and embedding table are arguments
+of the calls, frozen and never copied into the module; it holds trainable tensors only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from heads.config import HeadsConfig
+from heads.errors import CheckpointError, ConfigError
+from heads.targets import condition_ids
+
+RMS_EPS = 1e-6
+
+
+class FactoredLogits(NamedTuple):
+    """Logits of N rows and K heads, not multiplied out: logits[n, k] = weight[k] features[n, k] + bias_weight[k] bias[n, k].
+
+    Attributes:
+        features_NKD: output of the residual blocks.
+        weight: the actor's lm_head `VD`, or own ones `KVD`.
+        bias_NKr: embedding of the token before (markov), else None.
+        bias_weight_KVr: its output table (markov), else None.
+    """
+
+    features_NKD: torch.Tensor
+    weight: torch.Tensor
+    bias_NKr: torch.Tensor | None = None
+    bias_weight_KVr: torch.Tensor | None = None
+
+    def head_weight(self, head: int) -> torch.Tensor:
+        """lm_head `VD` of the head with index `head` (from 0)."""
+        return self.weight if self.weight.dim() == 2 else self.weight[head]
+
+    def multiply_out(self) -> torch.Tensor:
+        """Plain logits_NKV in float32; for references and small batches."""
+        return torch.stack([head_logits(self, head, slice(None)) for head in range(self.features_NKD.shape[1])], dim=1)
+
+
+def head_logits(factored: FactoredLogits, head: int, rows: slice) -> torch.Tensor:
+    """logits_NV of one head (index from 0) for some rows: product in the lm_head's dtype, result in float32."""
+    weight_VD = factored.head_weight(head)
+    logits_NV = F.linear(factored.features_NKD[rows, head].to(weight_VD.dtype), weight_VD).float()
+    if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
+        out_Vr = factored.bias_weight_KVr[head]
+        logits_NV = logits_NV + F.linear(factored.bias_NKr[rows, head].to(out_Vr.dtype), out_Vr).float()
+    return logits_NV
+
+
+@dataclass
+class DraftState:
+    """What drafting carries from one head to the next.
+
+    Attributes:
+        base_BKD: for kinds medusa and markov the finished features of all heads; for hydra h_t in slot 0 (`[B, 1, D]`).
+        inputs: hydra only: n(h_t) and the normalised embeddings of the tokens so far, each `[B, D]`.
+        step: heads already asked.
+    """
+
+    base_BKD: torch.Tensor
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    step: int = 0
+
+
+def rms_normalise(values: torch.Tensor) -> torch.Tensor:
+    """v / rms(v) over the last dim, in float32, returned in the dtype given."""
+    wide = values.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_EPS)).to(values.dtype)
+
+
+class MedusaHeads(nn.Module):
+    """K draft heads of one kind; see the module's docstring for what each kind computes."""
+
+    def __init__(self, config: HeadsConfig) -> None:
+        """Zero-start heads; with `lm_head="own"` call `init_own_lm_heads` before use. Random parts use torch's global generator."""
+        super().__init__()
+        self.config = config
+        K, D, V = config.num_heads, config.hidden_size, config.vocab_size
+        self.blocks = nn.ParameterList([nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)])
+        if config.lm_head == "own":
+            self.lm_heads = nn.Parameter(torch.zeros(K, V, D))
+        if config.kind == "markov":
+            self.markov_in = nn.Parameter(torch.randn(K, V, config.rank) / config.rank**0.5)
+            self.markov_out = nn.Parameter(torch.zeros(K, V, config.rank))
+        if config.kind == "hydra":
+            H = D * config.mlp_ratio
+            self.mlp_in = nn.ParameterList([nn.Parameter(torch.randn(H, D * (k + 2)) / (D * (k + 2)) ** 0.5) for k in range(K)])
+            self.mlp_out = nn.Parameter(torch.zeros(K, D, H))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.blocks[0].dtype
+
+    @torch.no_grad()
+    def init_own_lm_heads(self, lm_head_VD: torch.Tensor) -> None:
+        """Copy the actor's lm_head into every own one. ConfigError when the heads share it instead."""
+        if self.config.lm_head != "own":
+            raise ConfigError(
+                "These heads share the actor's lm_head.", given="lm_head=shared", expected="lm_head=own", do="Leave the call out."
+            )
+        self._check_table(lm_head_VD, "lm_head")
+        self.lm_heads.copy_(lm_head_VD.expand_as(self.lm_heads))
+
+    def own_lm_head(self, k: int) -> torch.Tensor:
+        """The trainable lm_head `VD` of head k (1..K)."""
+        if self.config.lm_head != "own":
+            raise ConfigError(
+                "These heads share the actor's lm_head.", given="lm_head=shared", expected="lm_head=own", do="Pass the actor's."
+            )
+        return self.lm_heads[k - 1]
+
+    # ---- teacher-forced: all heads of all rows at once -------------------------------------------------------------
+
+    def features(
+        self, hidden: torch.Tensor, *, condition: torch.Tensor | None = None, embedding_VD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What lm_head reads, before the product: hidden `...D` -> features `...KD`, in the heads' dtype.
+
+        Args:
+            hidden: h_t after the actor's last norm.
+            condition: int64 `...K`, the tokens since h_t, oldest first (`heads.targets.condition_ids`); conditioned kinds only.
+            embedding_VD: the actor's embedding table; kind hydra only.
+        """
+        self._check_hidden(hidden)
+        base_ND = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
+        if self.config.kind == "hydra":
+            condition_NK = self._checked_condition(hidden, condition).reshape(-1, self.config.num_heads)
+            table_VD = self._checked_embedding(embedding_VD)
+            inputs = [rms_normalise(base_ND)] + [self._embed(condition_NK[:, j], table_VD) for j in range(self.config.num_heads)]
+            base_NKD = torch.stack([base_ND + self._mlp(inputs, k) for k in range(self.config.num_heads)], dim=1)
+            features_NKD = self._residual(base_NKD)
+        else:
+            features_NKD = self._residual_from_one(base_ND)
+        return features_NKD.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.hidden_size)
+
+    def factored(
+        self,
+        hidden: torch.Tensor,
+        lm_head_VD: torch.Tensor | None = None,
+        *,
+        condition: torch.Tensor | None = None,
+        embedding_VD: torch.Tensor | None = None,
+    ) -> FactoredLogits:
+        """All logits in factored form, which the chunked losses take. Arguments as in `forward`; leading dims become N."""
+        features = self.features(hidden, condition=condition, embedding_VD=embedding_VD)
+        features_NKD = features.reshape(-1, *features.shape[-2:])
+        weight = self._output_weight(lm_head_VD)
+        if self.config.kind != "markov":
+            return FactoredLogits(features_NKD, weight)
+        condition_NK = self._checked_condition(hidden, condition).reshape(-1, self.config.num_heads)
+        bias_NKr = torch.stack([F.embedding(condition_NK[:, k], self.markov_in[k]) for k in range(self.config.num_heads)], dim=1)
+        return FactoredLogits(features_NKD, weight, bias_NKr, self.markov_out)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        lm_head_VD: torch.Tensor | None = None,
+        *,
+        condition: torch.Tensor | None = None,
+        next_ids_BT: torch.Tensor | None = None,
+        embedding_VD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Teacher-forced logits: hidden `...D` -> `...KV` float32.
+
+        Args:
+            hidden: h_t after the actor's last norm.
+            lm_head_VD: the actor's lm_head; needed when the heads share it.
+            condition: int64 `...K`, the tokens since h_t (conditioned kinds), or instead
+            next_ids_BT: int64, one row of it one sequence: the token that lm_head predicts from each h_t.
+            embedding_VD: the actor's embedding table; kind hydra only.
+        """
+        if condition is None and next_ids_BT is not None and self.config.conditioned:
+            condition = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), self.config.num_heads)
+        logits_NKV = self.factored(hidden, lm_head_VD, condition=condition, embedding_VD=embedding_VD).multiply_out()
+        return logits_NKV.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.vocab_size)
+
+    # ---- step by step: one head after the other, each told what was drafted before -------------------------------------
+
+    def start_draft(self, hidden_BD: torch.Tensor) -> DraftState:
+        """Begin a draft at h_t. Whatever doesn't depend on tokens is computed here, for all heads in one product."""
+        self._check_hidden(hidden_BD)
+        base_BD = hidden_BD.to(self.dtype)
+        if self.config.kind == "hydra":
+            return DraftState(base_BD.unsqueeze(1), [rms_normalise(base_BD)])
+        return DraftState(self._residual_from_one(base_BD))
+
+    def draft_step(
+        self,
+        state: DraftState,
+        last_ids_B: torch.Tensor,
+        lm_head_VD: torch.Tensor | None = None,
+        *,
+        embedding_VD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits of the next draft position, float32 `BV`. The first call asks head 1, the next head 2, and so on.
+
+        Args:
+            state: from `start_draft`; moved on by one head.
+            last_ids_B: int64, the token before the one to draft: x_{t+1} for head 1 (the token that was really sampled),
+                then the draft of the head before.
+            lm_head_VD, embedding_VD: as in `forward`.
+        """
+        k = state.step
+        if k >= self.config.num_heads:
+            raise ConfigError("More drafts than heads.", given=k + 1, expected=f"<= {self.config.num_heads}", do="Draft fewer tokens.")
+        features_BD, bias_B1r, out_1Vr = self._draft_features(state, k, last_ids_B, embedding_VD), None, None
+        if self.config.kind == "markov":
+            bias_B1r, out_1Vr = F.embedding(last_ids_B, self.markov_in[k]).unsqueeze(1), self.markov_out[k : k + 1]
+        weight = self._output_weight(lm_head_VD)
+        weight_VD = weight if weight.dim() == 2 else weight[k]
+        state.step = k + 1
+        return head_logits(FactoredLogits(features_BD.unsqueeze(1), weight_VD, bias_B1r, out_1Vr), 0, slice(None))
+
+    def _draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
+        if self.config.kind != "hydra":
+            return state.base_BKD[:, k]
+        state.inputs.append(self._embed(last_ids_B, self._checked_embedding(embedding_VD)))
+        features_BD = state.base_BKD[:, 0] + self._mlp(state.inputs, k)
+        for block_KDD in self.blocks:
+            features_BD = features_BD + F.silu(F.linear(features_BD, block_KDD[k]))
+        return features_BD
+
+    # ---- parts ----------------------------------------------------------------------------------------------------------
+
+    def _residual_from_one(self, base_ND: torch.Tensor) -> torch.Tensor:
+        """Residual blocks of all heads on one shared input: `ND` -> `NKD`. The first layer is a single product."""
+        first_KDD = self.blocks[0]
+        K, D = first_KDD.shape[0], first_KDD.shape[1]
+        first_NKD = F.linear(base_ND, first_KDD.reshape(K * D, D)).reshape(-1, K, D)
+        return self._residual(base_ND.unsqueeze(1) + F.silu(first_NKD), first=1)
+
+    def _residual(self, base_NKD: torch.Tensor, first: int = 0) -> torch.Tensor:
+        features_NKD = base_NKD
+        for block_KDD in list(self.blocks)[first:]:
+            features_NKD = features_NKD + F.silu(torch.einsum("nki,koi->nko", features_NKD, block_KDD))
+        return features_NKD
+
+    def _mlp(self, inputs: list[torch.Tensor], k: int) -> torch.Tensor:
+        """Hydra MLP of the head with index k (from 0): reads n(h_t) and the first k + 1 embeddings."""
+        inner_NH = F.silu(F.linear(torch.cat(inputs[: k + 2], dim=-1), self.mlp_in[k]))
+        return F.linear(inner_NH, self.mlp_out[k])
+
+    def _embed(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
+        return rms_normalise(F.embedding(ids_N, table_VD)).to(self.dtype)
+
+    def _output_weight(self, lm_head_VD: torch.Tensor | None) -> torch.Tensor:
+        if self.config.lm_head == "own":
+            return self.lm_heads
+        if lm_head_VD is None:
+            raise ConfigError(
+                "These heads share the actor's lm_head.", given="no lm_head", expected="lm_head_VD", do="Pass the actor's lm_head."
+            )
+        self._check_table(lm_head_VD, "lm_head")
+        return lm_head_VD.detach()
+
+    def _check_hidden(self, hidden: torch.Tensor) -> None:
+        if hidden.shape[-1] != self.config.hidden_size:
+            raise ConfigError(
+                "The hidden states do not fit the heads.",
+                given=f"width {hidden.shape[-1]}",
+                expected=self.config.hidden_size,
+                do="Use heads of this actor.",
+            )
+
+    def _check_table(self, table_VD: torch.Tensor, name: str) -> None:
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(table_VD.shape) != expected:
+            raise ConfigError(
+                f"The {name} does not fit the heads.", given=tuple(table_VD.shape), expected=expected, do="Use heads of this actor."
+            )
+
+    def _checked_embedding(self, embedding_VD: torch.Tensor | None) -> torch.Tensor:
+        if embedding_VD is None:
+            raise ConfigError(
+                "Hydra heads read embeddings.", given="no table", expected="embedding_VD", do="Pass the actor's embedding table."
+            )
+        self._check_table(embedding_VD, "embedding table")
+        return embedding_VD.detach()
+
+    def _checked_condition(self, hidden: torch.Tensor, condition: torch.Tensor | None) -> torch.Tensor:
+        expected = (*hidden.shape[:-1], self.config.num_heads)
+        if condition is None or tuple(condition.shape) != expected:
+            raise ConfigError(
+                f"{self.config.kind} heads read the tokens since h_t.",
+                given="none" if condition is None else tuple(condition.shape),
+                expected=f"ids of shape {expected}",
+                do="Pass heads.targets.condition_ids(...).",
+            )
+        return condition
+
+    # ---- state in the file's key names ------------------------------------------------------------------------------------
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        """File key -> view of the parameter it lives in; the keys and their order are those of `config.tensor_shapes()`."""
+        views: dict[str, torch.Tensor] = {}
+        for k in range(self.config.num_heads):
+            for layer, block_KDD in enumerate(self.blocks):
+                views[f"blocks.{k}.layers.{layer}.weight"] = block_KDD.detach()[k]
+            if self.config.lm_head == "own":
+                views[f"lm_heads.{k}.weight"] = self.lm_heads.detach()[k]
+            if self.config.kind == "markov":
+                views[f"markov.{k}.in.weight"] = self.markov_in.detach()[k]
+                views[f"markov.{k}.out.weight"] = self.markov_out.detach()[k]
+            if self.config.kind == "hydra":
+                views[f"mlps.{k}.in.weight"] = self.mlp_in[k].detach()
+                views[f"mlps.{k}.out.weight"] = self.mlp_out.detach()[k]
+        return views
+
+    def trainable_state(self) -> dict[str, torch.Tensor]:
+        """A copy of all trainable tensors under the file's key names (stock vLLM's for kind medusa)."""
+        return {name: view.clone() for name, view in self._views().items()}
+
+    @torch.no_grad()
+    def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy `state` into the parameters in place. Names, shapes and dtypes must match exactly; nothing is copied otherwise."""
+        views = self._views()
+        wrong = sorted(set(views) ^ set(state)) or [
+            name for name, view in views.items() if view.shape != state[name].shape or view.dtype != state[name].dtype
+        ]
+        if wrong:
+            name = wrong[0]
+            given = f"{tuple(state[name].shape)} {state[name].dtype}" if name in state else "absent"
+            expected = f"{tuple(views[name].shape)} {views[name].dtype}" if name in views else "absent"
+            raise CheckpointError(
+                f"The tensor {name} does not fit these heads ({len(wrong)} do not).",
+                given=given,
+                expected=expected,
+                do="Load a state of the same kind, size and dtype.",
+            )
+        for name, view in views.items():
+            view.copy_(state[name])

@@ -1,0 +1,182 @@
+"""Safetensors files as this package writes and reads them: atomic, checked against their own header, finite, without pickle.
+
+Files from disk are treated as hostile: the header's claims are compared with the file's size before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from heads.errors import CheckpointError
+
+MAX_HEADER_BYTES = 16 << 20
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STATE_DTYPES = {**FLOAT_DTYPES, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+
+Header = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to `path` and flush them to the disk; not atomic by itself."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    sync_file(path)
+
+
+def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to one safetensors file, atomically; no NaN or infinity."""
+    path = Path(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    require_finite(tensors, "the state to save")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.new-", dir=path.parent)
+    os.close(handle)
+    try:
+        write_tensors(Path(temporary), tensors)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def checksum(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over sorted names, dtypes, shapes and bytes; the device does not matter."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}|".encode())
+        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"NaN or infinity in {what}.", given=name, expected="finite numbers", do="Train with a smaller step size."
+            )
+
+
+def load_state(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read a file written by `save_state`. CheckpointError when it is damaged or holds NaN or infinity."""
+    path = Path(path)
+    header = read_header(path)
+    for name, (dtype, _) in header.items():
+        if dtype not in STATE_DTYPES:
+            raise CheckpointError(
+                "A tensor has a dtype that is not supported.", given=f"{name} {dtype}", expected=" | ".join(STATE_DTYPES), do="Convert it."
+            )
+    return read_tensors(path, list(header))
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The whole of a small regular file; a device or pipe is refused unopened."""
+    size = _regular_size(path)
+    if size > limit:
+        raise CheckpointError(
+            "A file of the checkpoint is too large.",
+            given=f"{path}: {size} bytes",
+            expected=f"<= {limit}",
+            do="This is not a heads checkpoint.",
+        )
+    return path.read_bytes()
+
+
+def _regular_size(path: Path) -> int:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(
+            "A file of the checkpoint is missing.", given=str(path), expected="a readable file", do="Check the path."
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(
+            "A file of the checkpoint is not a plain file.", given=str(path), expected="a plain file", do="Check the path."
+        )
+    return status.st_size
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "A file of the checkpoint is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy it again."
+        ) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(
+            "A file of the checkpoint is damaged.", given=f"{path}: {type(raw).__name__}", expected="a JSON object", do="Copy it again."
+        )
+    return raw
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key appears twice")
+    return out
+
+
+def read_header(path: Path) -> Header:
+    """Tensor name -> (dtype code, shape), after checking that the header's own claims fit the file's size."""
+    size = _regular_size(path)
+    with path.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                "The file is cut short or no safetensors file.",
+                given=f"{path}: {size} bytes, header {length}",
+                expected="a whole file",
+                do="Copy it again.",
+            )
+        raw = parse_json(handle.read(length), path)
+    raw.pop("__metadata__", None)
+    out, spans = {}, []
+    for name, entry in raw.items():
+        try:
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and isinstance(entry["dtype"], str)
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise CheckpointError(
+                "The header of the file is damaged.",
+                given=f"{path}: {name[:80]!r}",
+                expected="dtype, shape, data_offsets",
+                do="Copy it again.",
+            )
+        out[name] = (entry["dtype"], shape)
+        spans.append((begin, end))
+    ends = [0] + [end for _, end in sorted(spans)]
+    if [begin for begin, _ in sorted(spans)] != ends[:-1] or ends[-1] != size - 8 - length:
+        raise CheckpointError(
+            "The file is cut short or its tensors overlap.", given=str(path), expected="tensors that fill the file", do="Copy it again."
+        )
+    return out
+
+
+def read_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as handle:
+            state = {name: handle.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            "The file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Copy it again."
+        ) from error
+    require_finite(state, str(path))
+    return state
