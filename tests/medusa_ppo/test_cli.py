@@ -1,0 +1,70 @@
+"""The command line: help with examples, exit codes, one clear sentence for each bad input, no traceback unless asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from medusa_ppo.cli import app
+
+COMMANDS = ["demo", "ppo", "train", "eval", "report", "doctor"]
+
+
+def run(*arguments: str, code: int) -> str:
+    """Run a command in this process; fail unless it exits with `code`."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str) -> None:
+    assert f"medusa-ppo {command}" in run(command, "--help", code=0).replace("\n", " ")
+
+
+def test_a_missing_model_folder_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1+1?"}) + "\n")
+    output = run("train", "--model", str(tmp_path / "no-model"), "--data", str(data), "--template", "{question}", "--out", str(tmp_path / "o"), code=2)
+    assert "no-model" in output and "do this" in output and "Traceback" not in output
+
+
+def test_train_wants_exactly_one_source_of_text(tmp_path: Path) -> None:
+    arguments = ("train", "--model", "m", "--data", "d", "--out", str(tmp_path / "o"))
+    assert "--template" in run(*arguments, code=2)
+    assert "--template" in run(*arguments, "--template", "{q}", "--column", "text", code=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [(["ppo.step=3"], "ppo.steps"), (["engine.num_drafts=9"], "heads.num_heads"), (["model.path=/no/such/folder"], "/no/such/folder")],
+)
+def test_ppo_refuses_a_bad_configuration_before_anything_starts(tmp_path: Path, overrides: list[str], words: str) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"out: {tmp_path / 'runs'}\n")
+    output = run("ppo", "--config", str(config), *overrides, code=2)
+    assert words in output and "Traceback" not in output
+
+
+def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    output = run("report", str(tmp_path), code=2)
+    assert str(tmp_path) in output.replace("\n", "") and "do this" in output
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    run("demo", "--stepps", "3", code=2)
+    run("demo", "--steps", "0", code=2)
+
+
+def test_debug_shows_the_traceback_and_plain_runs_do_not() -> None:
+    code = "import sys; from medusa_ppo.cli import main; sys.argv = ['medusa-ppo', *sys.argv[1:]]; main()"
+    plain = subprocess.run([sys.executable, "-c", code, "ppo", "--config", "none.yaml"], capture_output=True, text=True, check=False)
+    debug = subprocess.run([sys.executable, "-c", code, "ppo", "--config", "none.yaml", "--debug"], capture_output=True, text=True, check=False)
+    assert plain.returncode == debug.returncode == 2
+    assert "Traceback" not in plain.stderr and "Traceback" in debug.stderr
+    assert "none.yaml" in plain.stderr
