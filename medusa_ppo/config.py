@@ -130,6 +130,16 @@ class CompanionConfig(Section):
     """Byte budget of waiting batches; when it is full the oldest goes and is counted."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, but its time is no longer hidden."""
+    gate_confidence: float = Field(0.9, gt=0.5, lt=1)
+    """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""
+    draft_temperature: float = Field(0.0, ge=0)
+    """Draft temperature that candidates are judged at; 0: one-hot drafts."""
+    checkpoint_every: int = Field(1, ge=0)
+    """Batches between two saves of the companion's whole state in the run's folder; 0: never."""
+    cores: tuple[int, ...] = ()
+    """CPU cores that the companion is pinned to; empty: any."""
+    niceness: int = Field(5, ge=0, le=19)
+    """Added to the companion's niceness, so that PPO goes first where both want a core."""
     threads: int = Field(1, ge=1)
     """CPU threads of the companion."""
     num_gpus: float = Field(0.0, ge=0)
