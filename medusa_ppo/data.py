@@ -1,0 +1,127 @@
+"""Rows and prompts from any local JSONL, Parquet, CSV or text file, or from a hub name, through `datasets`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from heads.errors import DataError
+
+FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+
+Row = dict[str, Any]
+
+
+def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int = 0) -> list[Row]:
+    """All rows (or the first `limit`) of a file, a folder of files, or a dataset on the hub.
+
+    Args:
+        path: local file by its ending, local folder, or hub name (`owner/name`, with a configuration `owner/name:config`).
+        split: split of a folder or hub dataset; a single file has none.
+        limit: use only the first rows; 0: all.
+
+    Raises:
+        DataError: no such file or dataset, unknown file type, unreadable content, no rows.
+    """
+    name = os.fspath(path)
+    found = _load_file(Path(name)) if _is_file_like(name) else _load_named(name, split)
+    if limit:
+        found = found.select(range(min(limit, len(found))))
+    rows = found.to_list()
+    if not rows:
+        raise DataError("The data holds no rows.", given=name, expected="at least one row", do="Check the file, the split and the limit.")
+    return rows
+
+
+def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "prompt") -> list[str]:
+    """One prompt per row: the template with the row's fields in braces, or the prompt column when there is no template.
+
+    Raises:
+        DataError: a field or the column is missing, the template is malformed, or a prompt is empty or no text.
+    """
+    if not rows:
+        raise DataError("There are no rows to make prompts of.", given="0 rows", expected="at least one", do="Check the data.")
+    fields = template_fields(template) if template else [column]
+    for field in fields:
+        require_column(rows, field)
+    prompts = [template.format_map(row) if template else row[column] for row in rows]
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) or not prompt:
+            raise DataError("A prompt is not a text.", given=f"row {index}: {prompt!r:.80}", expected="a non-empty text", do="Correct the data or the column.")
+    return prompts
+
+
+def template_fields(template: str) -> list[str]:
+    """Names in braces, in order. Raises DataError for anything but plain names."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise DataError("The template is malformed.", given=f"{template!r}: {error}", expected="{field}, and {{ }} for braces", do="Correct it.") from None
+    for field in fields:
+        if not field or any(mark in field for mark in ".[]"):
+            raise DataError("The template holds something that is no field.", given=f"{{{field}}}", expected="the name of a column", do="Name a column.")
+    return fields
+
+
+def require_column(rows: Sequence[Row], column: str) -> None:
+    """Raise DataError, naming the available columns and the nearest, when any row lacks the column."""
+    if all(column in row for row in rows):
+        return
+    names = list(rows[0])
+    near = difflib.get_close_matches(column, names, n=1)
+    do = f"Did you mean {near[0]}?" if near else "Name one of these columns."
+    raise DataError("The data has no such column.", given=column, expected=", ".join(names), do=do)
+
+
+def _is_file_like(name: str) -> bool:
+    """A hub name is `name` or `owner/name`; what exists as a file, is written as a path or ends like a file is meant as a file."""
+    path = Path(name)
+    if path.is_dir():
+        return False
+    return path.exists() or path.suffix in FILE_TYPES or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name.strip()
+
+
+def _load_file(path: Path) -> datasets.Dataset:
+    path = path.expanduser()
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*") if p.suffix in FILE_TYPES)[:8] if path.parent.is_dir() else []
+        raise DataError("There is no such data file.", given=path, expected=", ".join(near) or "an existing file", do="Correct data.path.")
+    kind = FILE_TYPES.get(path.suffix)
+    if kind is None:
+        raise DataError("The type of the data file is unknown.", given=path, expected=", ".join(FILE_TYPES), do="Convert it, or correct its ending.")
+    if path.stat().st_size == 0:
+        raise DataError("The data file is empty.", given=path, expected="at least one row", do="Write the rows first.")
+    return _quietly(path, kind, data_files=str(path), split="train")
+
+
+def _load_named(name: str, split: str) -> datasets.Dataset:
+    if Path(name).is_dir():
+        return _quietly(name, name, split=split)
+    repository, _, configuration = name.partition(":")
+    return _quietly(name, repository, configuration or None, split=split)
+
+
+def _quietly(given: object, *args: Any, **kwargs: Any) -> datasets.Dataset:
+    """datasets.load_dataset without its bars, and with one sentence for whatever it raises."""
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(*args, **kwargs)
+    except Exception as error:  # datasets raises its own, pyarrow's, pandas', the hub's and OS errors
+        cause = error.__cause__ or error
+        first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise DataError(
+            "The data can't be read.",
+            given=f"{given} ({type(cause).__name__}: {first:.200})",
+            expected="a JSONL, Parquet, CSV or text file, a folder of them, or a name on the hub with this split",
+            do="Check the path or name, the split and the content; the hub needs a network.",
+        ) from error
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,131 @@
+"""One rollout batch as tensors, and its micro batches: sorted by length so that little padding is computed.
+
+Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), B sequences of a micro batch,
+T tokens of prompt plus response (padded on the right to the longest), M response tokens of a micro batch, packed row after row.
+
+Padding stands on the right, where a causal model can't see it from any real token: no attention mask is needed and the
+positions are 0, 1, 2, ... for every row, in training as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.errors import DataError
+from medusa_ppo.types import Rollouts
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through a model together.
+
+    Attributes:
+        sequences: B indices into the rollout batch, the order of the rows.
+        input_ids_BT: int64, prompt + response + padding.
+        response_mask_BT: bool, token t belongs to the response.
+    """
+
+    sequences: tuple[int, ...]
+    input_ids_BT: Tensor
+    response_mask_BT: Tensor
+
+    @property
+    def predict_mask_BT(self) -> Tensor:
+        """bool: the model's output at t predicts a response token (which stands at t + 1)."""
+        return torch.nn.functional.pad(self.response_mask_BT[:, 1:], (0, 1), value=False)
+
+    @property
+    def response_ids_M(self) -> Tensor:
+        """int64, the response tokens row after row: the order in which `x_BT[predict_mask_BT]` packs predictions."""
+        return self.input_ids_BT[self.response_mask_BT]
+
+    @property
+    def first_predicting(self) -> int:
+        """Column of the first output that any row needs; what a model computes before it is thrown away."""
+        return int(self.response_mask_BT.any(dim=0).int().argmax()) - 1
+
+
+class PPOBatch:
+    """A rollout batch: token ids per sequence, and response coordinates for everything per token.
+
+    Attributes:
+        mask_SR: bool, real response tokens; they come first in each row.
+        behaviour_SR: float32 log-probs that the engine reported, 0 on padding.
+        lengths_S: int64 response tokens of each sequence.
+        total_lengths: prompt plus response tokens of each sequence.
+    """
+
+    def __init__(self, rollouts: Rollouts, device: torch.device | str = "cpu", pad_id: int = 0) -> None:
+        """
+        Raises:
+            DataError: no responses, a response without tokens, or log-probs that do not fit the tokens.
+        """
+        _check(rollouts)
+        self.device = torch.device(device)
+        self._pad_id = pad_id
+        self._prompts = [rollouts.prompts[r.prompt_index] for r in rollouts.responses]
+        self._responses = [r.token_ids for r in rollouts.responses]
+        self.lengths_S = torch.tensor([len(ids) for ids in self._responses])
+        self.total_lengths = [len(p) + len(r) for p, r in zip(self._prompts, self._responses, strict=True)]
+        columns_R = torch.arange(int(self.lengths_S.max()))
+        self.mask_SR = columns_R[None] < self.lengths_S[:, None]
+        self.behaviour_SR = torch.zeros(self.mask_SR.shape)
+        self.behaviour_SR[self.mask_SR] = torch.tensor([x for r in rollouts.responses for x in r.logprobs], dtype=torch.float32)
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of the batch."""
+        return int(self.lengths_S.sum())
+
+    def micro_batches(self, sequences: list[int], size: int) -> Iterator[MicroBatch]:
+        """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest."""
+        ordered = sorted(sequences, key=lambda s: (self.total_lengths[s], s))
+        for start in range(0, len(ordered), size):
+            yield self._micro(tuple(ordered[start : start + size]))
+
+    def _micro(self, sequences: tuple[int, ...]) -> MicroBatch:
+        width = max(self.total_lengths[s] for s in sequences)
+        input_ids_BT = torch.full((len(sequences), width), self._pad_id)
+        response_mask_BT = torch.zeros((len(sequences), width), dtype=torch.bool)
+        for row, s in enumerate(sequences):
+            prompt, response = self._prompts[s], self._responses[s]
+            total = len(prompt) + len(response)
+            input_ids_BT[row, :total] = torch.tensor([*prompt, *response])
+            response_mask_BT[row, len(prompt) : total] = True
+        return MicroBatch(sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device))
+
+    def pack(self, values_SR: Tensor, micro: MicroBatch) -> Tensor:
+        """values_SR in the packed order of a micro batch: values_M, on the batch's device."""
+        rows = torch.tensor(micro.sequences)
+        return values_SR[rows][self.mask_SR[rows]].to(self.device)
+
+    def unpack(self, values_M: Tensor, micro: MicroBatch, into_SR: Tensor) -> None:
+        """Write packed values of a micro batch to their places in `into_SR` (in place, on the CPU)."""
+        start = 0
+        values_M = values_M.detach().to("cpu", into_SR.dtype)
+        for s in micro.sequences:
+            length = int(self.lengths_S[s])
+            into_SR[s, :length] = values_M[start : start + length]
+            start += length
+
+
+def _check(rollouts: Rollouts) -> None:
+    if not rollouts.responses:
+        raise DataError("The engine returned no responses.", given="0 responses", expected="at least one", do="Check the prompts and the engine's log.")
+    for index, response in enumerate(rollouts.responses):
+        if not response.token_ids or len(response.token_ids) != len(response.logprobs):
+            raise DataError(
+                "A response can't be trained on.",
+                given=f"response {index}: {len(response.token_ids)} tokens, {len(response.logprobs)} log-probs",
+                expected="at least one token, and one log-prob for each",
+                do="Check that the engine returns log-probs and does not abort requests.",
+            )
+        if not rollouts.prompts[response.prompt_index]:
+            raise DataError("A prompt is empty.", given=f"prompt {response.prompt_index}", expected="at least one token", do="Correct the template.")
