@@ -1,0 +1,193 @@
+"""Findings: what a reader of a run should be warned about, each in one sentence with the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from medusa_ppo import metrics as m
+from medusa_ppo.reports import wording as w
+from medusa_ppo.reports.records import KILLED, NONFINITE, Run, number
+from medusa_ppo.reports.summary import window_steps
+
+STALE_UPDATES = 5
+"""Serving heads this many policy updates old are called stale."""
+LOGPROB_GAP_NATS = 0.05
+"""float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor are not the same policy."""
+EXPOSED_SHARE = 0.1
+KL_UPDATE_NATS = 0.05
+TRUNCATED_SHARE = 0.5
+COLLAPSED_ENTROPY_SHARE = 0.2
+LENGTH_GROWTH = 1.5
+SWAP_LOSS_SHARE = 0.2
+"""A swap after which less than this share of the extra accepted tokens is left is called broken."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One warning: a stable code for programs, one sentence for people, and what to do."""
+
+    code: str
+    text: str
+    do: str
+
+
+def find(run: Run, summary: dict[str, Any]) -> list[Finding]:
+    """All findings of a run, the gravest first."""
+    return [finding for check in CHECKS for finding in check(run, summary)]
+
+
+def _stopped_early(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    error = str((run.meta.get("extras") or {}).get("error") or "").strip()
+    if run.status == "failed":
+        yield Finding("failed", f"The run failed{': ' + error if error else '.'}", "Mend the cause and resume.")
+    elif run.status == "interrupted":
+        yield Finding("interrupted", "The run was stopped before its end; the figures are those of the steps it finished.", "Resume it to go on.")
+    elif run.status == KILLED:
+        yield Finding("killed", "The run's process is gone and left no word; the figures are those of the steps it finished.", "Resume it to go on.")
+
+
+def _unreadable(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    if run.unreadable_lines:
+        text = f"{run.unreadable_lines} line(s) of metrics.jsonl are unreadable and left out of every figure."
+        yield Finding("unreadable_lines", text, "Check the disk, and whether two processes wrote there.")
+
+
+def _not_finite(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    count: dict[str, int] = {}
+    for step in run.steps:
+        names = step.get(NONFINITE)
+        for name in names if isinstance(names, list) else ():
+            first.setdefault(str(name), step[m.STEP])
+            count[str(name)] = count.get(str(name), 0) + 1
+    for name, step_number in first.items():
+        # Before the companion's first batch it has no loss: not a fault.
+        if name == m.COMPANION_LOSS:
+            continue
+        text = f"{name} was not a finite number in {count[name]} step(s), first in step {step_number}."
+        yield Finding("not_finite", text, "Lower the learning rate, or look at that step's rollouts.")
+
+
+def _broken_swap(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    for before, after in zip(run.steps, run.steps[1:], strict=False):
+        old, new = number(before.get(m.MAL_SERVING)), number(after.get(m.MAL_SERVING))
+        versions = number(before.get(m.HEADS_VERSION)), number(after.get(m.HEADS_VERSION))
+        drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
+        if None in versions or versions[0] == versions[1] or old is None or new is None or not drafted:
+            continue
+        if old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
+            text = f"Acceptance fell to almost nothing after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to {new:.2f})."
+            yield Finding("broken_swap", text, "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor` checks the engine.")
+
+
+def _drafting_did_not_pay(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    speedup, pairs = summary["rollout_speedup"], summary["rollout_speedup_pairs"]
+    if speedup is not None and speedup < 1.0:
+        text = f"Drafting did not pay in this run: {w.ratio(speedup)}, median of {pairs['count']} pair(s)."
+        yield Finding("drafting_did_not_pay", text, "Draft fewer tokens (engine.num_drafts), or none while batches are large.")
+
+
+def _worse_than_frozen(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    lengths = summary["mean_acceptance_length"]
+    gain, error = lengths["gain"], lengths["gain_standard_error"]
+    if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
+        text = f"The serving heads are worse than the frozen ones by replay ({w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])})."
+        yield Finding("worse_than_frozen", text, "Lower companion.learning_rate or raise companion.holdout_fraction.")
+
+
+def _stale(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    last = summary["staleness"]["last"]
+    if last is not None and last >= STALE_UPDATES:
+        text = f"The heads got stale: in the last step they were {last:.0f} policy updates old."
+        yield Finding("stale_heads", text, "See whether the companion still trains and whether its gate refuses candidates (replay chart).")
+
+
+def _companion_stopped(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    trained = run.column(m.COMPANION_TRAINED_TOKENS)
+    final = next((value for value in reversed(trained) if value is not None), None)
+    if not final:
+        return
+    since = next(index for index, value in enumerate(trained) if value == final)
+    # One step without a trained batch is the overlap itself; a quarter of the run is a companion that stopped.
+    if len(trained) - 1 - since > max(3, window_steps(len(trained))):
+        text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
+        yield Finding("companion_stopped", text, "Read its error in the log; PPO went on with the heads it had.")
+
+
+def _dropped(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    dropped = summary["companion"]["batches_dropped"]
+    if dropped:
+        text = f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the loop."
+        yield Finding("batches_dropped", text, "Give it more threads or a GPU, fewer epochs, or a larger companion.queue_bytes.")
+
+
+def _exposed(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    exposed, wall = summary["companion"]["exposed_s"], summary["wall_s"]
+    if exposed and wall and exposed > EXPOSED_SHARE * wall:
+        text = f"The loop spent {w.percent(exposed / wall)} of its time inside the plugin's hooks."
+        yield Finding("plugin_exposed", text, "See whether companion.wait is on; else the hand-over of hidden states is slow.")
+
+
+def _logprob_gap(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    gap = summary["logprob_gap"]["last"]
+    if gap is not None and gap > LOGPROB_GAP_NATS:
+        text = f"Log-prob mismatch is high: engine and actor differ by {gap:.3f} nats a token on average."
+        yield Finding("logprob_gap", text, "Use the same dtype in engine and update, and check that actor syncs reach the engine.")
+
+
+def _large_update(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    recent = _recent(run, m.KL_UPDATE)
+    if recent and fmean(recent) > KL_UPDATE_NATS:
+        text = f"The policy moves far in one update (KL {fmean(recent):.3f} nats in the last steps)."
+        yield Finding("large_update", text, "Lower ppo.actor_learning_rate or ppo.epochs.")
+
+
+def _truncated(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    recent = _recent(run, m.TRUNCATED_FRAC)
+    if recent and fmean(recent) > TRUNCATED_SHARE:
+        text = f"{w.percent(fmean(recent))} of the last responses were cut at the length limit, so their reward is a guess."
+        yield Finding("truncated", text, "Raise sampling.max_new_tokens.")
+
+
+def _collapsed(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    entropy, recent = run.column(m.ENTROPY), _recent(run, m.ENTROPY)
+    first = [value for value in entropy[: window_steps(len(entropy))] if value is not None]
+    if first and recent and fmean(first) > 0 and fmean(recent) < COLLAPSED_ENTROPY_SHARE * fmean(first):
+        text = f"Entropy fell from {fmean(first):.2f} to {fmean(recent):.2f} nats: part of a higher acceptance is the policy's own certainty."
+        yield Finding("entropy_collapse", text, "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety matters.")
+
+
+def _longer(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    lengths, recent = run.column(m.RESPONSE_LENGTH), _recent(run, m.RESPONSE_LENGTH)
+    first = [value for value in lengths[: window_steps(len(lengths))] if value is not None]
+    if first and recent and fmean(recent) > LENGTH_GROWTH * fmean(first):
+        text = f"Responses grew from {fmean(first):.0f} to {fmean(recent):.0f} tokens: the reward may pay for length."
+        yield Finding("longer_responses", text, "Read some responses of the last steps.")
+
+
+def _recent(run: Run, name: str) -> list[float]:
+    column = run.column(name)
+    window = window_steps(len(column))
+    return [value for value in column[-window:] if value is not None] if window else []
+
+
+CHECKS: tuple[Callable[[Run, dict[str, Any]], Iterator[Finding]], ...] = (
+    _stopped_early,
+    _unreadable,
+    _not_finite,
+    _broken_swap,
+    _drafting_did_not_pay,
+    _worse_than_frozen,
+    _stale,
+    _companion_stopped,
+    _dropped,
+    _exposed,
+    _logprob_gap,
+    _large_update,
+    _truncated,
+    _collapsed,
+    _longer,
+)

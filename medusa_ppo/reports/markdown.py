@@ -1,0 +1,103 @@
+"""report.md: what happened, on one page, every figure with the one it is to be compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_ppo.reports import wording as w
+from medusa_ppo.reports.findings import find
+from medusa_ppo.reports.records import Run
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two runs."""
+    mal, speed, pairs = summary["mean_acceptance_length"], summary["tokens_per_s"], summary["rollout_speedup_pairs"]
+    reward, right, companion = summary["reward"], summary["correct_frac"], summary["companion"]
+    return [
+        ("PPO steps", f"{w.whole(summary['steps'])} ({summary['status']}, {w.seconds(summary['wall_s'])})"),
+        ("Tokens per engine step, first published heads -> last steps", f"{w.length(mal['first'])} -> {w.length(mal['serving'])}"),
+        ("The same by replay, trained heads / frozen heads", f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}"),
+        ("Acceptance at position 1, 2, ...", ", ".join(w.percent(rate) for rate in summary["acceptance_per_position"] or []) or w.NONE),
+        ("Speed-up of the rollouts by drafting", _speedup(summary["rollout_speedup"], pairs)),
+        ("Tokens/s with drafting / without", f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}"),
+        ("Right answers, first -> last steps", f"{w.percent(right['first'])} -> {w.percent(right['last'])}"),
+        ("Reward, first -> last steps", f"{w.plain(reward['first'])} -> {w.plain(reward['last'])}"),
+        ("Companion: tokens trained, versions published", f"{w.whole(companion['trained_tokens'])}, {w.whole(companion['versions_published'])}"),
+        ("Companion: seconds hidden behind PPO / the loop waited", f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}"),
+    ]
+
+
+def _speedup(value: float | None, pairs: dict[str, Any]) -> str:
+    if value is None:
+        return f"{w.NONE} (no pair was timed)"
+    return f"{w.ratio(value)} (median of {pairs['count']} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])})"
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """What happened in one or two sentences, made only of what was measured."""
+    if not summary["steps"]:
+        return "No PPO step has finished yet."
+    mal, parts = summary["mean_acceptance_length"], []
+    if summary["rollout_speedup"] is not None:
+        times = summary["rollout_speedup"]
+        parts.append(f"drafting made generation {times:.2f} times as fast" if times >= 1 else f"drafting slowed generation down to {times:.2f} of its speed")
+    if mal["gain"] is not None:
+        word = "more" if mal["gain"] >= 0 else "fewer"
+        parts.append(f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine step than frozen ones")
+    elif mal["serving"] is not None:
+        parts.append(f"the engine wrote {mal['serving']:.2f} tokens per step")
+    right = summary["correct_frac"]
+    if right["first"] is not None and right["last"] is not None and summary["steps"] > 1:
+        parts.append(f"right answers went from {w.percent(right['first'])} to {w.percent(right['last'])}")
+    if not parts:
+        return f"{w.whole(summary['steps'])} PPO steps were recorded, without any figure on drafting."
+    text = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return text[0].upper() + text[1:] + "."
+
+
+def render_markdown(run: Run, summary: dict[str, Any]) -> str:
+    """The whole of report.md."""
+    rows = [f"| {what} | {figure} |" for what, figure in summary_rows(summary)]
+    findings = [f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)]
+    versions = [f"| {_cell(name)} | {_cell(version)} |" for name, version in summary["versions"].items()]
+    hardware = run.meta.get("hardware") or {}
+    machine = ", ".join(
+        [
+            str(hardware.get("cpu") or "unknown CPU"),
+            f"{hardware.get('usable_cores', '?')} cores",
+            f"{hardware.get('memory_gib', '?')} GiB",
+            *(str(gpu) for gpu in hardware.get("gpus") or ["no GPU"]),
+        ]
+    )
+    window = summary["window_steps"]
+    lines = [
+        f"# {_cell(run.name)}",
+        "",
+        verdict(summary),
+        "",
+        "| what | figure |",
+        "|---|---|",
+        *rows,
+        "",
+        f"First and last figures are means over {window} step{'' if window == 1 else 's'}. Acceptance is vLLM's own count; "
+        "trained and frozen heads are compared by replay on the same rollouts. docs/metrics.md explains every number.",
+        "",
+        "## Warnings",
+        "",
+        *(findings or ["None."]),
+        "",
+        "## Ran on",
+        "",
+        f"{_cell(machine)}, started {summary['started_at'] or 'at an unknown time'}.",
+        "",
+        "| package | version |",
+        "|---|---|",
+        *versions,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(text: object) -> str:
+    """Text that can't break a table or bring markup of its own."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,138 @@
+"""render_page: one self-contained HTML text of a run; nothing in it is loaded from anywhere."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from medusa_ppo import __version__
+from medusa_ppo import metrics as m
+from medusa_ppo.reports import svg, tables
+from medusa_ppo.reports import wording as w
+from medusa_ppo.reports.findings import find
+from medusa_ppo.reports.markdown import verdict
+from medusa_ppo.reports.panels import Figure, Panels, spark_values
+from medusa_ppo.reports.records import Run
+from medusa_ppo.reports.summary import build_summary
+
+HERE = Path(__file__).parent
+
+
+def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, refresh_s: int = 0) -> str:
+    """The page as one HTML text.
+
+    Args:
+        run: the run, finished or not, also without a single step.
+        summary: its build_summary.
+        other: a second run to lay over it.
+        refresh_s: the page loads itself again after so many seconds; 0: never.
+    """
+    panels = Panels(run, other)
+    figures = {"acceptance": panels.acceptance(), "entropy": panels.entropy(), "positions": panels.positions(), "speed": panels.speed()}
+    figures["phases"] = panels.phases()
+    learning, others = panels.learning(), panels.others()
+    rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
+    return _template().render(
+        run=run,
+        summary=summary,
+        verdict=verdict(summary),
+        status_text=_status_text(run, summary),
+        tiles=tiles(run, summary),
+        findings=find(run, summary),
+        figures=figures,
+        shares=phase_shares(summary),
+        learning=learning,
+        others=others,
+        version_columns=tables.VERSION_COLUMNS,
+        version_rows=rows,
+        hidden_versions=hidden_rows,
+        config_rows=tables.config_rows(run.config),
+        machine_rows=tables.machine_rows(run),
+        glossary=m.describe(),
+        other=other,
+        comparison=_comparison(run, summary, other),
+        refresh_s=refresh_s,
+        product_version=__version__,
+        css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        data=_script_data(panels, [*figures.values(), *learning, *others]),
+    )
+
+
+def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The headline figures: label, figure, what it is to be compared with, a small line."""
+    mal, pairs, speed = summary["mean_acceptance_length"], summary["rollout_speedup_pairs"], summary["tokens_per_s"]
+    right, reward = summary["correct_frac"], summary["reward"]
+    by_replay = f"by replay {w.length(mal['serving_replay'])}, frozen heads {w.length(mal['frozen'])}" if mal["frozen"] is not None else "no replay yet"
+    timed = f"median of {pairs['count']} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}" if pairs["count"] else "no pair was timed"
+    if right["last"] is not None:
+        learned = ("Right answers", w.percent(right["last"]), f"{w.percent(right['first'])} in the first steps", _spark(run, m.CORRECT_FRAC, "good"))
+    else:
+        learned = ("Reward", w.plain(reward["last"]), f"{w.plain(reward['first'])} in the first steps", _spark(run, m.REWARD_MEAN, "good"))
+    if speed["drafting"] is not None:
+        rate = ("Tokens per second", w.whole(speed["drafting"]), f"{w.whole(speed['plain'])} without drafting", _spark(run, m.TOKENS_PER_S, "rollouts"))
+    else:
+        rate = ("Tokens per second", w.whole(speed["rollouts"]), "the last steps' rollouts", _spark(run, m.TOKENS_PER_S, "rollouts"))
+    found = [
+        ("Tokens per engine step", w.length(mal["serving"]), by_replay, _spark(run, m.MAL_SERVING, "serving")),
+        ("Speed-up by drafting", w.ratio(summary["rollout_speedup"]), timed, _spark(run, m.PAIR_SPEEDUP, "serving")),
+        learned,
+        rate,
+    ]
+    return [{"label": label, "figure": figure, "note": note, "spark": Markup(spark)} for label, figure, note, spark in found]
+
+
+def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each phase's seconds and its share of the run; the time that no phase accounts for comes last."""
+    phases = {name: value for name, value in summary["phases_s"].items() if value}
+    total = sum(phases.values())
+    if not total:
+        return []
+    wall = summary["wall_s"] or 0.0
+    if wall > total * 1.005:
+        phases["rest"] = wall - total
+        total = wall
+    return [{"name": name, "seconds": w.seconds(value), "share": value / total, "text": w.percent(value / total)} for name, value in phases.items()]
+
+
+def _spark(run: Run, metric: str, tone: str) -> str:
+    values = spark_values(run, metric)
+    # Metrics of paired steps only would be mostly gaps: a small line needs no true distances.
+    return svg.draw_spark([value for value in values if value is not None], tone)
+
+
+def _status_text(run: Run, summary: dict[str, Any]) -> str:
+    planned = (run.config.get("ppo") or {}).get("steps")
+    done = f"{summary['steps']:,}" + (f" of {planned:,}" if isinstance(planned, int) and planned != summary["steps"] else "")
+    return f"{done} step{'' if done == '1' else 's'}"
+
+
+def _comparison(run: Run, summary: dict[str, Any], other: Run | None) -> dict[str, Any] | None:
+    if other is None:
+        return None
+    return {"rows": tables.comparison_rows(summary, build_summary(other)), "config": tables.config_differences(run, other)}
+
+
+def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
+    grid = panels.grid
+    last = max([*panels.steps, *panels.other_steps], default=0)
+    data = {
+        "grid": {"first": grid.first, "width": grid.width, "count": grid.count, "last": last},
+        "charts": {figure.key: figure.series for figure in figures if figure.svg},
+    }
+    # "</script>" inside of a name would end the block.
+    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["duration"] = w.seconds
+    return environment.get_template("page.html.jinja")

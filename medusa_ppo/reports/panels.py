@@ -1,0 +1,238 @@
+"""The charts of the page: which metrics stand in which chart, and the sentence that says what to look for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_ppo import metrics as m
+from medusa_ppo.reports import svg
+from medusa_ppo.reports.grid import Binned, Grid, bin_values
+from medusa_ppo.reports.records import Run, number, numbers
+from medusa_ppo.reports.svg import Series
+from medusa_ppo.reports.wording import FORMATS
+
+PAIR_DOTS_UP_TO = 60
+PAIR_LABELS_UP_TO = 8
+MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
+
+PHASES = ((m.GENERATE_S, "generate"), (m.SCORE_S, "score"), (m.UPDATE_S, "update"), (m.SYNC_S, "sync"), (m.SWAP_S, "swap"))
+
+# key, title, metric, format, floor, tone, what to look for
+SMALL = (
+    ("right", "Right answers", m.CORRECT_FRAC, "percent", 0.0, "good", "Should rise; it is what PPO is for."),
+    ("reward", "Reward", m.REWARD_MEAN, "plain", None, "good", "Should rise slowly; a sudden jump is more often a loophole in the reward than a skill."),
+    ("kl", "KL to the reference", m.KL_REFERENCE, "plain", 0.0, "kl", "Grows while the policy learns; if it runs away while the reward stands still, raise the KL weight."),
+    ("klupdate", "KL of one update", m.KL_UPDATE, "plain", 0.0, "kl", "Should stay below about 0.05 nats; spikes mean a step size that is too large."),
+    ("value", "Value loss", m.VALUE_LOSS, "plain", 0.0, "value", "Should fall and stay low; if it grows, the critic lost track of the rewards."),
+    ("length", "Response length", m.RESPONSE_LENGTH, "whole", 0.0, "length", "Steady growth together with the reward may mean that length is what is rewarded."),
+    ("truncated", "Responses cut at the limit", m.TRUNCATED_FRAC, "percent", 0.0, "length", "Should be near zero: the reward of a cut response is a guess."),
+    ("clip", "Clipped ratios", m.CLIP_FRAC, "percent", 0.0, "kl", "A few percent are normal; above 30 % most of the update is thrown away."),
+    ("gap", "Engine against actor, log-prob", m.LOGPROB_GAP, "plain", 0.0, "value", "Flat and small; growth means that actor syncs don't reach the engine or the dtypes differ."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One chart with its words.
+
+    Attributes:
+        key: id on the page.
+        title: heading.
+        hint: the sentence that says what to look for.
+        svg: the drawing; empty when nothing was measured.
+        legend: (name, tone, style, last value as text) per series.
+        series: what the tooltip reads: name, tone, format, mean (and lowest, highest) per column.
+    """
+
+    key: str
+    title: str
+    hint: str
+    svg: str
+    legend: tuple[tuple[str, str, str, str], ...] = ()
+    series: tuple[dict[str, Any], ...] = field(default=())
+
+
+class Panels:
+    """Draws the charts of one run, or of two laid over each other, on one common step axis."""
+
+    def __init__(self, run: Run, other: Run | None = None) -> None:
+        self.run, self.other = run, other
+        self.steps = run.step_numbers()
+        self.other_steps = other.step_numbers() if other else []
+        self.grid = Grid.over([*self.steps, *self.other_steps])
+
+    def acceptance(self) -> Figure:
+        """MAL over steps: the engine's count and the three replay estimates, versions marked."""
+        series = [
+            self._series("serving, counted by the engine", "serving", self._drafted(self.run), format="length"),
+            self._series("serving, by replay", "serving", m.REPLAY_SERVING, style="dash", format="length", connect=True),
+            self._series("candidate, by replay", "candidate", m.REPLAY_CANDIDATE, style="dot", format="length", connect=True),
+            self._series("frozen, by replay", "frozen", m.REPLAY_FROZEN, style="dash", format="length", connect=True),
+        ]
+        if self.other:
+            series = [series[0], series[3], self._overlay("serving, counted by the engine", self._drafted(self.other), format="length")]
+        hint = (
+            "Blue above grey is what training along the way is worth: grey are the first published heads, never trained again. "
+            "Each flag is a new version of the heads."
+        )
+        marks = version_marks(self.run)
+        return self._lines("mal", "Tokens per engine step", hint, series, height=MAL_HEIGHT, floor=1.0, format="length", marks=marks)
+
+    def entropy(self) -> Figure:
+        series = [self._series("entropy, nats", "entropy", m.ENTROPY), *self._overlays("entropy, nats", m.ENTROPY)]
+        hint = "A surer policy (lower entropy) is easier to draft for: a rise in acceptance that only mirrors this line is not the heads' doing."
+        return self._lines("entropy", "Entropy of the policy", hint, series, height=ENTROPY_HEIGHT, floor=0.0)
+
+    def positions(self) -> Figure:
+        """Acceptance per position over steps as a heat strip."""
+        rates = [numbers(step.get(m.ACCEPTANCE_PER_POSITION)) if number(step.get(m.DRAFTS)) != 0 else None for step in self.run.steps]
+        heads = max((len(found) for found in rates if found), default=0)
+        rows = []
+        for position in range(heads):
+            column = [found[position] if found and position < len(found) else None for found in rates]
+            rows.append(Series(f"position {position + 1}", "serving", bin_values(self.grid, self.steps, column), format="percent"))
+        title = "Acceptance per position"
+        hint = "Darker is more. Each row is one draft position; a row that stays pale is a draft token that costs more than it gives."
+        drawing = svg.draw_heat("positions", title, rows, self.grid) if rows else ""
+        return self._figure("positions", title, hint, drawing, rows)
+
+    def speed(self) -> Figure:
+        """Tokens/s with and without drafting: dots for a few pairs, lines for many."""
+        title = "Tokens per second, with and without drafting"
+        hint = "The same prompts on the same engine, timed in turn: blue above grey is what drafting is worth."
+        drafting = self._series("with drafting", "serving", m.PAIR_DRAFTING_TOKENS_PER_S, format="whole", connect=True)
+        plain = self._series("without", "plain", m.PAIR_PLAIN_TOKENS_PER_S, format="whole", connect=True, style="dash")
+        rollouts = self._series("this run's rollouts", "rollouts", m.TOKENS_PER_S, format="whole", style="thin")
+        series = [drafting, plain, rollouts, *self._overlays("rollouts", m.TOKENS_PER_S, format="whole")]
+        pairs = len(drafting.values.present)
+        if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
+            if pairs == 0:
+                hint = "No pair was timed in this run (report.speed_every), so there is nothing to compare the rollouts with."
+            return self._lines("speed", title, hint, [s for s in series if s.values.present], height=WIDE_HEIGHT, floor=0.0, format="whole")
+        labels = pairs <= PAIR_LABELS_UP_TO
+        drawing = svg.draw_pairs("speed", title, drafting, plain, series[2:], self.grid, height=WIDE_HEIGHT, labels=labels)
+        return self._figure("speed", title, hint, drawing, series)
+
+    def phases(self) -> Figure:
+        """Seconds of each phase per step; below the line the companion."""
+        up = [self._series(name, name, metric, format="seconds") for metric, name in PHASES]
+        up.append(Series("rest", "rest", bin_values(self.grid, self.steps, rest_seconds(self.run)), format="seconds"))
+        down = [
+            self._series("companion, hidden", "hidden", m.COMPANION_HIDDEN_S, format="seconds"),
+            self._series("plugin, the loop waited", "exposed", m.PLUGIN_EXPOSED_S, format="seconds"),
+        ]
+        up, down = [s for s in up if s.values.present], [s for s in down if s.values.present]
+        title = "Seconds of each step"
+        hint = "Above the line the loop's own phases; below it the companion: green ran behind PPO for free, orange is what the loop waited for."
+        drawing = svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT) if up or down else ""
+        return self._figure("phases", title, hint, drawing, [*up, *down])
+
+    def learning(self) -> list[Figure]:
+        """The small charts on what PPO does; those without a single value are left out."""
+        figures = []
+        for key, title, metric, words, floor, tone, hint in SMALL:
+            series = [self._series(title, tone, metric, format=words), *self._overlays(title, metric, format=words)]
+            if any(item.values.present for item in series):
+                figures.append(self._lines(key, title, hint, series, height=SMALL_HEIGHT, floor=floor, format=words))
+        return figures
+
+    def others(self) -> list[Figure]:
+        """Every other number in the lines, drawn as it is, so that nothing that was logged is out of sight."""
+        described, figures = m.describe(), []
+        for name in other_metrics(self.run):
+            series = [self._series(name, "rollouts", name), *self._overlays(name, name)]
+            hint = described.get(name, "Logged by this run; the report knows no more about it.")
+            figures.append(self._lines(f"x-{len(figures)}", name, hint, series, height=SMALL_HEIGHT))
+        return figures
+
+    def _series(self, name: str, tone: str, metric: str | list[float | None], **options: Any) -> Series:
+        column = self.run.column(metric) if isinstance(metric, str) else metric
+        return Series(name, tone, bin_values(self.grid, self.steps, column), **options)
+
+    def _overlay(self, name: str, metric: str | list[float | None], **options: Any) -> Series:
+        assert self.other is not None, "an overlay needs a second run"
+        column = self.other.column(metric) if isinstance(metric, str) else metric
+        return Series(f"{name} ({self.other.name})", "other", bin_values(self.grid, self.other_steps, column), style="dash", **options)
+
+    def _overlays(self, name: str, metric: str, **options: Any) -> list[Series]:
+        return [self._overlay(name, metric, **options)] if self.other else []
+
+    def _drafted(self, run: Run) -> list[float | None]:
+        """MAL of the steps that drafted at all: a step without drafting has no acceptance, not one of 1."""
+        return [number(step.get(m.MAL_SERVING)) if number(step.get(m.DRAFTS)) != 0 else None for step in run.steps]
+
+    def _lines(self, key: str, title: str, hint: str, series: Sequence[Series], **options: Any) -> Figure:
+        shown = [item for item in series if item.values.present]
+        return self._figure(key, title, hint, svg.draw_lines(key, title, shown, self.grid, **options) if shown else "", shown)
+
+    def _figure(self, key: str, title: str, hint: str, drawing: str, series: Sequence[Series]) -> Figure:
+        legend = tuple((item.name, item.tone, item.style, FORMATS[item.format](item.values.present[-1])) for item in series if item.values.present)
+        return Figure(key, title, hint, drawing, legend, tuple(_hover(item, self.grid) for item in series))
+
+
+def version_marks(run: Run) -> list[tuple[int, str]]:
+    """(step, name) for each step that drafted with another version than the step before, version 0 at the start left out."""
+    marks, before = [], 0.0
+    for step in run.steps:
+        version = number(step.get(m.HEADS_VERSION))
+        if version is not None and version != before:
+            marks.append((int(step[m.STEP]), f"v{version:.0f}"))
+            before = version
+    return marks
+
+
+def rest_seconds(run: Run) -> list[float | None]:
+    """Seconds of each step that no phase accounts for (timed pairs, reports); None for steps without a neighbour to subtract."""
+    rest: list[float | None] = []
+    before: tuple[int, float] | None = None
+    for step in run.steps:
+        wall, known = number(step.get(m.WALL_S)), [number(step.get(metric)) or 0.0 for metric, _ in PHASES]
+        index = int(step[m.STEP])
+        follows = before is not None and before[0] == index - 1
+        rest.append(max(0.0, wall - before[1] - sum(known)) if wall is not None and before is not None and follows else None)
+        before = (index, wall) if wall is not None else None
+    return rest
+
+
+def other_metrics(run: Run) -> list[str]:
+    """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
+    shown = {m.STEP, m.WALL_S, m.HEADS_VERSION, m.MAL_SERVING, m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN, m.ENTROPY}
+    shown |= {m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.TOKENS_PER_S, m.COMPANION_HIDDEN_S, m.PLUGIN_EXPOSED_S}
+    shown |= {metric for metric, _ in PHASES} | {metric for _, _, metric, *_ in SMALL}
+    names: dict[str, None] = {}
+    for step in run.steps:
+        for name, value in step.items():
+            if name not in shown and name not in names and number(value) is not None:
+                names[name] = None
+    return list(names)
+
+
+def _hover(item: Series, grid: Grid) -> dict[str, Any]:
+    """What the page's script needs to show values under the pointer; five digits are more than a screen shows."""
+    data: dict[str, Any] = {"name": item.name, "tone": item.tone, "format": item.format, "mean": _short(item.values.mean)}
+    if grid.width > 1:
+        data |= {"low": _short(item.values.low), "high": _short(item.values.high)}
+    return data
+
+
+def _short(values: Sequence[float | None]) -> list[float | int | None]:
+    out: list[float | int | None] = []
+    for value in values:
+        rounded = None if value is None else float(f"{value:.5g}")
+        out.append(int(rounded) if rounded is not None and rounded.is_integer() and abs(rounded) < 1e15 else rounded)
+    return out
+
+
+def spark_values(run: Run, metric: str, columns: int = 60) -> list[float | None]:
+    """One metric in at most about `columns` means, for a headline tile."""
+    steps = run.step_numbers()
+    if not steps:
+        return []
+    full = Grid.over(steps)
+    span = full.width * full.count
+    width = -(-span // columns)
+    grid = Grid(full.first, width, -(-span // width))
+    binned: Binned = bin_values(grid, steps, run.column(metric))
+    return list(binned.mean)

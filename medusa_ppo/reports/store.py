@@ -1,0 +1,199 @@
+"""RunWriter: the one place that writes a run folder (metrics.jsonl, run.json, and the reports at the end)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from heads.errors import RunError, UsageError
+from medusa_ppo import metrics
+from medusa_ppo.reports.environment import hardware, package_versions
+from medusa_ppo.reports.files import write_atomic
+from medusa_ppo.reports.html import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
+from medusa_ppo.reports.records import META_FILE, METRICS_FILE, NONFINITE, STATUSES, Run, process_alive, read_meta, read_run, read_steps
+
+__all__ = ["Run", "RunWriter", "package_versions", "read_run"]
+
+logger = logging.getLogger(__name__)
+
+EARLIER_FOLDER = "earlier"
+OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE)
+
+
+class RunWriter:
+    """Writes a run while it goes on: one line per step, flushed, so that a stopped run leaves everything it finished.
+
+    Args:
+        run_dir: folder of the run; made when missing. What an earlier run left in it moves to `earlier/`.
+        config: the run's configuration as plain data; stored in run.json.
+        resume_step: go on with this step: lines of this and later steps are cut, earlier ones stay.
+
+    Raises:
+        UsageError: `resume_step` is given but the folder holds no run.
+        RunError: another living process writes into this folder, or the run holds fewer steps than it should.
+    """
+
+    def __init__(self, run_dir: Path | str, config: dict[str, Any], *, resume_step: int | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._last_step = -1
+        old = read_meta(self.run_dir / META_FILE)
+        self._refuse_second_writer(old)
+        if resume_step is None:
+            self._move_earlier(old)
+            self.meta = self._new_meta(config)
+        else:
+            self._cut(resume_step)
+            self.meta = self._resumed_meta(old, config, resume_step)
+        self._write_meta()
+        self._stream = open(self.run_dir / METRICS_FILE, "ab")  # noqa: SIM115 - lives as long as the run
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Append one step and flush it. NaN and infinities are stored as null and named under `nonfinite`.
+
+        Raises:
+            UsageError: `step` is missing or does not grow.
+        """
+        step = values.get(metrics.STEP)
+        if not isinstance(step, int) or isinstance(step, bool) or step <= self._last_step:
+            raise UsageError(
+                "A step line needs a step number that grows.",
+                given=repr(step),
+                expected=f"a whole number > {self._last_step}",
+                do="Count PPO steps from 0, and open the writer with resume_step after a restart.",
+            )
+        record = clean(values)
+        bad = sorted(name for name, value in values.items() if _has_nonfinite(value))
+        if bad:
+            record[NONFINITE] = bad
+        self._stream.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._stream.flush()
+        self._last_step = step
+
+    def finish(self, status: str = "finished", extras: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Close the run and write summary.json, report.md and report.html; also for a run that stops half-way.
+
+        Args:
+            status: finished | interrupted | failed.
+            extras: more figures for summary.json; they stand under `extras` (for a failed run: `error`, its message).
+
+        Returns:
+            The summary, as written.
+        """
+        if status not in STATUSES:
+            raise UsageError("Unknown status of a run.", given=status, expected=" | ".join(STATUSES), do="Use one of these.")
+        self.close()
+        self.meta.update(status=status, finished_at=_now())
+        if extras:
+            self.meta["extras"] = clean({**self.meta.get("extras", {}), **extras})
+        self._write_meta()
+        return write_files(read_run(self.run_dir))
+
+    def close(self) -> None:
+        """Close the file; more steps can't follow. Calling it twice is fine."""
+        self._stream.close()
+
+    def _refuse_second_writer(self, old: dict[str, Any]) -> None:
+        pid = (old.get("process") or {}).get("pid")
+        if old.get("status") == "running" and pid != os.getpid() and process_alive(old):
+            raise RunError(
+                "Another process writes into this run folder.",
+                given=f"{self.run_dir}, process {pid} on {(old.get('process') or {}).get('host')}",
+                expected="one writer per folder",
+                do=f"Wait for it, stop it, or give this run another name; if it is gone, remove {META_FILE}.",
+            )
+
+    def _move_earlier(self, old: dict[str, Any]) -> None:
+        """Keep what an earlier run left here: nothing that was measured is ever overwritten."""
+        present = [self.run_dir / name for name in OWN_FILES if (self.run_dir / name).is_file()]
+        if not present:
+            return
+        stamp = str(old.get("started_at") or _now()).replace(":", "-")
+        target, counter = self.run_dir / EARLIER_FOLDER / stamp, 1
+        while target.exists():
+            counter += 1
+            target = target.with_name(f"{stamp}.{counter}")
+        target.mkdir(parents=True)
+        for path in present:
+            os.replace(path, target / path.name)
+        logger.info("The folder held an earlier run; it moved to %s", target)
+
+    def _cut(self, resume_step: int) -> None:
+        path = self.run_dir / METRICS_FILE
+        if not path.is_file():
+            raise UsageError("There is no run to go on with.", given=self.run_dir, expected=f"a folder with {METRICS_FILE}", do="Start without resume.")
+        steps, _ = read_steps(path)
+        kept = [step for step in steps if step[metrics.STEP] < resume_step]
+        write_atomic(path, "".join(json.dumps(step, allow_nan=False) + "\n" for step in kept))
+        self._last_step = kept[-1][metrics.STEP] if kept else -1
+        if len(kept) < len(steps):
+            logger.info("Resuming at step %d: %d later lines were cut", resume_step, len(steps) - len(kept))
+
+    def _new_meta(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "name": self.run_dir.name,
+            "status": "running",
+            "started_at": _now(),
+            "config": clean(config),
+            "versions": package_versions(),
+            "hardware": hardware(),
+            "process": _process(),
+        }
+
+    def _resumed_meta(self, old: dict[str, Any], config: dict[str, Any], resume_step: int) -> dict[str, Any]:
+        meta = {**self._new_meta(config), **{k: old[k] for k in ("started_at", "extras", "resumed") if k in old}}
+        meta["resumed"] = [*meta.get("resumed", []), {"step": resume_step, "at": _now()}]
+        return meta
+
+    def _write_meta(self) -> None:
+        write_atomic(self.run_dir / META_FILE, json.dumps(self.meta, indent=2, allow_nan=False) + "\n")
+
+
+def clean(value: Any) -> Any:
+    """The value as plain JSON data: tuples and arrays become lists, paths become text, NaN and infinities become None.
+
+    Raises:
+        UsageError: something that is none of these.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors: none of them needs to be imported for this
+        return clean(value.tolist())
+    raise UsageError(
+        "This can't be written to a run folder.", given=f"{type(value).__name__}: {value!r}", expected="numbers, text, lists, dicts", do="Convert it."
+    )
+
+
+def _has_nonfinite(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(_has_nonfinite(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_has_nonfinite(item) for item in value)
+    return hasattr(value, "tolist") and _has_nonfinite(value.tolist())
+
+
+def _process() -> dict[str, Any]:
+    own = psutil.Process()
+    return {"pid": own.pid, "create_time": own.create_time(), "host": platform.node()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

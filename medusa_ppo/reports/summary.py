@@ -1,0 +1,211 @@
+"""build_summary: the figures of a run, each with one definition, and null where there is no measurement.
+
+SUMMARY_KEYS explains every key; docs/metrics.md is generated from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median, quantiles, stdev
+from typing import Any
+
+from medusa_ppo import metrics as m
+from medusa_ppo.reports.records import Run, number, numbers
+
+WINDOW_SHARE = 4
+"""The first and the last 1/4 of the steps ..."""
+WINDOW_MOST = 20
+"""... but at most so many steps are what `first` and `last` figures are taken over."""
+
+SUMMARY_KEYS: dict[str, str] = {
+    "name": "Name of the run.",
+    "status": "`running`, `finished`, `interrupted`, `failed`, `killed` (its process is gone without a word) or `unknown`.",
+    "started_at": "When the run started, UTC.",
+    "wall_s": "Seconds since the start at the end of the last step.",
+    "steps": "PPO steps with a line in metrics.jsonl.",
+    "window_steps": "How many steps `last` figures are taken over (and as many for `first`): a quarter of the run, at least 1, at most 20.",
+    "mean_acceptance_length.serving": "Tokens per engine step, from vLLM's counters summed over the last window: 1 + accepted / draft steps.",
+    "mean_acceptance_length.first": "The same counters in the first step that drafted with published heads (heads version 1 or later).",
+    "mean_acceptance_length.frozen": (
+        "Replay estimate of the first published heads, never trained again, mean over the last window's steps that have it for both sets of heads."
+    ),
+    "mean_acceptance_length.serving_replay": "The serving heads by the same estimator on the same steps: this, not `serving`, is what `frozen` compares with.",
+    "mean_acceptance_length.gain": "`serving_replay` minus `frozen`.",
+    "mean_acceptance_length.gain_standard_error": "Standard error of that gain over the steps it is the mean of; null for fewer than two.",
+    "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
+    "acceptance_per_position": "Accepted at position 1..K / draft steps, from vLLM's counters over the last window.",
+    "rollout_speedup": "Median over all pairs of (tokens/s with drafting / tokens/s without), the same engine and prompts, timed in turn.",
+    "rollout_speedup_pairs.count": "Number of pairs.",
+    "rollout_speedup_pairs.min": "Smallest ratio.",
+    "rollout_speedup_pairs.max": "Largest ratio.",
+    "rollout_speedup_pairs.lower_quartile": "A quarter of the pairs lies below; null for fewer than four pairs.",
+    "rollout_speedup_pairs.upper_quartile": "A quarter of the pairs lies above; null for fewer than four pairs.",
+    "rollout_speedup_pairs.last": "The last pair's ratio.",
+    "tokens_per_s.drafting": "Response tokens per second with drafting, median over the pairs.",
+    "tokens_per_s.plain": "The same without drafting.",
+    "tokens_per_s.rollouts": "Response tokens per second of the run's own generation, mean over the last window.",
+    "reward.first": "Mean reward over the first window, KL penalty not included.",
+    "reward.last": "The same over the last window.",
+    "correct_frac.first": "Share of responses with the right answer, mean over the first window.",
+    "correct_frac.last": "The same over the last window.",
+    "companion.trained_tokens": "Positions the companion trained on.",
+    "companion.versions_published": "Versions of the heads it published.",
+    "companion.batches_dropped": "Rollout batches it dropped because its queue was full.",
+    "companion.train_s": "Seconds it trained.",
+    "companion.hidden_s": "Of these, seconds that no hook of the loop waited for.",
+    "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks, the whole price of the plugin for the loop.",
+    "staleness.last": "Policy updates between the serving heads' last training batch and the last step's rollouts.",
+    "staleness.max": "The largest in the run.",
+    "logprob_gap.last": "Mean |engine log-prob - actor log-prob| in nats, mean over the last window.",
+    "phases_s.generate": "Seconds of rollout generation in the whole run.",
+    "phases_s.score": "Seconds of the log-prob, value and reward passes.",
+    "phases_s.update": "Seconds of the PPO updates.",
+    "phases_s.sync": "Seconds of carrying the actor into the engine.",
+    "phases_s.swap": "Seconds of swapping heads into the engine.",
+    "versions": "Versions of the packages.",
+    "extras": "What the program that wrote the run added.",
+}
+
+
+def build_summary(run: Run) -> dict[str, Any]:
+    """All figures of a run as nested plain data (keys: SUMMARY_KEYS). Missing data gives None, never a made-up number."""
+    window = window_steps(len(run.steps))
+    speedups = _present(run.column(m.PAIR_SPEEDUP))
+    return {
+        "name": run.name,
+        "status": run.status,
+        "started_at": run.meta.get("started_at"),
+        "wall_s": _last(run.column(m.WALL_S)),
+        "steps": len(run.steps),
+        "window_steps": window,
+        "mean_acceptance_length": _acceptance_lengths(run, window),
+        "acceptance_per_position": acceptance_per_position(run.steps[-window:] if window else ()),
+        "rollout_speedup": median(speedups) if speedups else None,
+        "rollout_speedup_pairs": _spread(speedups),
+        "tokens_per_s": {
+            "drafting": _median(run.column(m.PAIR_DRAFTING_TOKENS_PER_S)),
+            "plain": _median(run.column(m.PAIR_PLAIN_TOKENS_PER_S)),
+            "rollouts": _mean_last(run.column(m.TOKENS_PER_S), window),
+        },
+        "reward": _first_last(run.column(m.REWARD_MEAN), window),
+        "correct_frac": _first_last(run.column(m.CORRECT_FRAC), window),
+        "companion": _companion(run),
+        "staleness": {"last": _last(run.column(m.STALENESS)), "max": max(_present(run.column(m.STALENESS)), default=None)},
+        "logprob_gap": {"last": _mean_last(run.column(m.LOGPROB_GAP), window)},
+        "phases_s": {
+            "generate": _sum(run.column(m.GENERATE_S)),
+            "score": _sum(run.column(m.SCORE_S)),
+            "update": _sum(run.column(m.UPDATE_S)),
+            "sync": _sum(run.column(m.SYNC_S)),
+            "swap": _sum(run.column(m.SWAP_S)),
+        },
+        "versions": run.meta.get("versions") or {},
+        "extras": run.meta.get("extras") or {},
+    }
+
+
+def window_steps(steps: int) -> int:
+    """How many steps the `first` and `last` figures of a run of this length are taken over."""
+    return min(WINDOW_MOST, max(1, steps // WINDOW_SHARE)) if steps else 0
+
+
+def mean_acceptance_length(steps: Sequence[dict[str, Any]]) -> float | None:
+    """1 + accepted / draft steps from the counters of these steps; None when nothing was drafted."""
+    drafts = accepted = 0.0
+    for step in steps:
+        some, taken = number(step.get(m.DRAFTS)), number(step.get(m.ACCEPTED))
+        if some and taken is not None:
+            drafts, accepted = drafts + some, accepted + taken
+    return 1.0 + accepted / drafts if drafts else None
+
+
+def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | None:
+    """Accepted at position k / draft steps over these steps, weighted by draft steps; None when nothing was drafted.
+
+    A step that drafted fewer tokens counts as not accepted at the later positions: the rate is per draft step.
+    """
+    drafts = 0.0
+    accepted: list[float] = []
+    for step in steps:
+        some, rates = number(step.get(m.DRAFTS)), numbers(step.get(m.ACCEPTANCE_PER_POSITION))
+        if not some or rates is None:
+            continue
+        drafts += some
+        accepted += [0.0] * (len(rates) - len(accepted))
+        for position, rate in enumerate(rates):
+            accepted[position] += rate * some
+    return [taken / drafts for taken in accepted] if drafts else None
+
+
+def _acceptance_lengths(run: Run, window: int) -> dict[str, float | int | None]:
+    last = run.steps[-window:] if window else ()
+    pairs = [(number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in last]
+    both = [(serving, frozen) for serving, frozen in pairs if serving is not None and frozen is not None]
+    gains = [serving - frozen for serving, frozen in both]
+    published = (step for step in run.steps if (number(step.get(m.HEADS_VERSION)) or 0) >= 1 and number(step.get(m.DRAFTS)))
+    first = next(published, None)
+    return {
+        "serving": mean_acceptance_length(last),
+        "first": mean_acceptance_length([first]) if first else None,
+        "frozen": fmean(frozen for _, frozen in both) if both else None,
+        "serving_replay": fmean(serving for serving, _ in both) if both else None,
+        "gain": fmean(gains) if gains else None,
+        "gain_standard_error": stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None,
+        "replay_steps": len(both),
+    }
+
+
+def _companion(run: Run) -> dict[str, float | None]:
+    return {
+        "trained_tokens": _whole(_last(run.column(m.COMPANION_TRAINED_TOKENS))),
+        "versions_published": _whole(_last(run.column(m.VERSIONS_PUBLISHED))),
+        "batches_dropped": _whole(_last(run.column(m.COMPANION_DROPPED))),
+        "train_s": _sum(run.column(m.COMPANION_TRAIN_S)),
+        "hidden_s": _sum(run.column(m.COMPANION_HIDDEN_S)),
+        "exposed_s": _sum(run.column(m.PLUGIN_EXPOSED_S)),
+    }
+
+
+def _spread(ratios: list[float]) -> dict[str, float | int | None]:
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) >= 4 else (None, None, None)
+    return {
+        "count": len(ratios),
+        "min": min(ratios, default=None),
+        "max": max(ratios, default=None),
+        "lower_quartile": lower,
+        "upper_quartile": upper,
+        "last": ratios[-1] if ratios else None,
+    }
+
+
+def _present(column: Sequence[float | None]) -> list[float]:
+    return [value for value in column if value is not None]
+
+
+def _last(column: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(column) if value is not None), None)
+
+
+def _sum(column: Sequence[float | None]) -> float | None:
+    values = _present(column)
+    return math.fsum(values) if values else None
+
+
+def _median(column: Sequence[float | None]) -> float | None:
+    values = _present(column)
+    return median(values) if values else None
+
+
+def _mean_last(column: Sequence[float | None], window: int) -> float | None:
+    values = _present(column[-window:] if window else ())
+    return fmean(values) if values else None
+
+
+def _first_last(column: Sequence[float | None], window: int) -> dict[str, float | None]:
+    first = _present(column[:window])
+    return {"first": fmean(first) if first else None, "last": _mean_last(column, window)}
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,257 @@
+"""Inline SVG charts, drawn in Python: lines, bars, a heat strip, pairs.
+
+A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts stand at percent positions, so that texts keep their size;
+the data lies in an inner <svg> of 1000 x height units that stretches to the box (strokes keep their width). Axis texts stand outside of the box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from medusa_ppo.reports.grid import Binned, Grid, nice_ticks, step_ticks
+from medusa_ppo.reports.wording import FORMATS
+
+UNITS = 1000
+HEAT_LEVELS = 20
+DOTS_UP_TO = 48
+"""Lines with at most so many points also show the points."""
+MARK_LABELS_UP_TO = 12
+
+
+@dataclass(frozen=True)
+class Series:
+    """One thing that is drawn.
+
+    Attributes:
+        name: as it stands in legend and tooltip.
+        tone: CSS class suffix that gives its colour.
+        values: per column.
+        style: solid | dash | dot | thin (lines only).
+        format: key of wording.FORMATS.
+        connect: draw through columns without a value (metrics that are not measured in every step).
+    """
+
+    name: str
+    tone: str
+    values: Binned
+    style: str = "solid"
+    format: str = "plain"
+    connect: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Value -> vertical position in pixels, 0 at the top."""
+
+    low: float
+    high: float
+    height: int
+
+    def y(self, value: float) -> float:
+        return self.height * (1 - (value - self.low) / (self.high - self.low))
+
+
+def fit_scale(series: Sequence[Series], height: int, floor: float | None) -> tuple[Scale, list[float]]:
+    """Scale and ticks that hold all series; `floor` (0 for amounts, 1 for acceptance lengths) is always on the axis."""
+    bounds = [bound for item in series if (bound := item.values.extremes)]
+    low = min((bound[0] for bound in bounds), default=0.0)
+    high = max((bound[1] for bound in bounds), default=1.0)
+    if floor is not None:
+        low, high = min(low, floor), max(high, floor + 1e-6)
+    ticks = nice_ticks(low, high)
+    return Scale(ticks[0], ticks[-1], height), ticks
+
+
+def draw_lines(
+    key: str,
+    title: str,
+    series: Sequence[Series],
+    grid: Grid,
+    *,
+    height: int,
+    floor: float | None = None,
+    format: str = "plain",
+    marks: Sequence[tuple[int, str]] = (),
+) -> str:
+    """Lines over steps, with a band from lowest to highest where a column holds many steps."""
+    scale, ticks = fit_scale(series, height, floor)
+    shapes = []
+    for item in series:
+        if grid.width > 1:
+            shapes.append(f'<path class="band t-{item.tone}" d="{_band(item.values, grid, scale)}"/>')
+    for item in series:
+        shapes.append(f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>')
+        if len(item.values.present) <= DOTS_UP_TO and item.style != "thin":
+            shapes.append(f'<path class="dots t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>')
+    behind = _marks(marks, grid, height)
+    return _frame(key, title, describe(series), grid, scale, ticks, FORMATS[format], "".join(shapes), behind=behind)
+
+
+def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int, format: str = "seconds") -> str:
+    """Stacked bars above the line for `up` and below it for `down`; one path per series."""
+    top = max((sum(values) for values in _stacks(up, grid)), default=0.0)
+    bottom = max((sum(values) for values in _stacks(down, grid)), default=0.0)
+    ticks = nice_ticks(-bottom, top or 1.0)
+    scale = Scale(ticks[0], ticks[-1], height)
+    gap = 0.12 if grid.count <= 120 else 0.0
+    shapes = [
+        f'<path class="fill t-{item.tone}" d="{path}"/>'
+        for side, sign in ((up, 1), (down, -1))
+        for item, path in zip(side, _stack_paths(side, grid, scale, sign, gap), strict=True)
+    ]
+    shapes.append(f'<path class="base" d="M0 {_px(scale.y(0))}H{UNITS}"/>')
+    return _frame(key, title, describe([*up, *down]), grid, scale, ticks, lambda value: FORMATS[format](abs(value)), "".join(shapes))
+
+
+def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34) -> str:
+    """One row per series; the darker a cell, the larger its value (0 up to the largest of all rows)."""
+    height = row_height * len(rows)
+    top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
+    levels: list[list[str]] = [[] for _ in range(HEAT_LEVELS + 1)]
+    step = UNITS / grid.count
+    for index, row in enumerate(rows):
+        for column, value in enumerate(row.values.mean):
+            if value is not None:
+                level = round(HEAT_LEVELS * max(0.0, value) / top)
+                # A hair wider than the column, or the seams would shine through.
+                levels[level].append(f"M{_px(column * step)} {index * row_height + 1}h{_px(step + 0.4)}v{row_height - 3}h-{_px(step + 0.4)}z")
+    shapes = [f'<path class="heat" fill-opacity="{0.04 + 0.96 * n / HEAT_LEVELS:.2f}" d="{"".join(cells)}"/>' for n, cells in enumerate(levels) if cells]
+    labels = "".join(
+        f'<text class="tick y" x="-8" y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>' for index, row in enumerate(rows)
+    )
+    return _svg(key, title, describe(rows), height, labels + _step_axis(grid, height) + _data(height, "".join(shapes)))
+
+
+def draw_pairs(key: str, title: str, upper: Series, lower: Series, extra: Sequence[Series], grid: Grid, *, height: int, labels: bool) -> str:
+    """Two dots per pair joined by a stem with its ratio; `extra` series are thin lines behind."""
+    scale, ticks = fit_scale([upper, lower, *extra], height, 0.0)
+    shapes = [f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>' for item in extra]
+    stems, texts = [], []
+    for column, (high, low) in enumerate(zip(upper.values.mean, lower.values.mean, strict=True)):
+        if high is None or low is None:
+            continue
+        x = grid.center(column)
+        stems.append(f"M{_px(UNITS * x)} {_px(scale.y(low))}V{_px(scale.y(high))}")
+        if labels and low > 0:
+            texts.append(f'<text class="note" x="{100 * x:.2f}%" y="{_px(min(scale.y(high), scale.y(low)) - 9)}">×{high / low:.2f}</text>')
+    shapes.append(f'<path class="stem" d="{"".join(stems)}"/>')
+    shapes += [f'<path class="dots big t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>' for item in (lower, upper)]
+    return _frame(key, title, describe([upper, lower, *extra]), grid, scale, ticks, FORMATS["plain"], "".join(shapes), front="".join(texts))
+
+
+def draw_spark(values: Sequence[float | None], tone: str) -> str:
+    """A small line without axes for a headline tile; empty text for fewer than two values."""
+    grid = Grid(0, 1, max(1, len(values)))
+    binned = Binned(tuple(values), tuple(values), tuple(values))
+    bounds = binned.extremes
+    if bounds is None or len(binned.present) < 2:
+        return ""
+    low, high = bounds
+    scale = Scale(low - (high - low) * 0.1 - 1e-9, high + (high - low) * 0.1 + 1e-9, 36)
+    line = _line(Series("", tone, binned, connect=True), grid, scale)
+    return f'<svg class="spark" viewBox="0 0 {UNITS} 36" preserveAspectRatio="none" aria-hidden="true"><path class="line t-{tone}" d="{line}"/></svg>'
+
+
+def describe(series: Sequence[Series]) -> str:
+    """A chart in words, for those who can't see it."""
+    parts = []
+    for item in series:
+        values, words, bounds = item.values.present, FORMATS[item.format], item.values.extremes
+        if bounds:
+            low, high = words(bounds[0]), words(bounds[1])
+            parts.append(f"{item.name}: first {words(values[0])}, last {words(values[-1])}, lowest {low}, highest {high}.")
+        else:
+            parts.append(f"{item.name}: not measured.")
+    return " ".join(parts)
+
+
+def _frame(key, title, description, grid, scale, ticks, words, shapes, *, behind="", front="") -> str:  # noqa: ANN001
+    """Horizontal rules with their values, the step axis, and the data between."""
+    rules = "".join(f'<line class="rule" x1="0" x2="100%" y1="{_px(scale.y(tick))}" y2="{_px(scale.y(tick))}"/>' for tick in ticks)
+    labels = "".join(f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(words(tick))}</text>' for tick in ticks)
+    return _svg(key, title, description, scale.height, rules + labels + _step_axis(grid, scale.height) + behind + _data(scale.height, shapes) + front)
+
+
+def _svg(key: str, title: str, description: str, height: int, inner: str) -> str:
+    return (
+        f'<svg class="plot" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}" aria-labelledby="{key}-t {key}-d">'
+        f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{inner}</svg>'
+    )
+
+
+def _data(height: int, shapes: str) -> str:
+    return f'<svg class="data" viewBox="0 0 {UNITS} {height}" preserveAspectRatio="none" width="100%" height="{height}">{shapes}</svg>'
+
+
+def _step_axis(grid: Grid, height: int) -> str:
+    texts = [f'<text class="tick x" x="{100 * grid.position(tick):.2f}%" y="{height + 18}">{tick:,}</text>' for tick in step_ticks(grid)]
+    return "".join(texts)
+
+
+def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
+    """Small flags on top of the chart, e.g. a new version of the heads; only some are named when they stand close."""
+    every = max(1, -(-len(marks) // MARK_LABELS_UP_TO))
+    out = []
+    for index, (step, name) in enumerate(marks):
+        x = f"{100 * grid.position(step - 0.5 if grid.width == 1 else step):.2f}%"
+        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-3" y2="{height}"/>')
+        if index % every == 0:
+            out.append(f'<text class="markname" x="{x}" y="-7">{escape(name)}</text>')
+    return "".join(out)
+
+
+def _line(item: Series, grid: Grid, scale: Scale) -> str:
+    out, pen = [], False
+    for column, value in enumerate(item.values.mean):
+        if value is None:
+            pen = pen and item.connect
+            continue
+        out.append(f"{'L' if pen else 'M'}{_px(UNITS * grid.center(column))} {_px(scale.y(value))}")
+        pen = True
+    return "".join(out)
+
+
+def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
+    """Lines of length zero: with round caps and a fixed stroke width they are round dots however the chart is stretched."""
+    points = ((column, value) for column, value in enumerate(values.mean) if value is not None)
+    return "".join(f"M{_px(UNITS * grid.center(column))} {_px(scale.y(value))}h0" for column, value in points)
+
+
+def _band(values: Binned, grid: Grid, scale: Scale) -> str:
+    out: list[str] = []
+    upper: list[str] = []
+    lower: list[str] = []
+    for column, (low, high) in enumerate([*zip(values.low, values.high, strict=True), (None, None)]):
+        if low is not None and high is not None:
+            x = _px(UNITS * grid.center(column))
+            upper.append(f"{x} {_px(scale.y(high))}")
+            lower.append(f"{x} {_px(scale.y(low))}")
+        elif upper:
+            out.append(f"M{'L'.join([*upper, *reversed(lower)])}z")
+            upper, lower = [], []
+    return "".join(out)
+
+
+def _stacks(series: Sequence[Series], grid: Grid) -> list[list[float]]:
+    return [[item.values.mean[column] or 0.0 for item in series] for column in range(grid.count)]
+
+
+def _stack_paths(series: Sequence[Series], grid: Grid, scale: Scale, sign: int, gap: float) -> list[str]:
+    paths: list[list[str]] = [[] for _ in series]
+    width = UNITS / grid.count
+    for column, values in enumerate(_stacks(series, grid)):
+        level = 0.0
+        for index, value in enumerate(values):
+            if value > 0:
+                start, end = scale.y(sign * level), scale.y(sign * (level + value))
+                left, size = _px((column + gap / 2) * width), _px((1 - gap) * width + (0.4 if gap == 0 else 0))
+                paths[index].append(f"M{left} {_px(start)}h{size}V{_px(end)}h-{size}z")
+                level += value
+    return ["".join(path) for path in paths]
+
+
+def _px(value: float) -> str:
+    """A coordinate with one digit after the point, as short as it can be written."""
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,167 @@
+"""The tables of the page: versions of the heads, configuration, machine, and two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+from medusa_ppo import metrics as m
+from medusa_ppo.config import RunConfig
+from medusa_ppo.reports import wording as w
+from medusa_ppo.reports.markdown import summary_rows
+from medusa_ppo.reports.records import Run, number
+from medusa_ppo.reports.summary import mean_acceptance_length
+
+VERSIONS_FIRST, VERSIONS_LAST = 50, 250
+"""More versions than these two together are cut in the middle, or the table would outweigh the page."""
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """One version of the heads while it was serving.
+
+    Attributes:
+        version: its number; 0 are the heads the run started with.
+        first_step, steps: where it came in and in how many steps it drafted.
+        policy_version: policy of its last training batch (policy of the first step minus staleness), None when unknown.
+        staleness: largest staleness while it served, in policy updates.
+        engine: tokens per engine step from the counters while it served.
+        replay, frozen: mean replay estimates of it and of the frozen heads on the same steps.
+    """
+
+    version: int
+    first_step: int
+    steps: int
+    policy_version: int | None
+    staleness: float | None
+    engine: float | None
+    replay: float | None
+    frozen: float | None
+
+    def cells(self) -> list[tuple[str, float | None]]:
+        """(text, sort value) per column of VERSION_COLUMNS."""
+        gain = None if self.replay is None or self.frozen is None else self.replay - self.frozen
+        return [
+            (f"v{self.version}", self.version),
+            (w.whole(self.first_step), self.first_step),
+            (w.whole(self.steps), self.steps),
+            (w.whole(self.policy_version), self.policy_version),
+            (w.whole(self.staleness), self.staleness),
+            (w.length(self.engine), self.engine),
+            (w.length(self.replay), self.replay),
+            (w.length(self.frozen), self.frozen),
+            (w.signed(gain), gain),
+        ]
+
+
+VERSION_COLUMNS = (
+    ("version", "Number of the heads; 0 are those the run started with"),
+    ("from step", "First step that drafted with them"),
+    ("steps", "Steps that drafted with them"),
+    ("policy", "Version of the policy whose rollouts they were last trained on"),
+    ("staleness", "Policy updates since their last training batch, the most while they served"),
+    ("engine", "Tokens per engine step, counted by vLLM while they served"),
+    ("replay", "Tokens per engine step by replay while they served"),
+    ("frozen", "The same replay for the first published heads"),
+    ("gain", "Replay minus frozen"),
+)
+
+
+def version_rows(run: Run) -> list[VersionRow]:
+    """One row per stretch of steps with the same version, oldest first."""
+    known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
+    return [_version_row(int(version), list(steps)) for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])]
+
+
+def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
+    policy, age = number(steps[0].get(m.POLICY_VERSION)), number(steps[0].get(m.STALENESS))
+    both = [(number(s.get(m.REPLAY_SERVING)), number(s.get(m.REPLAY_FROZEN))) for s in steps]
+    paired = [(serving, frozen) for serving, frozen in both if serving is not None and frozen is not None]
+    return VersionRow(
+        version,
+        int(steps[0][m.STEP]),
+        len(steps),
+        None if policy is None or age is None else int(policy - age),
+        max((value for s in steps if (value := number(s.get(m.STALENESS))) is not None), default=None),
+        mean_acceptance_length(steps),
+        fmean(serving for serving, _ in paired) if paired else None,
+        fmean(frozen for _, frozen in paired) if paired else None,
+    )
+
+
+def shown_versions(rows: list[VersionRow]) -> tuple[list[VersionRow], int]:
+    """The rows that the page shows and how many were left out of the middle."""
+    if len(rows) <= VERSIONS_FIRST + VERSIONS_LAST:
+        return rows, 0
+    return rows[:VERSIONS_FIRST] + rows[-VERSIONS_LAST:], len(rows) - VERSIONS_FIRST - VERSIONS_LAST
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested configuration -> dotted keys; an empty section stays as {}."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            out |= flatten(value, f"{name}.")
+        else:
+            out[name] = value
+    return out
+
+
+def config_rows(config: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    """(dotted key, value, whether it differs from the default) in the configuration's own order."""
+    defaults = flatten(RunConfig().model_dump(mode="json"))
+    return [(key, show(value), key in defaults and defaults[key] != value) for key, value in flatten(config).items()]
+
+
+def show(value: Any) -> str:
+    """A configuration value as YAML people would write it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if value == "" else str(value)
+
+
+def machine_rows(run: Run) -> list[tuple[str, str]]:
+    """What the run ran on, from run.json."""
+    hardware = run.meta.get("hardware") or {}
+    rows = [
+        ("processor", hardware.get("cpu")),
+        ("cores", _cores(hardware)),
+        ("memory", f"{hardware['memory_gib']} GiB" if "memory_gib" in hardware else None),
+        ("GPU", ", ".join(str(gpu) for gpu in hardware.get("gpus") or []) or ("none" if hardware else None)),
+        ("system", hardware.get("system")),
+        ("started", run.meta.get("started_at")),
+        ("ended", run.meta.get("finished_at")),
+        ("resumed", ", ".join(f"at step {item.get('step')}" for item in run.meta.get("resumed") or []) or None),
+    ]
+    return [(name, str(value)) for name, value in rows if value]
+
+
+def _cores(hardware: dict[str, Any]) -> str | None:
+    if "cores" not in hardware:
+        return None
+    usable = hardware.get("usable_cores", hardware["cores"])
+    return f"{usable} of {hardware['cores']} usable" if usable != hardware["cores"] else str(usable)
+
+
+def comparison_rows(summary: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, this run, the other run)."""
+    pairs = zip(summary_rows(summary), summary_rows(other), strict=True)
+    return [(what, here, there) for (what, here), (_, there) in pairs]
+
+
+def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
+    """Configuration keys in which two runs differ: (key, this run, the other run); names and folders are left out."""
+    here, there = flatten(run.config), flatten(other.config)
+    keys = [*here, *(key for key in there if key not in here)]
+    missing = object()
+    return [
+        (key, show(here[key]) if key in here else w.NONE, show(there[key]) if key in there else w.NONE)
+        for key in keys
+        if key not in ("name", "out") and here.get(key, missing) != there.get(key, missing)
+    ]

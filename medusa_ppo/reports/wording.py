@@ -1,0 +1,67 @@
+"""How numbers are written for people: one function per kind of quantity, an em dash where there is no measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+NONE = "—"
+
+
+def length(value: float | None) -> str:
+    """Mean acceptance length, tokens per engine step."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def ratio(value: float | None) -> str:
+    return NONE if value is None else f"×{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    if value is None:
+        return NONE
+    digits = 1 if abs(value) < 0.0995 and value else 0
+    return f"{100 * value:.{digits}f} %"
+
+
+def whole(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def plain(value: float | None) -> str:
+    """Three significant digits, thousands separated, no exponent between 1e-4 and 1e9."""
+    if value is None:
+        return NONE
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 999.5:
+        return f"{value:,.0f}" if size < 1e9 else f"{value:.3g}"
+    return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
+
+
+def signed(value: float | None) -> str:
+    return NONE if value is None else f"{value:+.2f}"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds below two minutes, then minutes, then hours."""
+    if value is None:
+        return NONE
+    if value < 10:
+        return f"{value:.2g} s" if value >= 0.01 or value == 0 else f"{1000 * value:.1g} ms"
+    if value < 120:
+        return f"{value:.0f} s"
+    if value < 7200:
+        return f"{value / 60:.0f} min"
+    return f"{value / 3600:.1f} h"
+
+
+FORMATS: dict[str, Callable[[float | None], str]] = {
+    "length": length,
+    "ratio": ratio,
+    "percent": percent,
+    "whole": whole,
+    "plain": plain,
+    "signed": signed,
+    "seconds": seconds,
+}
