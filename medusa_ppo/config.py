@@ -181,6 +181,10 @@ class PPOConfig(Section):
     """Python callable `module:function`, or the folder or hub name of a reward model (with `reward_kind=model`)."""
     reward_kind: Literal["callable", "model"] = "callable"
     """What `reward` names."""
+    correct_from: float = 1.0
+    """A response counts as right from this reward on (callables only)."""
+    checkpoint_every: int = Field(4, ge=0)
+    """Steps between two saves of the run's state (for --resume); 0: never."""
     threads: int = Field(2, ge=1)
     """CPU threads of the update."""
 

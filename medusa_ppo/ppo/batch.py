@@ -118,7 +118,9 @@ class PPOBatch:
 
 def _check(rollouts: Rollouts) -> None:
     if not rollouts.responses:
-        raise DataError("The engine returned no responses.", given="0 responses", expected="at least one", do="Check the prompts and the engine's log.")
+        raise DataError(
+            "The engine returned no responses.", given="0 responses", expected="at least one", do="Check the prompts and the engine's log."
+        )
     for index, response in enumerate(rollouts.responses):
         if not response.token_ids or len(response.token_ids) != len(response.logprobs):
             raise DataError(
@@ -128,4 +130,6 @@ def _check(rollouts: Rollouts) -> None:
                 do="Check that the engine returns log-probs and does not abort requests.",
             )
         if not rollouts.prompts[response.prompt_index]:
-            raise DataError("A prompt is empty.", given=f"prompt {response.prompt_index}", expected="at least one token", do="Correct the template.")
+            raise DataError(
+                "A prompt is empty.", given=f"prompt {response.prompt_index}", expected="at least one token", do="Correct the template."
+            )

@@ -33,10 +33,6 @@ ADAM_BETAS = (0.9, 0.95)
 ADAM_EPSILON = 1e-8
 
 
-def _no_tap(model: nn.Module, response_mask_BT: Tensor, sequences: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 @dataclass(frozen=True)
 class Scores:
     """What is known about a rollout batch before the update. All float32, on the CPU, zero on padding."""
@@ -74,7 +70,7 @@ class Learner:
         return next(self.actor.parameters()).device
 
     @torch.no_grad()
-    def score(self, batch: PPOBatch, rewards_S: Tensor, sampling: Sampling, tap: Tap = _no_tap) -> tuple[Scores, dict[str, float]]:
+    def score(self, batch: PPOBatch, rewards_S: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
         """Log-probs, values, advantages of a rollout batch, and what the log should say about it.
 
         Args:
@@ -85,7 +81,7 @@ class Learner:
         logprobs_SR, reference_SR, values_SR, entropy_SR, kept_SR = (torch.zeros(batch.mask_SR.shape) for _ in range(5))
         micros = list(batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size))
         for micro in micros:  # The actor first: whoever taps it can start while reference and critic still run.
-            with tap(self.actor, micro.response_mask_BT, micro.sequences):
+            with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
                 stats = token_stats(self.actor, micro, sampling, entropy=True, kept=True, autocast=self.autocast)
             for values_M, into_SR in ((stats.logprobs_M, logprobs_SR), (stats.entropy_M, entropy_SR), (stats.log_kept_M, kept_SR)):
                 batch.unpack(values_M, micro, into_SR)
@@ -116,14 +112,18 @@ class Learner:
                 self._minibatch(batch, scores, sampling, minibatch.tolist(), totals)
         return totals.report()
 
-    def _minibatch(self, batch: PPOBatch, scores: Scores, sampling: Sampling, sequences: list[int], totals: "_UpdateTotals") -> None:
+    def _minibatch(self, batch: PPOBatch, scores: Scores, sampling: Sampling, sequences: list[int], totals: _UpdateTotals) -> None:
         """One optimizer step of actor and critic. Every token weighs the same, in whichever micro batch it stands."""
         config = self.config
         tokens = int(batch.lengths_S[sequences].sum())
         for micro in batch.micro_batches(sequences, config.micro_batch_size):
             policy_loss = self._policy_loss(batch, scores, sampling, micro, totals)
             (policy_loss / tokens).backward()
-            values_M, old_M, returns_M = self.critic(micro, self.autocast), batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
+            values_M, old_M, returns_M = (
+                self.critic(micro, self.autocast),
+                batch.pack(scores.values_SR, micro),
+                batch.pack(scores.returns_SR, micro),
+            )
             value_loss = losses.clipped_value_loss(values_M, old_M, returns_M, config.value_clip_range)
             (config.value_coefficient * value_loss / tokens).backward()
             totals.value_loss += value_loss.item()
@@ -134,7 +134,7 @@ class Learner:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def _policy_loss(self, batch: PPOBatch, scores: Scores, sampling: Sampling, micro: MicroBatch, totals: "_UpdateTotals") -> Tensor:
+    def _policy_loss(self, batch: PPOBatch, scores: Scores, sampling: Sampling, micro: MicroBatch, totals: _UpdateTotals) -> Tensor:
         bonus = self.config.entropy_coefficient
         stats = token_stats(self.actor, micro, sampling, entropy=bonus > 0, autocast=self.autocast)
         old_M, advantages_M = batch.pack(scores.logprobs_SR, micro), batch.pack(scores.advantages_SR, micro)

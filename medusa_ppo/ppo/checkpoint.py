@@ -1,0 +1,211 @@
+"""Saving and resuming a PPO run: run_dir/checkpoint, replaced atomically; safetensors and JSON, no pickle.
+
+checkpoint/
+  state.json                   next step, versions, seconds so far, and the configuration that made it
+  actor.safetensors            the actor's weights          critic.safetensors            the critic's
+  actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
+
+There is no random state to save: prompts, sampling seeds and minibatches are functions of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.checkpoint import load_state, save_state
+from heads.errors import CheckpointError, ConfigError, MedusaError
+from medusa_ppo.config import RunConfig
+from medusa_ppo.ppo.learner import Learner
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoint"
+STATE_FILE = "state.json"
+FORMAT_VERSION = 1
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+FIXED_KEYS = ("model.path", "model.critic_path", "model.dtype", "data.path", "data.template", "seed", "ppo.prompts_per_step")
+"""What a saved state depends on; another value under --resume is an error."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        next_step: the step that comes next.
+        policy_version: version of the actor's weights.
+        wall_s: seconds of all sessions of the run so far.
+    """
+
+    next_step: int = 0
+    policy_version: int = 0
+    wall_s: float = 0.0
+
+
+def save_checkpoint(run_dir: Path, learner: Learner, position: Position, config: RunConfig) -> Path:
+    """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.new-", dir=run_dir))
+    try:
+        for name, state in _states(learner).items():
+            save_state(temporary / f"{name}.safetensors", state)
+        state = {"format_version": FORMAT_VERSION, **dataclasses.asdict(position), "config": config.model_dump(mode="json")}
+        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        return replace_folder(temporary, run_dir / FOLDER)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_position(run_dir: Path, config: RunConfig) -> Position:
+    """Where the saved run stands; checks that this configuration can go on from there.
+
+    Raises:
+        CheckpointError: nothing was saved, or state.json is damaged.
+        ConfigError: a key that the saved state depends on has changed.
+    """
+    raw = _read_json(saved_folder(run_dir) / STATE_FILE)
+    try:
+        if raw["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
+        position = Position(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
+        old = raw["config"]
+        changed = [key for key in FIXED_KEYS if _look_up(old, key) != _look_up(config.model_dump(mode="json"), key)]
+    except (KeyError, TypeError, ValueError) as error:
+        given = f"{saved_folder(run_dir) / STATE_FILE}: {error!r}"
+        raise CheckpointError(
+            "The saved run is damaged.", given=given, expected="a complete state.json", do="Start without --resume."
+        ) from None
+    if changed:
+        given = ", ".join(f"{key} was {_look_up(old, key)!r}" for key in changed)
+        raise ConfigError(
+            "The configuration is not the one that was saved.", given=given, expected="the same values", do="Restore them, or start anew."
+        )
+    return position
+
+
+def load_checkpoint(run_dir: Path, learner: Learner) -> None:
+    """Put the saved weights and moments into the learner, in place.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or does not fit the models.
+    """
+    folder = saved_folder(run_dir)
+    states = {name: load_state(folder / f"{name}.safetensors") for name in _states(learner)}
+    for name, module in (("actor", learner.actor), ("critic", learner.critic)):
+        _load_module(module, states[name], name)
+    _load_moments(learner.actor_optimizer, learner.actor, states["actor_optimizer"], "actor_optimizer")
+    _load_moments(learner.critic_optimizer, learner.critic, states["critic_optimizer"], "critic_optimizer")
+
+
+def saved_folder(run_dir: Path) -> Path:
+    """The checkpoint's folder, also right after a crash between the two renames of `save_checkpoint`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for folder in (run_dir / FOLDER, run_dir / f".{FOLDER}.old"):
+        if (folder / STATE_FILE).is_file():
+            return folder
+    raise CheckpointError(
+        "There is nothing to resume from.", given=run_dir, expected=f"{FOLDER}/{STATE_FILE} in it", do="Start without --resume."
+    )
+
+
+def _states(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    return {
+        "actor": _unique_state(learner.actor),
+        "critic": _unique_state(learner.critic),
+        "actor_optimizer": _moments(learner.actor_optimizer, learner.actor),
+        "critic_optimizer": _moments(learner.critic_optimizer, learner.critic),
+    }
+
+
+def _unique_state(module: nn.Module) -> dict[str, Tensor]:
+    """Weights by name; of tied ones the first name only (safetensors holds no aliases). Buffers are rebuilt, not saved."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _load_module(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    own = dict(module.named_parameters())
+    wrong = [name for name in own.keys() | state.keys() if name not in own or name not in state or own[name].shape != state[name].shape]
+    if wrong:
+        given = f"{what}: {', '.join(sorted(wrong)[:3])}"
+        raise CheckpointError(
+            "The saved weights do not fit the model.", given=given, expected="the same names and shapes", do="Check model.path."
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def _moments(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        for key in MOMENTS:
+            if parameter in optimizer.state:
+                found[f"{name}/{key}"] = optimizer.state[parameter][key]
+    return found
+
+
+def _load_moments(optimizer: torch.optim.Optimizer, module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    own = dict(module.named_parameters())
+    optimizer.state.clear()
+    for full, tensor in state.items():
+        name, _, key = full.rpartition("/")
+        if key not in MOMENTS or name not in own or (key != "step" and own[name].shape != tensor.shape):
+            given = f"{what}: {full} {tuple(tensor.shape)}"
+            raise CheckpointError(
+                "The saved optimizer does not fit the model.", given=given, expected="moments of its weights", do="Check model.path."
+            )
+        # Without a dtype or device of its own: AdamW keeps moments beside the weight, and its step counter there too when fused.
+        optimizer.state[own[name]][key] = tensor.to(own[name].device)
+
+
+def replace_folder(new: Path, target: Path) -> Path:
+    """Put `new` in the place of `target`. Two renames: a reader finds the old folder aside if it comes in between."""
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    os.rename(new, target)
+    shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "The saved run is damaged.", given=f"{path}: {error}", expected="JSON", do="Start without --resume."
+        ) from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(
+            "The saved run is damaged.", given=f"{path}: no object", expected="a JSON object", do="Start without --resume."
+        )
+    return raw
+
+
+def _look_up(values: dict[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def try_save(run_dir: Path, learner: Learner, position: Position, config: RunConfig) -> None:
+    """Save where a full disk must not end a run that trains well: the failure is logged and the last checkpoint stays."""
+    try:
+        save_checkpoint(run_dir, learner, position, config)
+    except (OSError, MedusaError) as error:
+        logger.error("The checkpoint of step %d could not be written; the one before stays: %s", position.next_step, error)

@@ -1,0 +1,161 @@
+"""The reference PPO loop: generate, score, update, sync, report. Read `PPOLoop.step` from top to bottom.
+
+The plugin is used through its public hooks only, in the lines that end with `# medusa`. Without them (or with plugin=None) the
+loop is plain PPO, and the actor's weights come out bit for bit the same from the same rollouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig
+from medusa_ppo.ppo import progress as phases
+from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.checkpoint import Position, try_save
+from medusa_ppo.ppo.data import Prompt
+from medusa_ppo.ppo.generation import SpeedPairs, sampling_of
+from medusa_ppo.ppo.progress import NullProgress, ProgressSink
+from medusa_ppo.ppo.session import Parts, RunSession
+from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.types import Rollouts
+
+Metrics = dict[str, Any]
+
+
+class PPOLoop:
+    """One run. `parts` come from `session`; tests bring an engine of their own."""
+
+    def __init__(self, config: RunConfig, parts: Parts, progress: ProgressSink | None = None, position: Position | None = None) -> None:
+        self.config = config
+        self.progress = progress or NullProgress()
+        self.position = position or Position()
+        self.prompts, self.tokenizer, self.learner, self.reward, self.sync = (
+            parts.prompts,
+            parts.tokenizer,
+            parts.learner,
+            parts.reward,
+            parts.sync,
+        )
+        self.plugin = parts.plugin  # medusa
+        self.speed = SpeedPairs(parts.engine, config)
+
+    def run(self, writer: RunWriter) -> None:
+        """All steps from the current position on; every finished step is on disk before the next begins."""
+        config, began = self.config, time.monotonic() - self.position.wall_s
+        self.progress.run_started(config.name, self.position.next_step, config.ppo.steps)
+        for step in range(self.position.next_step, config.ppo.steps):
+            values = self.step(step)
+            wall_s = time.monotonic() - began
+            self.position = Position(step + 1, self.position.policy_version + 1, wall_s)
+            values[names.WALL_S] = wall_s
+            writer.step(values)
+            self.progress.step_finished(values)
+            if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
+                with self._phase(phases.SAVE, step):
+                    try_save(config.run_dir, self.learner, self.position, config)
+
+    def step(self, step: int) -> Metrics:
+        """One PPO step. Returns its metrics; the actor in the engine is the updated one afterwards."""
+        config, learner, version = self.config, self.learner, self.position.policy_version
+        prompts = self.prompts.batch(step, config.ppo.prompts_per_step)
+        sampling = sampling_of(config, step)
+        values: Metrics = {names.STEP: step, names.POLICY_VERSION: version}
+
+        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version.
+        with self._phase(phases.GENERATE, step):
+            if self.plugin is not None:  # medusa
+                self.plugin.before_generation()  # medusa
+            rollouts, pair = self.speed.generate([p.token_ids for p in prompts], sampling, step)
+            if self.plugin is not None:  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
+        values |= rollout_metrics(rollouts) | pair
+
+        # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
+        with self._phase(phases.SCORE, step) as score_s:
+            batch = PPOBatch(rollouts, learner.device, self.tokenizer.pad_token_id or 0)
+            rewards_S = self._rewards(rollouts, prompts)
+            tap = None
+            if self.plugin is not None:  # medusa
+                tap = self.plugin.actor_forward  # medusa
+            scores, report = learner.score(batch, rewards_S, sampling, tap)
+        values |= report | self._reward_metrics(rewards_S)
+
+        # (3) UPDATE: epochs of clipped PPO on actor and critic.
+        with self._phase(phases.UPDATE, step) as update_s:
+            values |= learner.update(batch, scores, sampling, step)
+
+        # (4) SYNC: the new actor into the engine.
+        with self._phase(phases.SYNC, step) as sync_s:
+            if self.plugin is not None:  # medusa
+                self.plugin.policy_updated(learner.actor, version + 1)  # medusa
+            self.sync(learner.actor, version + 1)
+
+        # (5) REPORT
+        values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
+        if self.plugin is not None:  # medusa
+            values |= self.plugin.metrics()  # medusa
+        return values
+
+    def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
+        asked = [prompts[r.prompt_index] for r in rollouts.responses]
+        texts = self.tokenizer.batch_decode([list(r.token_ids) for r in rollouts.responses], skip_special_tokens=True)
+        return self.reward.score([p.text for p in asked], texts, [p.row for p in asked])
+
+    def _reward_metrics(self, rewards_S: torch.Tensor) -> Metrics:
+        correct_S = self.reward.correct(rewards_S)
+        known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
+        return {names.REWARD_MEAN: rewards_S.mean().item(), **known}
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str, step: int) -> Iterator[Callable[[], float]]:
+        """Tell the progress, and give a function that says how long the phase took."""
+        began, taken = time.monotonic(), 0.0
+        self.progress.phase_started(phase, step)
+        yield lambda: taken
+        taken = time.monotonic() - began
+        self.progress.phase_finished(phase, taken)
+
+
+def rollout_metrics(rollouts: Rollouts) -> Metrics:
+    """What a step's rollouts say by themselves: length, speed, and vLLM's acceptance counters."""
+    responses, counters = rollouts.responses, rollouts.counters
+    return {
+        names.GENERATE_S: rollouts.seconds,
+        names.TOKENS_PER_S: rollouts.tokens_per_s,
+        names.RESPONSE_LENGTH: rollouts.generated_tokens / len(responses),
+        names.TRUNCATED_FRAC: sum(r.finish_reason == "length" for r in responses) / len(responses),
+        names.NUM_DRAFTS: rollouts.num_drafts,
+        names.DRAFTS: counters.drafts,
+        names.ACCEPTED: counters.accepted,
+        names.MAL_SERVING: counters.mean_acceptance_length,
+        names.ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
+    }
+
+
+def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: bool = False) -> dict[str, Any]:
+    """Run PPO as configured, from nothing to the report; Ray, engine and companion are started here and closed here.
+
+    Args:
+        config: what to run; its files go to config.run_dir.
+        progress: listener; None: silent.
+        resume: go on from run_dir/checkpoint.
+
+    Returns:
+        The summary, as written to summary.json.
+
+    Raises:
+        MedusaError: what went wrong, in one sentence; finished steps stay on disk, with a report.
+        KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial report written.
+    """
+    progress = progress or NullProgress()
+    with RunSession(config, progress) as session:
+        parts, position, writer = session.prepare(resume)
+        loop = PPOLoop(config, parts, progress, position)
+        loop.run(writer)
+        return session.finish(parts, loop.position)

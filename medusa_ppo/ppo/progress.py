@@ -1,0 +1,203 @@
+"""What a PPO run tells whoever watches it: a small protocol of events, and three listeners (silent, live, plain lines)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from medusa_ppo import metrics as names
+
+RAY, ACTOR, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, FINISH = (
+    "start Ray",
+    "prepare the actor",
+    "start vLLM",
+    "generate",
+    "score",
+    "update",
+    "sync",
+    "save",
+    "write the report",
+)
+"""Names of the phases, in the order in which they first happen."""
+
+
+class ProgressSink(Protocol):
+    """Listener of a run. All methods return at once and never raise."""
+
+    def run_started(self, name: str, first_step: int, steps: int) -> None:
+        """The loop begins: steps first_step .. steps - 1 will be run."""
+
+    def phase_started(self, phase: str, step: int | None = None) -> None:
+        """A phase of a step (or of the preparation, step None) begins."""
+
+    def phase_advanced(self, done: float, total: float, note: str = "") -> None:
+        """The running phase has done so much of its total."""
+
+    def phase_finished(self, phase: str, seconds: float) -> None:
+        """The phase ended after so many seconds."""
+
+    def step_finished(self, values: Mapping[str, Any]) -> None:
+        """A step ended; its metrics, keys as in medusa_ppo/metrics.py."""
+
+    def note(self, text: str) -> None:
+        """One sentence worth reading."""
+
+
+class NullProgress:
+    """Listens and says nothing; the base of the listeners that do."""
+
+    def run_started(self, name: str, first_step: int, steps: int) -> None:
+        pass
+
+    def phase_started(self, phase: str, step: int | None = None) -> None:
+        pass
+
+    def phase_advanced(self, done: float, total: float, note: str = "") -> None:
+        pass
+
+    def phase_finished(self, phase: str, seconds: float) -> None:
+        pass
+
+    def step_finished(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def __enter__(self) -> NullProgress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class LineProgress(NullProgress):
+    """One line for each step and each long phase of the preparation: for logs, pipes and CI."""
+
+    ANNOUNCE_S = 5.0
+    """At least so many seconds between two lines about one phase."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._clock = StepClock()
+        self._phase = ""
+        self._said_at = 0.0
+
+    def run_started(self, name: str, first_step: int, steps: int) -> None:
+        self._clock.start(first_step, steps)
+        self.note(f"{name}: steps {first_step} to {steps - 1}")
+
+    def phase_started(self, phase: str, step: int | None = None) -> None:
+        self._phase, self._said_at = phase, time.monotonic()
+        if step is None:
+            self.note(f"{phase} ...")
+
+    def phase_advanced(self, done: float, total: float, note: str = "") -> None:
+        if time.monotonic() - self._said_at >= self.ANNOUNCE_S:
+            self._said_at = time.monotonic()
+            self.note(f"  {self._phase}: {done / total if total else 0:.0%}  {note}".rstrip())
+
+    def step_finished(self, values: Mapping[str, Any]) -> None:
+        self._clock.finished()
+        self.note(f"{step_line(values)}  left {self._clock.left_text()}")
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class LiveProgress(NullProgress):
+    """A live bar on a terminal: what happens now and for how long, steps, tokens/s, acceptance, time left; one line per finished step."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        columns = (SpinnerColumn(), TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
+        self._live = Live(self._bars, console=self._console, refresh_per_second=8, transient=True)
+        self._phase = self._bars.add_task("", total=1, note="", visible=False)
+        self._steps = self._bars.add_task("steps", total=None, note="", visible=False)
+        self._clock = StepClock()
+
+    def __enter__(self) -> LiveProgress:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def run_started(self, name: str, first_step: int, steps: int) -> None:
+        self._clock.start(first_step, steps)
+        self._bars.update(self._steps, description=name, total=steps, completed=first_step, visible=True)
+
+    def phase_started(self, phase: str, step: int | None = None) -> None:
+        self._bars.reset(self._phase, total=None, description=phase, note="", visible=True)
+
+    def phase_advanced(self, done: float, total: float, note: str = "") -> None:
+        self._bars.update(self._phase, completed=round(done), total=round(total), note=note)
+
+    def phase_finished(self, phase: str, seconds: float) -> None:
+        self._bars.update(self._phase, visible=False)
+
+    def step_finished(self, values: Mapping[str, Any]) -> None:
+        self._clock.finished()
+        self.note(step_line(values))
+        rate, acceptance = values.get(names.TOKENS_PER_S), values.get(names.MAL_SERVING)
+        parts = [
+            f"{rate:.0f} tokens/s" if rate else "",
+            f"acceptance length {acceptance:.2f}" if acceptance else "",
+            f"left {self._clock.left_text()}",
+        ]
+        self._bars.update(self._steps, advance=1, note="  ".join(part for part in parts if part))
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class StepClock:
+    """Time left, from the mean length of the steps so far."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._done = self._total = 0
+
+    def start(self, first_step: int, steps: int) -> None:
+        self._began, self._done, self._total = time.monotonic(), 0, steps - first_step
+
+    def finished(self) -> None:
+        self._done += 1
+
+    @property
+    def left_s(self) -> float:
+        return (time.monotonic() - self._began) / self._done * (self._total - self._done) if self._done else float("nan")
+
+    def left_text(self) -> str:
+        if self.left_s != self.left_s:
+            return "?"
+        minutes, seconds = divmod(round(self.left_s), 60)
+        return f"{minutes}:{seconds:02d}"
+
+
+def step_line(values: Mapping[str, Any]) -> str:
+    """One line about a finished step; figures that the step does not have are left out."""
+    shown = (
+        (names.REWARD_MEAN, "reward {:.3f}"),
+        (names.CORRECT_FRAC, "right {:.0%}"),
+        (names.KL_REFERENCE, "kl {:.3f}"),
+        (names.ENTROPY, "entropy {:.2f}"),
+        (names.MAL_SERVING, "acceptance length {:.2f}"),
+        (names.HEADS_VERSION, "heads v{}"),
+        (names.TOKENS_PER_S, "{:.0f} tokens/s"),
+        (names.PAIR_SPEEDUP, "speed-up {:.2f}"),
+    )
+    parts = [form.format(values[key]) for key, form in shown if values.get(key) is not None]
+    return "  ".join([f"step {values[names.STEP]:>3}", *parts])
+
+
+def make_progress(console: Console | None = None) -> LineProgress | LiveProgress:
+    """The live bar on a terminal, plain lines anywhere else."""
+    console = console or Console()
+    return LiveProgress(console) if console.is_terminal else LineProgress(console)

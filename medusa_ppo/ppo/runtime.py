@@ -1,0 +1,120 @@
+"""What a run borrows from the machine and gives back: a local Ray, and the signals that stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from medusa_ppo.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+MIB = 1024**2
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextlib.contextmanager
+def local_ray(config: RunConfig) -> Iterator[None]:
+    """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that is set, else a local one of ours.
+
+    Only what was started here is shut down. A local Ray's folder is removed with it, unless the block failed: then its logs stay.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray  # After the environment: Ray reads it when it is imported.
+
+    if ray.is_initialized():
+        yield
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            yield
+        return
+    # Short on purpose: a socket's path may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="mppo-"))
+    keep = False
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, config.engine.threads + config.companion.threads, 2),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_object_store_bytes(config),
+            _temp_dir=str(folder),
+        )
+        yield
+    except Exception:
+        keep = True
+        raise
+    finally:
+        ray.shutdown()
+        if keep:
+            logger.error("Ray's logs are kept in %s", folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _object_store_bytes(config: RunConfig) -> int:
+    """Room for what is on its way to the companion, and a little for everything else; never more than a quarter of the free memory."""
+    wanted = config.companion.queue_bytes + 128 * MIB
+    return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt once; from then on they are ignored, so that the clean-up is not cut short."""
+    signals = StopSignals()
+    signals.install()
+    try:
+        yield signals
+    finally:
+        signals.restore()
+
+
+class StopSignals:
+    """The handlers of SIGINT and SIGTERM. Outside of the main thread it does nothing (Python allows handlers only there)."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[..., object] | int | None] = {}
+        self._main = threading.current_thread() is threading.main_thread()
+        self.stopping = False
+
+    def install(self) -> None:
+        """Put the handlers in place; again after a library (Ray) has put its own."""
+        if not self._main:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def ignore(self) -> None:
+        """From now on (clean-up has begun) further signals are noted and do nothing."""
+        self.stopping = True
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.stopping:
+            logger.warning("Stopping already; a moment, please: engine and companion are being closed.")
+            return
+        self.stopping = True
+        raise KeyboardInterrupt

@@ -1,0 +1,175 @@
+"""A run's beginning and end: everything is checked before anything heavy starts, and whatever was started is closed, come what may."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from heads.errors import MedusaError
+from medusa_ppo.actors.hf import load_actor, load_tokenizer
+from medusa_ppo.config import RunConfig
+from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.ppo import progress as phases
+from medusa_ppo.ppo.checkpoint import Position, load_checkpoint, read_position, replace_folder, save_checkpoint
+from medusa_ppo.ppo.data import DEMO, PromptStream
+from medusa_ppo.ppo.demo.cache import ensure_demo_actor
+from medusa_ppo.ppo.generation import num_drafts
+from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.progress import ProgressSink
+from medusa_ppo.ppo.runtime import local_ray, stop_signals
+from medusa_ppo.ppo.scoring import RewardSource, make_reward
+from medusa_ppo.ppo.sync import ActorSync
+from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.serving.make import make_engine
+
+logger = logging.getLogger(__name__)
+
+ACTOR_FOLDER = "actor"
+HEADS_FOLDER = "heads-final"
+
+
+@dataclass
+class Parts:
+    """What the loop works with. `plugin` None: plain PPO."""
+
+    prompts: PromptStream
+    tokenizer: PreTrainedTokenizerBase
+    learner: Learner
+    reward: RewardSource
+    engine: RolloutEngine
+    sync: ActorSync
+    plugin: MedusaPlugin | None = None
+
+
+class RunSession:
+    """Context manager around one run. Leaving it closes plugin, engine and Ray, and writes a partial report if the run did not finish."""
+
+    def __init__(self, config: RunConfig, progress: ProgressSink) -> None:
+        self._config = config
+        self._progress = progress
+        self._stack = contextlib.ExitStack()
+        self._writer: RunWriter | None = None
+        self._finished = False
+
+    def __enter__(self) -> RunSession:
+        self._signals = self._stack.enter_context(stop_signals())
+        return self
+
+    def prepare(self, resume: bool) -> tuple[Parts, Position, RunWriter]:
+        """Check, load and start everything.
+
+        Raises:
+            MedusaError: the first thing that is wrong, the cheap checks first.
+        """
+        config = self._config
+        torch.set_num_threads(config.ppo.threads)
+        position = read_position(config.run_dir, config) if resume else Position()
+        reward = make_reward(config.ppo, _device())
+        actor_path = self._actor_path()
+        tokenizer = load_tokenizer(actor_path)
+        prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
+        actor = load_actor(actor_path, "float32").to(_device())
+        critic = Critic(load_actor(config.model.critic_path, "float32").to(_device()) if config.model.critic_path else actor)
+        learner = Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
+        if resume:
+            load_checkpoint(config.run_dir, learner)
+        self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
+        with self._phase(phases.RAY):
+            self._stack.enter_context(local_ray(config))
+            self._signals.install()  # Ray has put a handler of its own in place.
+        engine, plugin = self._start_engine(actor_path, actor, resume)
+        sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype))
+        if position.policy_version:
+            sync(actor, position.policy_version)
+        return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin), position, self._writer
+
+    def finish(self, parts: Parts, position: Position) -> dict[str, Any]:
+        """Save the trained actor, the heads and the last checkpoint, and write the report. Returns the summary."""
+        config = self._config
+        assert self._writer is not None, "finish() follows prepare()"
+        with self._phase(phases.SAVE):
+            if config.ppo.checkpoint_every:
+                save_checkpoint(config.run_dir, parts.learner, position, config)
+            save_actor(parts.learner.actor, parts.tokenizer, config.run_dir / ACTOR_FOLDER)
+            if parts.plugin is not None:
+                parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+        with self._phase(phases.FINISH):
+            summary = self._writer.finish()
+        self._finished = True
+        return summary
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and hasattr(self, "_signals"):
+            self._signals.ignore()
+        try:
+            if self._writer is not None and not self._finished:
+                self._write_partial_report(error)
+        finally:
+            self._stack.__exit__(kind, error, trace)
+
+    def _write_partial_report(self, error: BaseException | None) -> None:
+        assert self._writer is not None
+        stopped = isinstance(error, KeyboardInterrupt)
+        if not stopped:
+            logger.error("The run failed; what was finished is in %s", self._config.run_dir)
+        try:
+            self._writer.finish("interrupted" if stopped else "failed", None if stopped else {"error": str(error)})
+        except (OSError, MedusaError) as problem:
+            # The first error is the one to show; a report can be written again from the files with `medusa-ppo report`.
+            logger.error("The partial report could not be written: %s", problem)
+
+    def _actor_path(self) -> str:
+        """The actor's folder or hub name; the embedded one is trained first if the cache has none."""
+        if self._config.model.path != DEMO:
+            return self._config.model.path
+        with self._phase(phases.ACTOR):
+            return str(ensure_demo_actor(lambda s: self._progress.phase_advanced(s.done, s.total, f"loss {s.loss:.3f}")))
+
+    def _start_engine(self, actor_path: str, actor: PreTrainedModel, resume: bool) -> tuple[RolloutEngine, MedusaPlugin | None]:
+        """The engine, with heads and plugin unless neither drafting nor the companion is wanted."""
+        config = self._config
+        wanted = num_drafts(config) > 0 or config.companion.enabled
+        with self._phase(phases.ENGINE), tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-") as folder:
+            heads_path = MedusaPlugin.prepare_heads(config, actor, Path(folder) / "heads") if wanted else ""
+            engine = make_engine(actor_path, heads_path, config.engine, config.seed)
+            self._stack.callback(engine.close)
+            if not wanted:
+                return engine, None
+            plugin = MedusaPlugin.start(config, actor, engine, config.run_dir)
+            self._stack.callback(plugin.close)
+            return engine, plugin
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        self._progress.phase_started(phase)
+        yield
+        self._progress.phase_finished(phase, time.monotonic() - began)
+
+
+def save_actor(actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a transformers folder, whole or not at all; one that was there is replaced."""
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
+    try:
+        actor.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        replace_folder(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

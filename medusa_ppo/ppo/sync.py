@@ -1,0 +1,64 @@
+"""Carrying the actor into the engine: one safetensors file in shared memory, one call, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heads.checkpoint import save_state
+from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.types import SwapReceipt
+
+SHARED_MEMORY = Path("/dev/shm")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ActorSync:
+    """Writes the actor's weights where the engine reads them. Use as a context manager, or call close()."""
+
+    def __init__(self, engine: RolloutEngine, dtype: str = "auto") -> None:
+        """
+        Args:
+            engine: where the weights go.
+            dtype: dtype of the engine's copy; the file is written in it (`auto`: the actor's own).
+        """
+        self._engine = engine
+        self._dtype = DTYPES.get(dtype)
+        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        self._folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-actor-", dir=base))
+
+    def __call__(self, actor: nn.Module, version: int) -> SwapReceipt:
+        """Put the actor's current weights into the engine; the engine is idle between two generate calls.
+
+        Raises:
+            SwapError: the engine did not take them.
+        """
+        path = self._folder / "actor.safetensors"
+        save_state(path, actor_state(actor, self._dtype))
+        try:
+            return self._engine.sync_actor(str(path), version)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> ActorSync:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def actor_state(actor: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The actor's weights by their names in a checkpoint, on the CPU; a tied lm_head is left out, as in files of tied models."""
+    output, embedding = actor.get_output_embeddings(), actor.get_input_embeddings()
+    tied = {f"{name}.weight" for name, module in actor.named_modules() if module is output and output.weight is embedding.weight}
+    state = {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in tied}
+    return {name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous() for name, tensor in state.items()}

@@ -1,0 +1,116 @@
+"""Tiny actors, and an engine that samples with transformers: PPO's arithmetic needs no vLLM to be tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads.checkpoint import checksum, load_state
+from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+
+VOCAB = 16
+END = 0
+
+
+def _tiny_actor(seed: int = 0, vocab: int = VOCAB, hidden: int = 32, layers: int = 1, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+class SamplingEngine(RolloutEngine):
+    """Samples token by token from its own copy of the actor, which only `sync_actor` changes."""
+
+    def __init__(self, actor: LlamaForCausalLM) -> None:
+        self.actor = _tiny_actor(vocab=actor.config.vocab_size, hidden=actor.config.hidden_size, tied=actor.config.tie_word_embeddings)
+        self.actor.load_state_dict(actor.state_dict())
+        self.version = 0
+        self.drafts: list[int] = []
+        self.num_drafts = 0
+        self.closed = False
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        generator = torch.Generator().manual_seed(sampling.seed or 0)
+        self.drafts.append(self.num_drafts)
+        responses = []
+        for index, prompt in enumerate(prompts):
+            for _ in range(sampling.responses_per_prompt):
+                ids, logprobs = list(prompt), []
+                while len(logprobs) < sampling.max_new_tokens and (not logprobs or ids[-1] != END):
+                    distribution = (self.actor(torch.tensor([ids])).logits[0, -1] / sampling.temperature).log_softmax(-1)
+                    ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
+                    logprobs.append(float(distribution[ids[-1]]))
+                reason = "stop" if ids[-1] == END else "length"
+                responses.append(Response(index, tuple(ids[len(prompt) :]), tuple(logprobs), reason))
+        return Rollouts(tuple(map(tuple, prompts)), tuple(responses), Counters(), 0.01, sampling, self.version, 0, self.num_drafts)
+
+    def sync_actor(self, path: str, version: int) -> SwapReceipt:
+        state = load_state(path)
+        missing, unexpected = self.actor.load_state_dict(state, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}
+        self.actor.tie_weights()
+        self.version = version
+        return SwapReceipt(version, checksum(state), 0.0)
+
+    def swap_heads(self, path: str, version: int) -> SwapReceipt:
+        return SwapReceipt(version, checksum(load_state(path)), 0.0)
+
+    def set_num_drafts(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+
+    def checksums(self) -> dict[str, str]:
+        return {"actor": checksum(self.actor.state_dict()), "heads": ""}
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def tiny_actor() -> Callable[..., LlamaForCausalLM]:
+    """tiny_actor(seed=0, vocab=16, hidden=32, layers=1, tied=False) -> a random Llama."""
+    return _tiny_actor
+
+
+@pytest.fixture
+def sampling_engine() -> Callable[[LlamaForCausalLM], RolloutEngine]:
+    """sampling_engine(actor) -> an engine with a copy of it."""
+    return SamplingEngine
+
+
+@pytest.fixture
+def make_rollouts() -> Callable[..., Rollouts]:
+    """Random rollouts of unequal lengths: make(sequences, seed) -> Rollouts, two responses a prompt."""
+
+    def make(sequences: int = 8, seed: int = 0, vocab: int = VOCAB) -> Rollouts:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(low: int, high: int) -> tuple[int, ...]:
+            length = int(torch.randint(low, high, (1,), generator=generator))
+            return tuple(torch.randint(1, vocab, (length,), generator=generator).tolist())
+
+        prompts = tuple(draw(1, 7) for _ in range(sequences // 2))
+        ids = [draw(1, 9) for _ in range(sequences)]
+        responses = tuple(Response(i // 2, x, (-1.0,) * len(x), "stop") for i, x in enumerate(ids))
+        return Rollouts(prompts, responses, Counters(), 1.0, Sampling())
+
+    return make

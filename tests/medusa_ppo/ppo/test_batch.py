@@ -1,0 +1,79 @@
+"""Padding, packing and sorting: what goes into a micro batch comes back to its place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from heads.errors import DataError
+from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+
+
+def rollouts() -> Rollouts:
+    prompts = ((5, 6, 7), (8,))
+    responses = (Response(0, (1, 2), (-0.1, -0.2), "stop"), Response(1, (3, 4, 9), (-0.3, -0.4, -0.5), "length"))
+    return Rollouts(prompts, responses, Counters(), 1.0, Sampling())
+
+
+def test_a_micro_batch_by_hand():
+    (micro,) = PPOBatch(rollouts()).micro_batches([0, 1], 2)
+    assert micro.sequences == (1, 0), "the shorter one comes first"
+    assert micro.input_ids_BT.tolist() == [[8, 3, 4, 9, 0], [5, 6, 7, 1, 2]]
+    assert micro.response_mask_BT.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert micro.predict_mask_BT.int().tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 0]], "the output before a token predicts it"
+    assert micro.response_ids_M.tolist() == [3, 4, 9, 1, 2]
+    assert micro.first_predicting == 0
+
+
+def test_response_coordinates():
+    batch = PPOBatch(rollouts())
+    assert batch.mask_SR.tolist() == [[True, True, False], [True, True, True]]
+    torch.testing.assert_close(batch.behaviour_SR, torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.5]]))
+    assert batch.tokens == 5
+
+
+def test_pack_and_unpack_are_inverse_whatever_the_order(make_rollouts):
+    batch = PPOBatch(make_rollouts(10))
+    values = torch.where(batch.mask_SR, torch.randn(batch.mask_SR.shape), 0.0)
+    back = torch.zeros_like(values)
+    for micro in batch.micro_batches([3, 1, 9, 0, 2, 8, 7, 4, 6, 5], 3):
+        assert len(micro.sequences) <= 3
+        batch.unpack(batch.pack(values, micro), micro, back)
+    torch.testing.assert_close(back, values, rtol=0, atol=0)
+
+
+def test_packed_order_is_the_models_order(make_rollouts):
+    batch = PPOBatch(make_rollouts(6))
+    ids = torch.zeros(batch.mask_SR.shape)
+    for micro in batch.micro_batches(list(range(6)), 4):
+        batch.unpack(micro.response_ids_M.float(), micro, ids)
+        torch.testing.assert_close(batch.pack(ids, micro).long(), micro.response_ids_M)
+        torch.testing.assert_close(micro.input_ids_BT[:, 1:][micro.predict_mask_BT[:, :-1]], micro.response_ids_M)
+
+
+def test_sorting_saves_padding(make_rollouts):
+    batch = PPOBatch(make_rollouts(32))
+    padded = sum(micro.input_ids_BT.numel() for micro in batch.micro_batches(list(range(32)), 8))
+    assert padded < 32 * max(batch.total_lengths)
+    assert padded >= sum(batch.total_lengths)
+
+
+def _without(change: str) -> Rollouts:
+    good = rollouts()
+    first = good.responses[0]
+    changes = {
+        "no responses": {"responses": ()},
+        "an empty response": {"responses": (dataclasses.replace(first, token_ids=(), logprobs=()),)},
+        "a log-prob too few": {"responses": (dataclasses.replace(first, logprobs=(-1.0,)),)},
+        "an empty prompt": {"prompts": ((), (8,))},
+    }
+    return dataclasses.replace(good, **changes[change])
+
+
+@pytest.mark.parametrize("change", ["no responses", "an empty response", "a log-prob too few", "an empty prompt"])
+def test_unusable_rollouts_are_refused(change: str):
+    with pytest.raises(DataError):
+        PPOBatch(_without(change))
