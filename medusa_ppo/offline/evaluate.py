@@ -83,7 +83,8 @@ def _from_replay(options: EvalOptions, heads: MedusaHeads, rounds: Sequence[Roll
         batch = hidden_batch(actor, samples, options.temperature, advance)
     lm_head_VD = lm_head_weight(actor).detach().float().cpu()
     embedding_VD = embedding_weight(actor).detach().float().cpu()
-    return _figures(replay(heads, lm_head_VD, batch, embedding_VD=embedding_VD))
+    drafts = options.draft_temperature if options.draft == "sampled" else 0.0
+    return _figures(replay(heads, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=drafts))
 
 
 def _figures(result: ReplayResult) -> dict[str, Any]:

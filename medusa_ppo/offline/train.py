@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -151,6 +153,7 @@ def _train(
     heads = MedusaHeads(_heads_config(options, lm_head_VD.shape[1], lm_head_VD.shape[0]))
     config = CompanionConfig(loss=options.loss, learning_rate=options.learning_rate, epochs=1)
     trainer = HeadsTrainer(heads, lm_head_VD, config, options.seed, embedding_VD=embedding_VD)
+    drafts = 0.0 if options.loss == "ce" else 1.0  # judge the heads by the drafts that their loss aims at
     best: dict[str, Any] = {}
     tokens = 0
     started = time.monotonic()
@@ -159,18 +162,29 @@ def _train(
         for part in _parts(train, options.epochs, options.seed):
             report = trainer.train_batch(part)
             tokens += part.response_ids_M.numel()
-            judged = replay(heads, lm_head_VD, holdout, embedding_VD=embedding_VD)
+            judged = replay(trainer.heads, holdout, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, draft_temperature=drafts)
             line = _log_line(tokens, report.loss, judged, time.monotonic() - started)
             log.write(json.dumps(line) + "\n")
             log.flush()
             advance(1, f"loss {report.loss:.3f}, replay {judged.mean_acceptance_length:.3f}")
             if not best or line["replay_mean_acceptance_length"] > best["replay_mean_acceptance_length"]:
                 best = line
-                save_heads(out, heads, lm_head_VD=lm_head_VD, metadata=_metadata(options, line))
+                _keep_best(out, heads, lm_head_VD, _metadata(options, line))
             if options.max_minutes and time.monotonic() - started > 60 * options.max_minutes:
                 progress.say("The time is up; the best heads so far are kept.")
                 break
     return best
+
+
+def _keep_best(out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]) -> None:
+    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log lives in this one.
+
+    The weights come first; a reader between the two replacements finds the checksum in config.json wrong, not a mixture.
+    """
+    with tempfile.TemporaryDirectory(dir=out, prefix=".best-") as folder:
+        save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_VD, metadata=metadata)
+        for file in ("model.safetensors", "config.json"):
+            os.replace(Path(folder) / "heads" / file, out / file)
 
 
 def _log_line(tokens: int, loss: float, judged: ReplayResult, seconds: float) -> dict[str, Any]:

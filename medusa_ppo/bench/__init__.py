@@ -1,0 +1,1 @@
+"""Performance claims: always ratios within one run, against what a user would otherwise pick."""

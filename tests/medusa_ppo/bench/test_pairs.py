@@ -1,0 +1,27 @@
+"""Paired timing: every arm runs in every round, the order rotates, warm-up is not counted, ratios stay within a round."""
+
+from __future__ import annotations
+
+import pytest
+
+from medusa_ppo.bench.pairs import run_rounds
+
+
+def test_ratios_cancel_a_machine_that_slows_down() -> None:
+    order: list[str] = []
+
+    def arm(name: str, factor: float):  # noqa: ANN202
+        def work(number: int) -> float:
+            order.append(name)
+            return factor * 100 / (number + 5)
+
+        return work
+
+    result = run_rounds({"plain": arm("plain", 1.0), "ours": arm("ours", 1.5)}, base="plain", rounds=4, warmup=1)
+    assert result.ratios("ours") == pytest.approx((1.5,) * 4)
+    assert result.median_ratio("plain") == 1.0
+    assert len(order) == 10
+    firsts = order[::2]
+    assert {"plain", "ours"} == set(firsts), "the order must rotate"
+    assert result.spread("ours") == pytest.approx((1.5, 1.5))
+    assert result.median_rate("plain") < 100 / 5
