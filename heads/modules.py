@@ -220,7 +220,7 @@ class MedusaHeads(nn.Module):
         k = state.step
         if k >= self.config.num_heads:
             raise ConfigError("More drafts than heads.", given=k + 1, expected=f"<= {self.config.num_heads}", do="Draft fewer tokens.")
-        features_BD, bias_B1r, out_1Vr = self._draft_features(state, k, last_ids_B, embedding_VD), None, None
+        features_BD, bias_B1r, out_1Vr = self.draft_features(state, k, last_ids_B, embedding_VD), None, None
         if self.config.kind == "markov":
             bias_B1r, out_1Vr = F.embedding(last_ids_B, self.markov_in[k]).unsqueeze(1), self.markov_out[k : k + 1]
         weight = self._output_weight(lm_head_VD)
@@ -228,7 +228,8 @@ class MedusaHeads(nn.Module):
         state.step = k + 1
         return head_logits(FactoredLogits(features_BD.unsqueeze(1), weight_VD, bias_B1r, out_1Vr), 0, slice(None))
 
-    def _draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
+    def draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
+        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
         if self.config.kind != "hydra":
             return state.base_BKD[:, k]
         state.inputs.append(self._embed(last_ids_B, self._checked_embedding(embedding_VD)))

@@ -1,0 +1,185 @@
+"""vLLM in this very process: the engine that the Ray actor hosts, and that tests use directly."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heads.errors import EngineError, MedusaError
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.serving import engine as base
+from medusa_ppo.serving.launch import LaunchPlan, plan_launch
+from medusa_ppo.serving.rpc import raise_reported
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = {
+    # The engine in this process: swaps are direct calls, and there is one process less.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+COUNTER = "vllm:spec_decode_num_"
+
+
+class ColocatedEngine(base.RolloutEngine):
+    """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our proposer."""
+
+    def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
+        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to start."""
+        self.plan: LaunchPlan = plan_launch(model_path, heads_path, config, seed)
+        self._llm: LLM | None = _start(self.plan.engine_args)
+        self.max_drafts = self.plan.max_drafts
+        try:
+            self.plugin_report()
+            if self.max_drafts:
+                self.heads_version = int(self._call("medusa_checksums")["heads_version"])
+                self.set_num_drafts(self.plan.num_drafts)
+        except MedusaError:
+            self.close()
+            raise
+
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        from vllm import SamplingParams
+
+        base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
+        repeat = sampling.responses_per_prompt
+        params = [
+            SamplingParams(
+                **base.sampling_arguments(sampling, self.plan.stop_ids, base.request_seed(sampling, i)),
+                detokenize=False,
+                flat_logprobs=True,
+            )
+            for i in range(len(prompts) * repeat)
+        ]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
+        before = self.counters()
+        started = time.perf_counter()
+        with _engine_errors("generating"):
+            outputs = self._running().generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        responses = tuple(_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs))
+        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
+        return base.with_versions(rollouts, self)
+
+    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+        receipt = self._receipt("medusa_swap_heads", base.check_file(path, "new heads"), version)
+        self.heads_version = version
+        return receipt
+
+    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+        started = time.perf_counter()
+        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version)
+        # Cached keys and values were computed with the old weights.
+        if not self._running().reset_prefix_cache():
+            raise EngineError(
+                "The prefix cache could not be reset.", given="requests are running", expected="an idle engine", do="Sync between rollouts."
+            )
+        self.policy_version = version
+        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    def set_num_drafts(self, count: int) -> None:
+        base.check_num_drafts(count, self.max_drafts)
+        if self.max_drafts:
+            self._call("medusa_set_num_drafts", count)
+        self.num_drafts = count
+
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
+        settings = {"sampled": sampled, "draft_temperature": draft_temperature}
+        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
+
+    def checksums(self) -> dict[str, str]:
+        answer = self._call("medusa_checksums")
+        return {"heads": answer["heads"], "actor": answer["actor"]}
+
+    def counters(self) -> Counters:
+        return read_counters(self._running().get_metrics()) if self.max_drafts else Counters()
+
+    def plugin_report(self) -> dict[str, object]:
+        return self._call("medusa_plugin_report")
+
+    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
+        """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
+        return self._call("medusa_probe", hidden, last_ids)["drafts"]
+
+    def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+
+    def _running(self) -> LLM:
+        if self._llm is None:
+            raise EngineError("The engine is closed.", given="a call after close()", expected="a running engine", do="Start a new one.")
+        return self._llm
+
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a worker method on all workers; the first answer, after looking for errors in each."""
+        with _engine_errors(f"calling {method}"):
+            answers = self._running().collective_rpc(method, args=args)
+        return [raise_reported(answer) for answer in answers][0]
+
+    def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:
+        answer = self._call(method, path, version)
+        return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
+
+
+def _start(engine_args: dict[str, Any]) -> LLM:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _engine_errors("starting"):
+        from vllm import LLM
+
+        return LLM(**engine_args)
+
+
+@contextlib.contextmanager
+def _engine_errors(doing: str) -> Iterator[None]:
+    """vLLM's failures as EngineError; our own errors pass as they are."""
+    try:
+        yield
+    except MedusaError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM failed while {doing}.",
+            given=f"{type(error).__name__}: {error}",
+            expected="a running engine",
+            do="Read vLLM's message above.",
+        ) from error
+
+
+def _response(prompt_index: int, completion: Any) -> Response:
+    token_ids = tuple(completion.token_ids)
+    logprobs = tuple(completion.logprobs.logprobs)
+    if len(logprobs) != len(token_ids) or list(completion.logprobs.token_ids) != list(token_ids):
+        raise EngineError(
+            "vLLM's log-probs do not belong to its tokens.",
+            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
+            expected="one per sampled token",
+            do="Report this with the versions of `medusa-ppo doctor`.",
+        )
+    return Response(prompt_index, token_ids, logprobs, completion.finish_reason)
+
+
+def read_counters(metrics: Any) -> Counters:
+    """Counters from `LLM.get_metrics()`."""
+    values = {m.name.removeprefix(COUNTER): m for m in metrics if m.name.startswith(COUNTER)}
+    if "drafts" not in values:
+        raise EngineError(
+            "vLLM reports no acceptance counters.", given=sorted(values), expected=f"{COUNTER}drafts", do="Leave disable_log_stats alone."
+        )
+    return Counters(
+        int(values["drafts"].value),
+        int(values["draft_tokens"].value),
+        int(values["accepted_tokens"].value),
+        tuple(int(v) for v in values["accepted_tokens_per_pos"].values),
+    )

@@ -1,0 +1,164 @@
+"""The rollout engine as the rest of the package sees it, and the choice between its forms."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from heads.errors import ConfigError, DataError, SwapError
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+
+Prompts = Sequence[Sequence[int]]
+
+
+class RolloutEngine(ABC):
+    """Samples responses, and takes new heads and new actor weights while it runs.
+
+    Attributes:
+        max_drafts: drafts per step that it was started for; 0 without heads.
+        num_drafts: drafts per step now.
+        policy_version, heads_version: of the last sync and swap.
+    """
+
+    max_drafts: int = 0
+    num_drafts: int = 0
+    policy_version: int = 0
+    heads_version: int = 0
+
+    @abstractmethod
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """Sample `responses_per_prompt` responses to each prompt (token ids), in prompt order.
+
+        The log-probs are those of the distribution that was sampled from; the counters cover this call only.
+        """
+
+    @abstractmethod
+    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+        """Install the heads of a state file (heads.checkpoint.save_state) between two steps. SwapError leaves the old ones."""
+
+    @abstractmethod
+    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+        """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts."""
+
+    @abstractmethod
+    def set_num_drafts(self, count: int) -> None:
+        """Drafts per step from now on, 0 (no drafting) to `max_drafts`."""
+
+    @abstractmethod
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
+        """One-hot or sampled drafts, and their draft temperature. Both are lossless; only acceptance differs."""
+
+    @abstractmethod
+    def checksums(self) -> dict[str, str]:
+        """`heads` and `actor`: checksums of what was loaded last; `actor` is empty before the first sync."""
+
+    @abstractmethod
+    def counters(self) -> Counters:
+        """vLLM's acceptance counters since the engine started."""
+
+    @abstractmethod
+    def plugin_report(self) -> dict[str, object]:
+        """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine and everything it started; harmless when called again."""
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int) -> None:
+    """Refuse what vLLM would only refuse half-way. DataError or ConfigError."""
+    if not prompts:
+        raise DataError(
+            "There is no prompt.", given="an empty list", expected="at least one prompt", do="Check the dataset and its filters."
+        )
+    limit = max_model_len - sampling.max_new_tokens
+    for index, prompt in enumerate(prompts):
+        if not prompt or len(prompt) > limit:
+            raise DataError(
+                "A prompt is empty or too long.",
+                given=f"prompt {index} has {len(prompt)} tokens",
+                expected=f"1..{limit} (engine.max_model_len {max_model_len} less max_new_tokens {sampling.max_new_tokens})",
+                do="Raise engine.max_model_len or shorten prompts or responses.",
+            )
+        if vocab_size and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise DataError(
+                "A prompt has a token id outside the vocabulary.",
+                given=f"prompt {index}: {min(prompt)}..{max(prompt)}",
+                expected=f"0..{vocab_size - 1}",
+                do="Use the model's own tokenizer.",
+            )
+    if (
+        sampling.temperature < 0
+        or not 0 < sampling.top_p <= 1
+        or sampling.top_k < 0
+        or sampling.responses_per_prompt < 1
+        or sampling.max_new_tokens < 1
+    ):
+        raise ConfigError(
+            "These sampling settings are not possible.",
+            given=sampling,
+            expected="temperature >= 0, 0 < top_p <= 1, top_k >= 0",
+            do="Correct them.",
+        )
+
+
+def check_num_drafts(count: int, max_drafts: int) -> None:
+    if not 0 <= count <= max_drafts:
+        raise ConfigError(
+            "This number of drafts is not possible.", given=count, expected=f"0..{max_drafts}", do="Restart the engine with more heads."
+        )
+
+
+def check_file(path: str | Path, what: str) -> str:
+    """Absolute path of an existing file. SwapError."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise SwapError(f"There is no file with {what}.", given=str(path), expected="a safetensors file", do="Write it before the swap.")
+    return str(file)
+
+
+def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, object]:
+    """Arguments of one request under the names of both vLLM's SamplingParams and its HTTP API."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": [] if sampling.ignore_eos else list(stop),
+        "logprobs": 0,
+    }
+
+
+def request_seed(sampling: Sampling, index: int) -> int | None:
+    """Seed of request `index` (prompt-major) of a generate call, or None."""
+    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index) % (1 << 31)
+
+
+def make_engine(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> RolloutEngine:
+    """The engine that `config.backend` asks for.
+
+    `colocated`: vLLM in a Ray actor on this node (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
+    """
+    if config.backend == "server":
+        from medusa_ppo.serving.server import ServerEngine
+
+        return ServerEngine(model_path, heads_path, config, seed)
+    from medusa_ppo.serving.ray_engine import RayEngine
+
+    return RayEngine(model_path, heads_path, config, seed)
+
+
+def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:
+    """Stamp a call's result with the engine's versions and number of drafts."""
+    return replace(rollouts, policy_version=engine.policy_version, heads_version=engine.heads_version, num_drafts=engine.num_drafts)

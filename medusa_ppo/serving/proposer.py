@@ -1,0 +1,255 @@
+"""Our draft proposer in the place of vLLM's Medusa proposer: our heads, the engine's own lm_head, any number of drafts.
+
+A draft folder that heads/checkpoint.py wrote is served by `heads.modules.MedusaHeads` as plain torch parameters; the engine's lm_head and
+embedding are used where they are, so they follow every actor sync. Any other Medusa folder keeps vLLM's module, and only the number
+of drafts may vary.
+
+Shape letters: B requests, K heads, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from heads.checkpoint import checksum, load_heads, load_state
+from heads.errors import CheckpointError, ConfigError, SwapError
+from heads.modules import MedusaHeads
+from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
+from medusa_ppo.serving.internals import StockMedusaProposer, embedding_weight, lm_head_logits, request_sampling
+
+logger = logging.getLogger(__name__)
+
+
+def is_native(folder: str | Path) -> bool:
+    """The folder holds heads that heads/checkpoint.py wrote."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        return isinstance(json.loads(path.read_text(encoding="utf-8")).get("medusa_ppo"), dict)
+    except (ValueError, AttributeError):
+        return False
+
+
+class MedusaProposer(StockMedusaProposer):
+    """What vLLM's model runner asks for drafts after each step."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.heads: MedusaHeads | None = None
+        self.version = 0
+        self.heads_checksum = ""
+        self.num_drafts: int = self.num_speculative_tokens
+        self.sampled = False
+        self.draft_temperature = 1.0
+        self.draft_probs = DraftProbs()
+        self._target: nn.Module | None = None
+        self._embedding_VD: torch.Tensor | None = None
+        self._last_ids: list[int] = []
+        self._unfinished: list[int] = []
+        self._step_probs_BKV: torch.Tensor | None = None
+
+    # ---- what vLLM calls ----------------------------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        folder = self.spec_config.draft_model_config.model
+        if not is_native(folder):
+            logger.warning("%s is not a native heads folder; vLLM's own Medusa module serves it, without swaps.", folder)
+            super().load_model(target_model)
+            return
+        config = self.vllm_config.model_config
+        heads, metadata = load_heads(folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size())
+        if self.num_speculative_tokens > heads.config.num_heads:
+            raise ConfigError(
+                "More drafts than trained heads.",
+                given=f"num_speculative_tokens={self.num_speculative_tokens}",
+                expected=f"<= {heads.config.num_heads}, the heads in {folder}",
+                do="Draft fewer tokens or train more heads.",
+            )
+        self.heads = heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        self.version, self.heads_checksum = metadata.version, metadata.checksum
+        self.model = self.heads
+        self._target = target_model
+        if heads.config.kind == "hydra":
+            self._embedding_VD = embedding_weight(target_model)
+
+    def propose(
+        self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
+    ) -> torch.Tensor:
+        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included.
+
+        Args:
+            target_hidden_states: h_t `[B, D]` of each request, after the last norm.
+        """
+        hidden_BD = target_hidden_states
+        count = min(num_speculative_tokens, self.num_drafts)
+        if count == 0:
+            return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
+        if self.heads is None:
+            blocks = self.model(hidden_BD)[:count]
+            return torch.stack([logits_BV.argmax(-1) for logits_BV in self.model.compute_logits(blocks)], dim=1)
+        sampling = request_sampling(sampling_metadata) if self.sampled and not sampling_metadata.all_greedy else None
+        return self._draft(hidden_BD, count, sampling)
+
+    def dummy_run(self, num_tokens: int) -> None:
+        """Profiling pass: as much memory as the largest real step."""
+        if self.heads is None:
+            super().dummy_run(num_tokens)
+            return
+        batch = self.vllm_config.scheduler_config.max_num_seqs
+        with torch.inference_mode():
+            self._last_ids = [0] * batch
+            self._draft(torch.zeros(batch, self.hidden_size, dtype=self.dtype, device=self.device), self.num_speculative_tokens, None)
+
+    # ---- what the hooks in internals.py call --------------------------------------------------------------------------------
+
+    def before_step(self, sampled_token_ids: Sequence[Sequence[int]]) -> None:
+        """The tokens that were just sampled, by request; none for a request whose prompt isn't finished."""
+        self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
+        self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
+        self._step_probs_BKV = None
+
+    def after_step(self, request_ids: Sequence[str], live_requests: Mapping[str, object]) -> None:
+        """Keep this step's draft probabilities by request until they are verified."""
+        if len(self.draft_probs):
+            self.draft_probs.keep_only(live_requests)
+        if self._step_probs_BKV is not None:
+            self.draft_probs.put(request_ids, self._step_probs_BKV)
+            self._step_probs_BKV = None
+
+    # ---- drafting -----------------------------------------------------------------------------------------------------------
+
+    def _draft(self, hidden_BD: torch.Tensor, count: int, sampling: Any) -> torch.Tensor:
+        heads, target = self.heads, self._target
+        assert heads is not None and target is not None, "drafting needs loaded heads"
+        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64, device=hidden_BD.device)
+        if sampling is not None and self._unfinished and sampling.generators:
+            # A seeded request must not draw in a step that it doesn't sample in, or its seed would depend on the chunking.
+            waiting = set(self._unfinished)
+            kept = {i: g for i, g in sampling.generators.items() if i not in waiting}
+            sampling = type(sampling)(sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, kept, sampling.truncate)
+        draft = draft_tokens(
+            heads,
+            hidden_BD,
+            last_ids_B,
+            count,
+            lambda features_ND: lm_head_logits(target, features_ND),
+            embedding_VD=self._embedding_VD,
+            sampling=sampling,
+            draft_temperature=self.draft_temperature,
+        )
+        self._step_probs_BKV = draft.probs_BKV
+        return draft.ids_BK
+
+    @torch.inference_mode()
+    def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
+        """One-hot drafts for given hidden states: what the heads really draft now."""
+        self._require_heads()
+        self._last_ids = list(last_ids)
+        hidden_BD = torch.tensor(hidden, dtype=self.dtype, device=self.device)
+        return self._draft(hidden_BD, self.num_speculative_tokens, None).tolist()
+
+    # ---- changes while serving ----------------------------------------------------------------------------------------------
+
+    def set_num_drafts(self, count: int) -> int:
+        """Drafts per step from the next step on, 0..num_speculative_tokens."""
+        if not 0 <= count <= self.num_speculative_tokens:
+            raise ConfigError(
+                "This number of drafts is not possible.",
+                given=count,
+                expected=f"0..{self.num_speculative_tokens}, as the engine was started",
+                do="Restart the engine with more drafts.",
+            )
+        self.num_drafts = count
+        return count
+
+    def configure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Change `num_drafts`, `sampled` (draw drafts instead of taking the argmax) or `draft_temperature`; returns what holds now."""
+        known = ("num_drafts", "sampled", "draft_temperature")
+        unknown = [name for name in settings if name not in known]
+        temperature = float(settings.get("draft_temperature", self.draft_temperature))
+        if unknown or not 0 < temperature < float("inf"):
+            raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
+        if settings.get("sampled") and self.heads is None:
+            self._require_heads()
+        if "num_drafts" in settings:
+            self.set_num_drafts(int(settings["num_drafts"]))
+        self.sampled = bool(settings.get("sampled", self.sampled))
+        self.draft_temperature = temperature
+        return {"num_drafts": self.num_drafts, "sampled": self.sampled, "draft_temperature": self.draft_temperature}
+
+    def swap(self, path: str, version: int) -> str:
+        """Put the heads of a state file in the place of the serving ones; nothing is touched unless all of it is right.
+
+        Returns:
+            The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
+
+        Raises:
+            SwapError: the file does not fit the serving heads, or the parameters are not what was written into them.
+        """
+        heads = self._require_heads()
+        try:
+            state = load_state(path)
+        except CheckpointError as error:
+            raise SwapError(
+                "The heads' state file can't be used; the serving heads stay.",
+                given=error.problem,
+                expected="a file of save_state",
+                do=str(error.do),
+            ) from error
+        _check_fit(heads.config.tensor_shapes(), state, path)
+        cast = {name: state[name].to(self.dtype) for name in state}
+        _check_finite(cast)
+        digest = checksum(state)
+        heads.load_trainable_state(cast)
+        for name, value in heads.trainable_state().items():
+            if not torch.equal(value.cpu(), cast[name]):
+                raise SwapError("The swapped heads do not read back.", given=name, expected="the file's values", do="Restart the engine.")
+        self.version, self.heads_checksum = version, digest
+        return digest
+
+    def _require_heads(self) -> MedusaHeads:
+        if self.heads is None:
+            raise SwapError(
+                "The engine does not serve native heads.",
+                given=self.spec_config.draft_model_config.model,
+                expected="a folder written by heads.checkpoint.save_heads",
+                do="Start the engine with such a folder.",
+            )
+        return self.heads
+
+
+def _check_finite(state: Mapping[str, torch.Tensor]) -> None:
+    """Checked in the engine's dtype, in which a large float32 may become infinite."""
+    for name, tensor in state.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise SwapError(
+                "NaN or infinity in the new heads; the serving ones stay.", given=name, expected="finite numbers", do="Do not publish them."
+            )
+
+
+def _check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
+    missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
+    if missing or unknown:
+        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
+        raise SwapError(
+            "The tensors are not those of the serving heads, which stay.",
+            given=given,
+            expected=f"{len(serving)} tensors",
+            do="Same kind and K.",
+        )
+    for name, shape in serving.items():
+        if tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point():
+            raise SwapError(
+                "A tensor does not fit the serving heads, which stay.",
+                given=f"{name} {tuple(state[name].shape)} {state[name].dtype}",
+                expected=f"{tuple(shape)} floating point",
+                do="Swap in heads of the same sizes.",
+            )

@@ -1,0 +1,156 @@
+"""Lossless verification of draft tokens in plain torch, for the CPU, where vLLM's own kernels sample wrongly.
+
+Shape letters: B requests, K most drafts of a request in this step, N rows of logits (for each request its drafts, then one
+more), T rows of drafts, V vocabulary.
+
+Request i owns the rows `starts[i] .. starts[i] + counts[i]`: row j < counts[i] judges draft j, the last one is the bonus
+row. A draft x is accepted with probability min(1, p(x) / q(x)); q is 1 for a one-hot draft. The run of accepted drafts
+ends at one row per request, and only there a token is sampled: from p when that is the bonus row, otherwise from the
+residual max(p - q, 0), which for a one-hot draft is p without x. That is the rule of speculative sampling, so every token
+has the distribution p, whatever was drafted (Leviathan et al. 2023, Theorem 1).
+
+Sampling inverts the cumulative sum in float64 with one uniform number per request: B x V work and no noise of size V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+PLACEHOLDER = -1
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Where the drafts of a step stand.
+
+    Attributes:
+        draft_ids_BK: int64, -1 where a request has no draft j, or one that must be refused.
+        counts_B: int64, drafts of each request.
+        starts_B: int64, first row of logits of each request.
+        rows_BK: int64, row of logits that judges draft j (clamped inside the request where there is none).
+    """
+
+    draft_ids_BK: torch.Tensor
+    counts_B: torch.Tensor
+    starts_B: torch.Tensor
+    rows_BK: torch.Tensor
+
+    @classmethod
+    def build(cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True) -> DraftRows:
+        """From vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
+        device = draft_ids_T.device
+        width, extra = max(counts), int(bonus_rows)
+        counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
+        starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
+        steps_K = torch.arange(width, device=device)
+        if min(counts) == width:
+            ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
+        else:
+            ids_BK = torch.full((len(counts), width), PLACEHOLDER, dtype=torch.int64, device=device)
+            ids_BK[steps_K < counts_B.unsqueeze(1)] = draft_ids_T.to(torch.int64)
+        last_B = (counts_B + extra - 1).clamp_min(0)
+        rows_BK = starts_B.unsqueeze(1) + torch.minimum(steps_K, last_B.unsqueeze(1))
+        return cls(ids_BK, counts_B, starts_B, rows_BK)
+
+
+def uniform_numbers(counts: Sequence[int], width: int, generators: Mapping[int, torch.Generator], device: torch.device) -> torch.Tensor:
+    """Float64 uniforms `[B, width]`; a seeded request draws from its own generator, as many as its drafts plus one.
+
+    The last column is for the token that ends the run.
+    """
+    numbers_BW = torch.rand((len(counts), width), dtype=torch.float64, device=device)
+    for index, generator in generators.items():
+        own = torch.rand(counts[index] + 1, dtype=torch.float64, generator=generator, device=device)
+        numbers_BW[index, : counts[index]] = own[:-1]
+        numbers_BW[index, -1] = own[-1]
+    return numbers_BW
+
+
+def accepted_run(
+    logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_probs_BKV: torch.Tensor | None
+) -> torch.Tensor:
+    """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample from."""
+    ids_BK = drafts.draft_ids_BK.clamp_min(0)
+    ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
+    if draft_probs_BKV is not None:
+        q_BK = draft_probs_BKV.gather(2, ids_BK.unsqueeze(2)).squeeze(2).double()
+        # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
+        ratio_BK = torch.where(q_BK > 0, ratio_BK / q_BK, torch.zeros_like(ratio_BK))
+    accept_BK = (uniform_BK < ratio_BK) & (drafts.draft_ids_BK >= 0)
+    return accept_BK.to(torch.int64).cumprod(1).sum(1)
+
+
+def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
+    """Length of the run of drafts that equal the argmax of their rows, int64 `[B]`."""
+    accept_BK = argmax_N[drafts.rows_BK] == drafts.draft_ids_BK
+    return accept_BK.to(torch.int64).cumprod(1).sum(1)
+
+
+def residual_sample(
+    logprobs_BV: torch.Tensor, drafts: DraftRows, run_B: torch.Tensor, uniform_B: torch.Tensor, draft_probs_BKV: torch.Tensor | None
+) -> torch.Tensor:
+    """The token that ends each run, int64 `[B]`. logprobs_BV: the row of each request where its run ended."""
+    probs_BV = logprobs_BV.exp()
+    width = drafts.draft_ids_BK.shape[1]
+    if width:
+        at_B1 = run_B.clamp_max(width - 1).unsqueeze(1)
+        refused_B1 = drafts.draft_ids_BK.gather(1, at_B1)
+        refused_B1 = torch.where((run_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER)
+        probs_BV = _residual(probs_BV, refused_B1, at_B1, draft_probs_BKV)
+    cumulative_BV = probs_BV.cumsum(1, dtype=torch.float64)
+    total_B1 = cumulative_BV[:, -1:]
+    point_B1 = torch.minimum(uniform_B.unsqueeze(1) * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    # right=True: the first entry whose sum exceeds the point, so an entry of probability zero is never taken.
+    return torch.searchsorted(cumulative_BV, point_B1, right=True).squeeze(1)
+
+
+def _residual(probs_BV: torch.Tensor, refused_B1: torch.Tensor, at_B1: torch.Tensor, draft_probs_BKV: torch.Tensor | None) -> torch.Tensor:
+    """max(p - q, 0) where a draft was refused, p elsewhere; p too where rounding leaves nothing of the residual."""
+    was_refused_B1 = refused_B1 >= 0
+    ids_B1 = refused_B1.clamp_min(0)
+    if draft_probs_BKV is None:
+        kept_B1 = torch.where(was_refused_B1, 0.0, probs_BV.gather(1, ids_B1))
+        left_BV = probs_BV.scatter(1, ids_B1, kept_B1)
+    else:
+        q_BV = draft_probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
+        left_BV = (probs_BV - q_BV * was_refused_B1).clamp_min(0)
+    return torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
+
+
+def assemble(drafts: DraftRows, run_B: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
+    """Accepted drafts, then the last token, then -1: int32 `[B, K + 1]`."""
+    width = drafts.draft_ids_BK.shape[1]
+    steps_W = torch.arange(width + 1, device=run_B.device)
+    run_B1 = run_B.unsqueeze(1)
+    ids_BW = torch.nn.functional.pad(drafts.draft_ids_BK, (0, 1), value=PLACEHOLDER)
+    ids_BW = torch.where(steps_W < run_B1, ids_BW, PLACEHOLDER)
+    return ids_BW.scatter(1, run_B1, last_B.unsqueeze(1)).to(torch.int32)
+
+
+def spread_draft_probs(draft_probs_TV: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor | None:
+    """Flat draft probabilities `[T, V]` as `[B, K, V]`, zeros where a request has fewer drafts."""
+    if draft_probs_TV is None:
+        return None
+    width = max(counts)
+    if min(counts) == width:
+        return draft_probs_TV.view(len(counts), width, -1)
+    spread_BKV = draft_probs_TV.new_zeros(len(counts), width, draft_probs_TV.shape[1])
+    counts_B1 = torch.tensor(counts, device=draft_probs_TV.device).unsqueeze(1)
+    spread_BKV[torch.arange(width, device=draft_probs_TV.device) < counts_B1] = draft_probs_TV
+    return spread_BKV
+
+
+def expand_to_rows(
+    values_B: torch.Tensor, cumulative_B: torch.Tensor, num_rows: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """One value per request -> one per row; `cumulative_B` counts the rows up to and including each request.
+
+    Has the arguments of vLLM's expand_batch_to_tokens, whose CPU form leaves the result uninitialised.
+    """
+    counts_B = torch.diff(cumulative_B, prepend=cumulative_B.new_zeros(1)).to(torch.int64)
+    if replace_from != replace_to:
+        values_B = torch.where(values_B == replace_from, torch.full_like(values_B, replace_to), values_B)
+    return torch.repeat_interleave(values_B, counts_B, output_size=num_rows)

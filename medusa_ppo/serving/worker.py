@@ -1,0 +1,180 @@
+"""The worker extension: named methods inside vLLM's worker that the engines call through `collective_rpc`.
+
+Arguments and results are JSON (paths, numbers, lists), so the same calls work in process, across processes and over HTTP, and nothing is
+pickled. A failure comes back as data (`{"error": ...}`), because vLLM's transports keep only the text of an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from heads.checkpoint import checksum
+from heads.errors import SwapError
+from medusa_ppo.serving import plugin
+from medusa_ppo.serving.rpc import reports_errors
+from medusa_ppo.serving.versions import vllm_version
+
+logger = logging.getLogger(__name__)
+
+LM_HEAD = "lm_head.weight"
+
+
+class MedusaWorker:
+    """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
+
+    @reports_errors
+    def medusa_plugin_report(self) -> dict[str, Any]:
+        """Proof that our plug-in is active in this very process."""
+        mends = plugin.require_active()
+        drafter = self._medusa_drafter()
+        heads = getattr(drafter, "heads", None)
+        return {
+            "pid": os.getpid(),
+            "vllm": vllm_version(),
+            "torch": torch.__version__,
+            "mends": mends,
+            "drafter": type(drafter).__name__ if drafter is not None else "",
+            "kind": heads.config.kind if heads is not None else "",
+            "max_drafts": drafter.num_speculative_tokens if drafter is not None else 0,
+            "num_drafts": drafter.num_drafts if drafter is not None else 0,
+            "threads": torch.get_num_threads(),
+        }
+
+    @reports_errors
+    def medusa_swap_heads(self, path: str, version: int) -> dict[str, Any]:
+        """Swap the serving heads in place; see `MedusaProposer.swap`. vLLM runs it between two steps."""
+        started = time.perf_counter()
+        digest = self._medusa_require_drafter().swap(path, int(version))
+        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+
+    @reports_errors
+    def medusa_sync_actor(self, path: str, version: int) -> dict[str, Any]:
+        """Load the actor's weights (safetensors of HF names) into the running model, prepacked copies included.
+
+        The caller must have no running requests and must reset the prefix cache afterwards.
+        """
+        started = time.perf_counter()
+        names = self._medusa_check_actor_file(path)
+        digest = checksum(dict(_tensors(path, list(_header(Path(path))))))
+        with torch.inference_mode():
+            self.reload_weights(weights_iterator=_tensors(path, names))
+        self._medusa_check_lm_head(path, names)
+        self._medusa_actor = (int(version), digest)
+        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+
+    @reports_errors
+    def medusa_checksums(self) -> dict[str, Any]:
+        """Checksums of what was loaded last; empty for an actor that was never synced (it is the model folder's)."""
+        drafter = self._medusa_drafter()
+        version, actor = getattr(self, "_medusa_actor", (0, ""))
+        return {
+            "heads": getattr(drafter, "heads_checksum", ""),
+            "heads_version": getattr(drafter, "version", 0),
+            "actor": actor,
+            "actor_version": version,
+        }
+
+    @reports_errors
+    def medusa_set_drafting(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Change how drafts are made from the next step on; see `MedusaProposer.configure`."""
+        return self._medusa_require_drafter().configure(settings)
+
+    @reports_errors
+    def medusa_set_num_drafts(self, count: int) -> dict[str, Any]:
+        """Drafts per step from the next step on, 0 included."""
+        return {"num_drafts": self._medusa_require_drafter().set_num_drafts(int(count))}
+
+    @reports_errors
+    def medusa_probe(self, hidden: list[list[float]], last_ids: list[int]) -> dict[str, Any]:
+        """What the serving heads draft for given hidden states (one-hot)."""
+        return {"drafts": self._medusa_require_drafter().probe(hidden, last_ids)}
+
+    # ---- parts --------------------------------------------------------------------------------------------------------------
+
+    def _medusa_drafter(self) -> Any:
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        return drafter if drafter is not None and hasattr(drafter, "set_num_drafts") else None
+
+    def _medusa_require_drafter(self) -> Any:
+        plugin.require_active()
+        drafter = self._medusa_drafter()
+        if drafter is None:
+            raise SwapError(
+                "The engine runs without draft heads.",
+                given="no Medusa drafter",
+                expected="heads",
+                do="Start the engine with a heads folder.",
+            )
+        return drafter
+
+    def _medusa_check_actor_file(self, path: str) -> list[str]:
+        """Names in the file, after comparing names and shapes with the model folder's own files and every number with infinity."""
+        given = _header(Path(path))
+        model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
+        expected: dict[str, tuple[int, ...]] = {}
+        for part in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
+            expected.update(_header(part))
+        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
+        missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD)]
+        unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD)]
+        wrong = [f"{name} {given[name]}" for name in given if name in expected and given[name] != expected[name]]
+        if missing or unknown or wrong:
+            raise SwapError(
+                "The actor's weights are not those of the serving model, which stays as it is.",
+                given=f"{path}: missing {missing[:3]}, unknown {unknown[:3]}, other shape {wrong[:3]}",
+                expected=f"the {len(expected)} tensors of {model}",
+                do="Sync the state_dict of the same architecture.",
+            )
+        for name, tensor in _tensors(path, list(given)):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise SwapError(
+                    "NaN or infinity in the actor's weights; the old ones stay.",
+                    given=name,
+                    expected="finite numbers",
+                    do="Lower the step size.",
+                )
+        # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
+        return [name for name in given if not (tied and name == LM_HEAD)]
+
+    def _medusa_check_lm_head(self, path: str, names: list[str]) -> None:
+        """The product that serves must be that of the file: on the CPU a parameter can change while its prepacked copy does not."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        processor = getattr(model, "logits_processor", None)
+        if LM_HEAD not in names or processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
+            return
+        with torch.inference_mode(), safe_open(path, "pt") as file:
+            weight_VD = file.get_tensor(LM_HEAD).to(device=self.device, dtype=self.model_runner.dtype)  # type: ignore[attr-defined]
+            hidden_ND = torch.eye(2, weight_VD.shape[1], dtype=weight_VD.dtype, device=weight_VD.device)
+            served_NV = model.compute_logits(hidden_ND)
+        if not torch.allclose(served_NV.float(), (hidden_ND @ weight_VD.T).float()[:, : served_NV.shape[1]], rtol=1e-2, atol=1e-3):
+            raise SwapError(
+                "The engine still serves the old lm_head after the sync.", given=path, expected="the file's", do="Restart the engine."
+            )
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise SwapError(
+            "The weights' file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Write it again."
+        ) from error
+
+
+def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, "pt") as file:
+        for name in names:
+            yield name, file.get_tensor(name)
+
+
+# vLLM imports this module in the worker, before the model runner is built, and does not swallow what goes wrong here.
+plugin.activate()
