@@ -6,6 +6,7 @@ dtypes are compared with what the configuration implies, values must be finite, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,7 +24,6 @@ from heads.errors import CheckpointError, ConfigError
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,
-    Header,
     checksum,
     load_state,
     parse_json,
@@ -56,15 +56,20 @@ class HeadsMetadata:
         version: heads version (grows with every publish).
         checksum: of the trainable tensors, as `checksum(heads.trainable_state())`.
         dtype: of the trainable tensors.
-        has_lm_head: a copy of the actor's lm_head is included (stock vLLM needs it when the heads share one).
+        lm_head_checksum: of the copy of the actor's lm_head, or empty when there is none.
         metadata: whatever the writer noted; JSON values.
     """
 
     version: int
     checksum: str
     dtype: str
-    has_lm_head: bool
+    lm_head_checksum: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_lm_head(self) -> bool:
+        """A copy of the actor's lm_head is included (stock vLLM needs it when the heads share one)."""
+        return bool(self.lm_head_checksum)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------------
@@ -88,8 +93,8 @@ def save_heads(
         version: heads version.
     """
     state = heads.trainable_state()
-    config = _config_json(heads, state, lm_head_VD is not None, dict(metadata or {}), version)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    lm_head_checksum = ""
     if lm_head_VD is not None and heads.config.lm_head == "shared":
         expected = (heads.config.vocab_size, heads.config.hidden_size)
         if tuple(lm_head_VD.shape) != expected:
@@ -97,8 +102,11 @@ def save_heads(
                 "The lm_head does not fit the heads.", given=tuple(lm_head_VD.shape), expected=expected, do="Pass this actor's lm_head."
             )
         tensors[LM_HEAD_KEY] = lm_head_VD.detach().to("cpu", heads.dtype).contiguous()
+        lm_head_checksum = checksum({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
+    own = HeadsMetadata(version, checksum(state), str(heads.dtype).removeprefix("torch."), lm_head_checksum, dict(metadata or {}))
+    config = _config_json(heads.config, own)
     require_finite(tensors, "the heads to save")
-    path = Path(path)
+    path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
@@ -111,11 +119,8 @@ def save_heads(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _config_json(
-    heads: MedusaHeads, state: Mapping[str, torch.Tensor], has_lm_head: bool, metadata: dict[str, Any], version: int
-) -> dict[str, Any]:
+def _config_json(config: HeadsConfig, own: HeadsMetadata) -> dict[str, Any]:
     """config.json: stock vLLM's Medusa keys for kind medusa, a name that it refuses for the kinds that it can't run."""
-    config = heads.config
     stock = config.kind == "medusa"
     return {
         "model_type": "medusa" if stock else "medusa_ppo",
@@ -127,15 +132,7 @@ def _config_json(
         "truncated_vocab_size": config.vocab_size,
         "original_lm_head": config.lm_head == "shared",
         "medusa_fc_bias": False,
-        OWN_SECTION: {
-            "format_version": FORMAT_VERSION,
-            "heads": config.to_dict(),
-            "version": version,
-            "checksum": checksum(state),
-            "dtype": str(heads.dtype).removeprefix("torch."),
-            "has_lm_head": has_lm_head and config.lm_head == "shared",
-            "metadata": metadata,
-        },
+        OWN_SECTION: {"format_version": FORMAT_VERSION, "heads": config.to_dict(), **dataclasses.asdict(own)},
     }
 
 
@@ -167,7 +164,39 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
     Raises:
         CheckpointError: the directory is missing, damaged, of an unknown format, or of other sizes.
     """
-    path = Path(path)
+    path, config, metadata = _open(path)
+    for name, actor in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if actor is not None and getattr(config, name) != actor:
+            raise CheckpointError(
+                "The heads were made for another actor.",
+                given=f"{name} {getattr(config, name)} in {path}",
+                expected=f"{name} {actor}, the actor's",
+                do="Use heads that were trained for this actor, or train new ones.",
+            )
+    weights = path / WEIGHTS_NAME
+    _check_names_and_shapes(weights, config, metadata)
+    state = read_tensors(weights, list(config.tensor_shapes()))
+    _check_bytes(state, metadata.checksum, weights)
+    heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
+    heads.load_trainable_state(state)
+    return heads, metadata
+
+
+def load_lm_head(path: str | Path) -> torch.Tensor | None:
+    """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the heads."""
+    path, config, metadata = _open(path)
+    weights = path / WEIGHTS_NAME
+    _check_names_and_shapes(weights, config, metadata)
+    if not metadata.has_lm_head:
+        return None
+    tensors = read_tensors(weights, [LM_HEAD_KEY])
+    _check_bytes(tensors, metadata.lm_head_checksum, weights)
+    return tensors[LM_HEAD_KEY]
+
+
+def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata]:
+    """Where the directory really stands, and its configuration."""
+    path = Path(path).absolute()
     if not path.is_dir() and previous_of(path).is_dir():
         logger.warning("The writer of %s was cut short; reading the directory it was to replace.", path)
         path = previous_of(path)
@@ -178,37 +207,15 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
             expected=f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
             do="Check the path.",
         )
-    config, metadata = _read_config(path / CONFIG_NAME)
-    for name, actor in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-        if actor is not None and getattr(config, name) != actor:
-            raise CheckpointError(
-                "The heads were made for another actor.",
-                given=f"{name} {getattr(config, name)} in {path}",
-                expected=f"{name} {actor}, the actor's",
-                do="Use heads that were trained for this actor, or train new ones.",
-            )
-    shapes = config.tensor_shapes()
-    if metadata.has_lm_head:
-        shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
-    weights = path / WEIGHTS_NAME
-    _check_names_and_shapes(read_header(weights), shapes, metadata.dtype, weights)
-    state = read_tensors(weights, list(config.tensor_shapes()))
-    if checksum(state) != metadata.checksum:
+    return path, *_read_config(path / CONFIG_NAME)
+
+
+def _check_bytes(tensors: dict[str, torch.Tensor], expected: str, path: Path) -> None:
+    given = checksum(tensors)
+    if given != expected:
         raise CheckpointError(
-            "The heads' bytes do not match their checksum.",
-            given=checksum(state),
-            expected=metadata.checksum,
-            do="Copy the directory again.",
+            f"The bytes of {path} do not match their checksum.", given=given, expected=expected, do="Copy the directory again."
         )
-    heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
-    heads.load_trainable_state(state)
-    return heads, metadata
-
-
-def load_lm_head(path: str | Path) -> torch.Tensor | None:
-    """The copy of the actor's lm_head that a (valid) heads directory includes, or None."""
-    weights = Path(path) / WEIGHTS_NAME
-    return read_tensors(weights, [LM_HEAD_KEY])[LM_HEAD_KEY] if LM_HEAD_KEY in read_header(weights) else None
 
 
 def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata]:
@@ -230,7 +237,9 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata]:
         )
     try:
         config = HeadsConfig.from_dict(section["heads"])
-        metadata = HeadsMetadata(section["version"], section["checksum"], section["dtype"], section["has_lm_head"], section["metadata"])
+        metadata = HeadsMetadata(
+            section["version"], section["checksum"], section["dtype"], section["lm_head_checksum"], section["metadata"]
+        )
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
             "The heads' configuration is damaged.", given=f"{path}: {error}", expected="heads/FORMAT.md", do="Save the heads again."
@@ -252,12 +261,13 @@ def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata
     faults = [f"{name} {getattr(config, name)} > {bound}" for name, bound in bounds.items() if getattr(config, name) > bound]
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")
-    if not isinstance(metadata.checksum, str) or len(metadata.checksum) != 64:
-        faults.append(f"checksum {metadata.checksum!r}")
+    for name, digest, lengths in (("checksum", metadata.checksum, (64,)), ("lm_head_checksum", metadata.lm_head_checksum, (0, 64))):
+        if not isinstance(digest, str) or len(digest) not in lengths:
+            faults.append(f"{name} {digest!r}")
     if metadata.dtype not in {str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.values()}:
         faults.append(f"dtype {metadata.dtype!r}")
-    if not isinstance(metadata.has_lm_head, bool) or not isinstance(metadata.metadata, dict):
-        faults.append("has_lm_head or metadata")
+    if not isinstance(metadata.metadata, dict):
+        faults.append(f"metadata {metadata.metadata!r}")
     outside = {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -277,7 +287,11 @@ def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata
         )
 
 
-def _check_names_and_shapes(header: Header, shapes: dict[str, tuple[int, ...]], dtype: str, path: Path) -> None:
+def _check_names_and_shapes(path: Path, config: HeadsConfig, metadata: HeadsMetadata) -> None:
+    """Compare the file's header with what the configuration implies, before any tensor is read."""
+    header, shapes = read_header(path), config.tensor_shapes()
+    if metadata.has_lm_head:
+        shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
     missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
     if missing or unknown:
         raise CheckpointError(
@@ -288,10 +302,10 @@ def _check_names_and_shapes(header: Header, shapes: dict[str, tuple[int, ...]], 
         )
     for name, shape in shapes.items():
         code, given = header[name]
-        if given != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != dtype:
+        if given != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != metadata.dtype:
             raise CheckpointError(
                 "A tensor in the file has the wrong shape or dtype.",
                 given=f"{name} {given} {code}",
-                expected=f"{shape} {dtype}",
+                expected=f"{shape} {metadata.dtype}",
                 do="Save the heads again.",
             )

@@ -1,0 +1,275 @@
+"""Replay: by hand, against plain loops, and against a simulated engine that counts as vLLM does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from heads.acceptance import (
+    ReplayResult,
+    draft_ids_for_rows,
+    draft_logprobs_for_rows,
+    paired_difference,
+    replay_estimate,
+    replay_probabilities,
+    replay_sampled,
+)
+from heads.config import KINDS, HeadsConfig
+from heads.errors import DataError
+from heads.modules import MedusaHeads
+from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
+
+EOS = 0
+
+
+def test_by_hand() -> None:
+    """One response 5 6 7 8 9 9, two heads. Stops: row 0 (both right, jump 3), row 3 (first wrong, jump 1), row 4 (one right, end)."""
+    response_M = torch.tensor([5, 6, 7, 8, 9, 9])
+    drafts_MK = torch.tensor([[6, 7], [0, 0], [0, 0], [1, 9], [9, 3], [4, 4]])
+    result = replay_estimate(drafts_MK, response_M, torch.tensor([6]))
+    assert (result.drafts, result.accepted_per_position) == (3.0, (2.0, 1.0))
+    assert result.mean_acceptance_length == 1 + 3 / 3
+    assert result.acceptance_per_position == (2 / 3, 1 / 3)
+    assert result.accepted_upper == 4.0  # At row 4 the second draft was behind the end: vLLM may have accepted it, unseen.
+
+
+def test_the_right_but_unreached_does_not_count() -> None:
+    """A wrong first draft ends the run, whatever stands behind it; averages over all rows would count row 1."""
+    drafts_MK = torch.tensor([[1, 7], [7, 8], [0, 0], [0, 0]])
+    result = replay_estimate(drafts_MK, torch.tensor([5, 6, 7, 8]), torch.tensor([4]))
+    assert (result.drafts, result.accepted_per_position) == (2.0, (1.0, 1.0))
+
+
+def test_short_responses() -> None:
+    """A response of one token ends before any draft; one of two tokens has one draft step, with one draft that is seen."""
+    result = replay_estimate(torch.full((3, 4), 6), torch.tensor([5, 5, 6]), torch.tensor([1, 2]))
+    assert result.drafts_S.tolist() == [0.0, 1.0]
+    assert result.accepted_SK.tolist() == [[0.0] * 4, [1.0, 0.0, 0.0, 0.0]]
+    assert result.unseen_S.tolist() == [0.0, 3.0]
+    assert replay_estimate(torch.full((1, 4), 6), torch.tensor([5]), torch.tensor([1])).mean_acceptance_length == 1.0
+
+
+def plain_replay(match_TK: list[list[bool]]) -> tuple[int, list[int]]:
+    """The definition as a loop over one response."""
+    length, heads = len(match_TK), len(match_TK[0])
+    row, drafts, accepted = 0, 0, [0] * heads
+    while row < length - 1:
+        drafts += 1
+        run = 0
+        while run < heads and row + run + 1 < length and match_TK[row][run]:
+            accepted[run] += 1
+            run += 1
+        row += run + 1
+    return drafts, accepted
+
+
+def test_one_hot_equals_a_plain_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths_S = torch.randint(1, 30, (50,), generator=generator)
+    match_MK = torch.rand(int(lengths_S.sum()), 3, generator=generator) < 0.6
+    result = replay_probabilities(match_MK, lengths_S)
+    start = 0
+    for index, length in enumerate(lengths_S.tolist()):
+        drafts, accepted = plain_replay(match_MK[start : start + length].tolist())
+        assert int(result.drafts_S[index]) == drafts and result.accepted_SK[index].tolist() == accepted
+        start += length
+
+
+def test_expectation_equals_enumeration_over_all_outcomes() -> None:
+    """Sampled drafts: the exact expectation against a sum over all 2^(T K) outcomes of a short response."""
+    generator = torch.Generator().manual_seed(1)
+    length, heads = 4, 2
+    accept_TK = torch.rand(length, heads, generator=generator).double()
+    drafts, accepted = 0.0, [0.0] * heads
+    for bits in itertools.product([False, True], repeat=length * heads):
+        match = [list(bits[t * heads : (t + 1) * heads]) for t in range(length)]
+        probability = math.prod(
+            float(accept_TK[t, k]) if match[t][k] else 1 - float(accept_TK[t, k]) for t in range(length) for k in range(heads)
+        )
+        one_drafts, one_accepted = plain_replay(match)
+        drafts += probability * one_drafts
+        accepted = [a + probability * b for a, b in zip(accepted, one_accepted, strict=True)]
+    result = replay_probabilities(accept_TK, torch.tensor([length]))
+    assert result.drafts == pytest.approx(drafts, rel=1e-12)
+    assert result.accepted_per_position == pytest.approx(accepted, rel=1e-12)
+
+
+class TinyEngine:
+    """Speculative decoding over a first-order Markov actor, counting as vLLM does.
+
+    As in vLLM, drafts are not shortened to the token limit, verification goes on behind an end token, tokens behind the end are
+    cut off after they were counted, and a finished request drafts no more.
+    """
+
+    def __init__(self, seed: int, vocab: int = 8, heads: int = 3, draft_temperature: float = 0.8) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        table = torch.Generator().manual_seed(99)
+        self.vocab, self.heads = vocab, heads
+        self.p_VV = (2.0 * torch.randn(vocab, vocab, generator=table)).softmax(-1).double()
+        self.p_VV[:, EOS] = 0.05 * self.p_VV[:, EOS].clamp(max=1.0) + 0.02
+        self.p_VV /= self.p_VV.sum(-1, keepdim=True)
+        # Head k reads the token of the row (its "hidden state") and no later one, as kind medusa does.
+        power, self.q_KVV = self.p_VV @ self.p_VV, []
+        for _ in range(heads):
+            self.q_KVV.append((power.log() / draft_temperature).softmax(-1))
+            power = power @ self.p_VV
+        self.drafts = self.accepted = 0
+
+    def draw(self, weights_V: torch.Tensor) -> int:
+        return int(torch.multinomial(weights_V, 1, generator=self.generator))
+
+    def verify(self, last: int, draft: int, q_V: torch.Tensor) -> tuple[int, bool]:
+        """The rejection rule: (token, accepted)."""
+        p_V = self.p_VV[last]
+        if float(torch.rand(1, generator=self.generator, dtype=torch.float64)) * float(q_V[draft]) < float(p_V[draft]):
+            return draft, True
+        return self.draw((p_V - q_V).clamp(min=0)), False
+
+    def generate(self, max_tokens: int, *, sampled: bool) -> tuple[list[int], list[int]]:
+        """One response, and the token each row stands on."""
+        rows, response = [1], [self.draw(self.p_VV[1])]
+        while response[-1] != EOS and len(response) < max_tokens:
+            state = rows[len(response) - 1]
+            step, run = [], 0
+            last = response[-1]
+            for k in range(self.heads):
+                q_V = self.q_KVV[k][state]
+                if not sampled:
+                    q_V = torch.zeros_like(q_V).index_fill_(0, q_V.argmax(), 1.0)
+                last, kept = self.verify(last, self.draw(q_V), q_V)
+                step.append(last)
+                if not kept:
+                    break
+                run += 1
+            else:
+                step.append(self.draw(self.p_VV[last]))
+            self.drafts, self.accepted = self.drafts + 1, self.accepted + run
+            for token in step:
+                rows.append(response[-1])
+                response.append(token)
+                if token == EOS or len(response) == max_tokens:
+                    break
+        return response, rows
+
+    def replay(self, responses: list[list[int]], rows: list[list[int]], *, sampled: bool) -> ReplayResult:
+        lengths_S = torch.tensor([len(r) for r in responses])
+        response_M = torch.tensor([t for r in responses for t in r])
+        row_M = torch.tensor([t for r in rows for t in r])
+        segment_M = segments_from_lengths(lengths_S)
+        q_MKV = torch.stack([q_VV[row_M] for q_VV in self.q_KVV], dim=1)
+        if not sampled:
+            return replay_estimate(q_MKV.argmax(-1), response_M, lengths_S)
+        targets_MK, _ = head_targets(response_M, segment_M, self.heads)
+        return replay_sampled(q_MKV.gather(-1, targets_MK.unsqueeze(-1)).squeeze(-1).log(), self.p_VV[row_M, response_M].log(), lengths_S)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 40])
+def test_one_hot_replay_reproduces_the_counters_of_the_engine_that_drafted(max_tokens: int) -> None:
+    """Pathwise: the number of draft steps exactly, the accepted tokens up to what was accepted behind the ends."""
+    engine = TinyEngine(0)
+    responses, rows = zip(*(engine.generate(max_tokens, sampled=False) for _ in range(150)), strict=True)
+    result = engine.replay(list(responses), list(rows), sampled=False)
+    assert result.drafts == engine.drafts
+    assert result.accepted <= engine.accepted <= result.accepted_upper
+    if max_tokens == 40:
+        assert 1 + engine.accepted / engine.drafts == pytest.approx(result.mean_acceptance_length, rel=0.03)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_replay_of_plain_rollouts_predicts_the_counters(sampled: bool) -> None:
+    """In law: rollouts made without any drafts predict what drafting would count, within 3 % and within noise."""
+    engine, plain = TinyEngine(1), TinyEngine(2)
+    for _ in range(300):
+        engine.generate(60, sampled=sampled)
+    responses, rows = [], []
+    for _ in range(300):
+        response = [plain.draw(plain.p_VV[1])]
+        while response[-1] != EOS and len(response) < 60:
+            response.append(plain.draw(plain.p_VV[response[-1]]))
+        responses.append(response)
+        rows.append([1, *response[:-1]])
+    result = plain.replay(responses, rows, sampled=sampled)
+    interval = result.confidence_interval(0.9999)
+    width = interval.high - interval.low
+    assert result.mean_acceptance_length > 1.15
+    assert 1 + engine.accepted / engine.drafts == pytest.approx(result.mean_acceptance_length, abs=width + 0.01)
+
+
+def test_sampled_becomes_one_hot_when_the_draft_temperature_goes_to_zero() -> None:
+    generator = torch.Generator().manual_seed(3)
+    heads = MedusaHeads(HeadsConfig(8, 12, 2))
+    lm_head_VD, hidden_MD = torch.randn(12, 8, generator=generator), torch.randn(90, 8, generator=generator)
+    lengths_S, response_M = torch.tensor([40, 50]), torch.randint(12, (90,), generator=generator)
+    targets_MK, _ = head_targets(response_M, segments_from_lengths(lengths_S), 2)
+    logq_QMK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(1e-6, 1.0))
+    cold = replay_sampled(logq_QMK[0], torch.full((90,), -1e-9), lengths_S)
+    one_hot = replay_estimate(draft_ids_for_rows(heads, hidden_MD, lm_head_VD), response_M, lengths_S)
+    assert cold.mean_acceptance_length == pytest.approx(one_hot.mean_acceptance_length, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(8, 12, 3, kind, rank=2))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    lm_head_VD, embedding_VD, hidden_MD = torch.randn(12, 8), torch.randn(12, 8), torch.randn(31, 8)
+    response_M, lengths_S = torch.randint(12, (31,)), torch.tensor([11, 20])
+    segment_M = segments_from_lengths(lengths_S)
+    condition_MK, (targets_MK, _) = condition_ids(response_M, segment_M, 3), head_targets(response_M, segment_M, 3)
+    logits_MKV = heads(hidden_MD, lm_head_VD, condition=condition_MK, embedding_VD=embedding_VD)
+    ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, condition_MK=condition_MK, embedding_VD=embedding_VD, chunk_rows=7)
+    assert torch.equal(ids_MK, logits_MKV.argmax(-1))
+    logq_QMK = draft_logprobs_for_rows(
+        heads,
+        hidden_MD,
+        targets_MK,
+        lm_head_VD,
+        temperatures=(0.5, 2.0),
+        condition_MK=condition_MK,
+        embedding_VD=embedding_VD,
+        chunk_rows=7,
+    )
+    for index, temperature in enumerate((0.5, 2.0)):
+        expected = (logits_MKV / temperature).log_softmax(-1).gather(-1, targets_MK.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(logq_QMK[index], expected, rtol=1e-4, atol=1e-5)
+    assert head_logprobs(torch.zeros(31), segment_M, 3).shape == targets_MK.shape
+
+
+def test_confidence_interval_covers_and_is_repeatable() -> None:
+    """Of 60 data sets with a known mean acceptance length, the 90 % interval covers most; the same seed gives the same interval."""
+    generator = torch.Generator().manual_seed(5)
+    lengths_S, rate, covered = torch.full((40,), 30), 0.5, 0
+    truth = replay_probabilities(torch.full((3000, 2), rate), torch.full((100,), 30)).mean_acceptance_length
+    for _ in range(60):
+        result = replay_probabilities(torch.rand(1200, 2, generator=generator) < rate, lengths_S)
+        interval = result.confidence_interval(0.9, resamples=200, seed=1)
+        assert interval == result.confidence_interval(0.9, resamples=200, seed=1) and interval.low <= interval.value <= interval.high
+        covered += interval.low <= truth <= interval.high
+    assert covered >= 45
+
+
+def test_paired_difference_sees_what_separate_intervals_hide() -> None:
+    """Sequences differ widely, the two sets of heads by little: only the paired interval excludes zero."""
+    generator = torch.Generator().manual_seed(6)
+    lengths_S = torch.full((60,), 30)
+    rate_S = torch.rand(60, generator=generator) * 0.8 + 0.1
+    rate_MK = rate_S.repeat_interleave(30).unsqueeze(1).expand(-1, 2)
+    better, worse = replay_probabilities(rate_MK * 1.05, lengths_S), replay_probabilities(rate_MK, lengths_S)
+    difference = paired_difference(better, worse, seed=3)
+    assert difference.low > 0 and difference.value == pytest.approx(better.mean_acceptance_length - worse.mean_acceptance_length)
+    assert better.confidence_interval().low < worse.confidence_interval().high
+    same = paired_difference(worse, worse)
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    with pytest.raises(DataError, match="same sequences"):
+        paired_difference(better, replay_probabilities(rate_MK[:30], torch.tensor([30])))
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0], [2, 2]])
+def test_lengths_that_do_not_fit(lengths: list[int]) -> None:
+    with pytest.raises(DataError, match="lengths"):
+        replay_estimate(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))

@@ -1,0 +1,334 @@
+"""The native directory: round trips, hostile files, atomic replacement, and what stock vLLM makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads import checkpoint
+from heads.checkpoint import checksum, load_heads, load_lm_head, load_state, previous_of, save_heads, save_state
+from heads.config import KINDS, LM_HEADS, HeadsConfig
+from heads.errors import CheckpointError, ConfigError
+from heads.modules import MedusaHeads
+
+D, V, K = 16, 40, 3
+
+
+def build(kind: str = "medusa", lm_head: str = "shared", layers: int = 2) -> MedusaHeads:
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return heads
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_heads(tmp_path / "heads", build(), lm_head_VD=torch.ones(V, D), version=3, metadata={"note": "a"})
+    return tmp_path / "heads"
+
+
+def edit_config(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = dict(load_file(path / "model.safetensors"))
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype) -> None:
+    heads = build(kind, lm_head).to(dtype)
+    lm_head_VD = torch.randn(V, D)
+    save_heads(tmp_path / "a", heads, lm_head_VD=lm_head_VD, version=7, metadata={"loss": "tv"})
+    again, metadata = load_heads(tmp_path / "a", hidden_size=D, vocab_size=V)
+    assert again.config == heads.config and again.dtype == dtype
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
+    assert (metadata.version, metadata.metadata, metadata.has_lm_head) == (7, {"loss": "tv"}, lm_head == "shared")
+    assert metadata.checksum == checksum(heads.trainable_state())
+    stored = load_lm_head(tmp_path / "a")
+    assert (stored is None) == (lm_head == "own")
+    assert stored is None or torch.equal(stored, lm_head_VD.to(dtype))
+
+
+def test_without_lm_head(tmp_path: Path) -> None:
+    save_heads(tmp_path / "a", build())
+    assert load_heads(tmp_path / "a")[1].has_lm_head is False and load_lm_head(tmp_path / "a") is None
+
+
+def test_replacing_leaves_one_whole_directory(saved: Path) -> None:
+    save_heads(saved, build("hydra"), version=4)
+    assert load_heads(saved)[1].version == 4
+    assert [p.name for p in saved.parent.iterdir()] == ["heads"]
+    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_writer_that_dies_at_any_rename_leaves_readable_heads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.rename, []
+
+    def dies_at_second(source: str | Path, target: str | Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError("killed")
+        real(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "rename", dies_at_second)
+    with pytest.raises(OSError, match="killed"):
+        save_heads(saved, build("hydra"), version=4)
+    assert not saved.exists() and load_heads(saved)[1].version == 3
+    monkeypatch.undo()
+    save_heads(saved, build("hydra"), version=5)
+    assert load_heads(saved)[1].version == 5 and not previous_of(saved).exists()
+
+
+def test_a_failed_write_leaves_the_old_directory(saved: Path) -> None:
+    broken = build()
+    with torch.no_grad():
+        broken.blocks[0][0, 0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="NaN"):
+        save_heads(saved, broken, version=4)
+    with pytest.raises(ConfigError, match="lm_head"):
+        save_heads(saved, build(), lm_head_VD=torch.ones(V + 1, D))
+    with pytest.raises(TypeError):
+        save_heads(saved, build(), metadata={"not JSON": object()})
+    assert load_heads(saved)[1].version == 3 and [p.name for p in saved.parent.iterdir()] == ["heads"]
+
+
+def test_heads_of_another_actor_are_named(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="hidden_size 16"):
+        load_heads(saved, hidden_size=32)
+    with pytest.raises(CheckpointError, match="vocab_size 41"):
+        load_heads(saved, vocab_size=41)
+
+
+# ---- hostile files ------------------------------------------------------------------------------------------------------
+
+
+def _truncate(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-100])
+
+
+def _header_lies(length: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = (path / "model.safetensors").read_bytes()
+        (path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + data[8:])
+
+    return change
+
+
+def _rewrite_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        data = (path / "model.safetensors").read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return rewrite
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    return header["blocks.0.layers.0.weight"]
+
+
+def _config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda path: edit_config(path, change)
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda path: edit_tensors(path, change)
+
+
+def _flip_a_bit(path: Path) -> None:
+    edit_tensors(path, lambda t: t[BLOCK].view(torch.int32)[0, 0].bitwise_xor_(1))
+
+
+def _fifo(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+
+
+BLOCK = "blocks.0.layers.0.weight"
+HOSTILE: dict[str, Callable[[Path], Any]] = {
+    "no directory": shutil.rmtree,
+    "a file instead of a directory": lambda path: (shutil.rmtree(path), path.write_text("x")),
+    "no config": lambda path: (path / "config.json").unlink(),
+    "no weights": lambda path: (path / "model.safetensors").unlink(),
+    "empty weights": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "weights are a pipe": _fifo,
+    "config is a directory": lambda path: ((path / "config.json").unlink(), (path / "config.json").mkdir()),
+    "truncated": _truncate,
+    "huge header length": _header_lies(1 << 62),
+    "header longer than the file": _header_lies(1 << 20),
+    "header of length zero": _header_lies(0),
+    "trailing bytes": lambda path: (path / "model.safetensors").open("ab").write(b"x" * 64),
+    "header is a list": lambda path: (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"),
+    "header is not UTF-8": lambda path: (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"\xff\xfe"),
+    "deeply nested header": lambda path: (path / "model.safetensors").write_bytes((200000).to_bytes(8, "little") + b"[" * 200000),
+    "overlapping tensors": _rewrite_header(lambda h: _first(h).update(data_offsets=[0, 4])),
+    "offsets beyond the file": _rewrite_header(lambda h: _first(h).update(data_offsets=[0, 1 << 50])),
+    "negative offset": _rewrite_header(lambda h: _first(h).update(data_offsets=[-4, 1020])),
+    "shape of huge numbers": _rewrite_header(lambda h: _first(h).update(shape=[1 << 40, 1 << 40])),
+    "shape that is text": _rewrite_header(lambda h: _first(h).update(shape="16x16")),
+    "entry without dtype": _rewrite_header(lambda h: _first(h).pop("dtype")),
+    "unheard-of dtype": _rewrite_header(lambda h: _first(h).update(dtype="F8_E4M3")),
+    "dtype that lies about the bytes": _rewrite_header(lambda h: _first(h).update(dtype="BF16")),
+    "wrong shape": _tensors(lambda t: t.update({BLOCK: torch.zeros(D, D + 1)})),
+    "transposed sizes": _tensors(lambda t: t.update({BLOCK: torch.zeros(D * D)})),
+    "wrong dtype": _tensors(lambda t: t.update({BLOCK: torch.zeros(D, D, dtype=torch.float16)})),
+    "missing tensor": _tensors(lambda t: t.pop(BLOCK)),
+    "unknown tensor": _tensors(lambda t: t.update({"blocks.9.layers.0.weight": torch.zeros(D, D)})),
+    "tensor named like a path": _tensors(lambda t: t.update({"../../../tmp/x": torch.zeros(1)})),
+    "bias that nobody reads": _tensors(lambda t: t.update({"blocks.0.layers.0.bias": torch.zeros(D)})),
+    "NaN": _tensors(lambda t: t[BLOCK].fill_(float("nan"))),
+    "infinity": _tensors(lambda t: t[BLOCK][0].fill_(float("inf"))),
+    "a flipped bit": _flip_a_bit,
+    "missing lm_head": _tensors(lambda t: t.pop("lm_head.weight")),
+    "config is not JSON": lambda path: (path / "config.json").write_text("{"),
+    "config is a number": lambda path: (path / "config.json").write_text("1"),
+    "config with a key twice": lambda path: (path / "config.json").write_text('{"model_type": "medusa", "model_type": "x"}'),
+    "config of 2 MiB": lambda path: (path / "config.json").write_text('{"x": "' + "a" * (2 << 20) + '"}'),
+    "foreign config": _config(lambda c: c.pop("medusa_ppo")),
+    "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=2)),
+    "no heads section": _config(lambda c: c["medusa_ppo"].pop("heads")),
+    "heads section is a list": _config(lambda c: c["medusa_ppo"].update(heads=[1])),
+    "unknown heads key": _config(lambda c: c["medusa_ppo"]["heads"].update(pickle="x")),
+    "unknown kind": _config(lambda c: c["medusa_ppo"]["heads"].update(kind="../../x")),
+    "a billion heads": _config(lambda c: (c.update(num_heads=10**9), c["medusa_ppo"]["heads"].update(num_heads=10**9))),
+    "another number of heads": _config(lambda c: (c.update(num_heads=2), c["medusa_ppo"]["heads"].update(num_heads=2))),
+    "keys for vLLM that disagree": _config(lambda c: c.update(num_heads=2)),
+    "negative version": _config(lambda c: c["medusa_ppo"].update(version=-1)),
+    "version is true": _config(lambda c: c["medusa_ppo"].update(version=True)),
+    "dtype is a path": _config(lambda c: c["medusa_ppo"].update(dtype="load")),
+    "another checksum": _config(lambda c: c["medusa_ppo"].update(checksum="0" * 64)),
+    "checksum is a list": _config(lambda c: c["medusa_ppo"].update(checksum=[])),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_directories_are_refused(saved: Path, name: str) -> None:
+    load_heads(saved)
+    HOSTILE[name](saved)
+    with pytest.raises(CheckpointError) as caught:
+        load_heads(saved)
+    assert "do this:" in str(caught.value)
+
+
+def test_a_changed_lm_head_is_refused(saved: Path) -> None:
+    assert load_lm_head(saved) is not None
+    edit_tensors(saved, lambda t: t["lm_head.weight"].mul_(2))
+    with pytest.raises(CheckpointError, match="checksum"):
+        load_lm_head(saved)
+
+
+def test_validation_stands_before_allocation(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with a wrong shape is refused without a tensor being read or a module being built."""
+    edit_tensors(saved, lambda t: t.update({BLOCK: torch.zeros(D, D + 1)}))
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("allocated before validation")
+
+    monkeypatch.setattr(checkpoint, "read_tensors", forbidden)
+    monkeypatch.setattr(checkpoint, "MedusaHeads", forbidden)
+    with pytest.raises(CheckpointError, match="shape"):
+        load_heads(saved)
+
+
+# ---- single files ----------------------------------------------------------------------------------------------------------
+
+
+def test_state_round_trip(tmp_path: Path) -> None:
+    state = build("hydra").trainable_state()
+    save_state(tmp_path / "s.safetensors", state)
+    again = load_state(tmp_path / "s.safetensors")
+    assert checksum(again) == checksum(state) and set(again) == set(state)
+    assert [p.name for p in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_hostile_state_files(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    with pytest.raises(CheckpointError, match="NaN"):
+        save_state(path, {"x": torch.tensor([float("nan")])})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="missing"):
+        load_state(path)
+    save_file({"x": torch.tensor([float("nan")])}, path)
+    with pytest.raises(CheckpointError, match="NaN"):
+        load_state(path)
+    path.write_bytes(b"PK\x03\x04" + b"x" * 100)
+    with pytest.raises(CheckpointError):
+        load_state(path)
+    torch.save({"x": torch.zeros(3)}, path)
+    with pytest.raises(CheckpointError):
+        load_state(path)
+
+
+def test_checksum_sees_names_shapes_dtypes_and_bytes() -> None:
+    base = {"a": torch.arange(6.0), "b": torch.zeros(2)}
+    others = [
+        {"a": torch.arange(6.0), "c": torch.zeros(2)},
+        {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2)},
+        {"a": torch.arange(6.0).int().view(torch.int32), "b": torch.zeros(2)},
+        {"a": torch.arange(6.0) + 1e-7, "b": torch.zeros(2)},
+    ]
+    assert checksum(base) == checksum(dict(reversed(base.items())))
+    assert checksum(base) == checksum({"a": torch.arange(12.0)[::2] / 2, "b": torch.zeros(2)})
+    assert len({checksum(base), *(checksum(other) for other in others)}) == 5
+
+
+# ---- stock vLLM ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+def test_config_for_stock_vllm(tmp_path: Path, lm_head: str) -> None:
+    """The nine keys that vLLM <= 0.32 reads, and nothing else of ours at the top level (research: it renames keys with 'num')."""
+    save_heads(tmp_path / "a", build("medusa", lm_head), lm_head_VD=torch.ones(V, D))
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config.pop("medusa_ppo")
+    assert config == {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": D,
+        "vocab_size": V,
+        "num_heads": K,
+        "num_hidden_layers": 2,
+        "truncated_vocab_size": V,
+        "original_lm_head": lm_head == "shared",
+        "medusa_fc_bias": False,
+    }
+    names = set(load_file(tmp_path / "a" / "model.safetensors"))
+    blocks = {f"blocks.{k}.layers.{layer}.weight" for k in range(K) for layer in range(2)}
+    assert names == blocks | ({"lm_head.weight"} if lm_head == "shared" else {f"lm_heads.{k}.weight" for k in range(K)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_vllm_reads_medusa_and_refuses_the_other_kinds(tmp_path: Path, kind: str) -> None:
+    """vLLM's own configuration loader, without an engine: a kind that stock vLLM can't run must not load as something else."""
+    pytest.importorskip("vllm")
+    from vllm.transformers_utils.config import get_config
+
+    save_heads(tmp_path / "a", build(kind), lm_head_VD=torch.ones(V, D))
+    if kind == "medusa":
+        config = get_config(str(tmp_path / "a"), trust_remote_code=False)
+        assert (type(config).__name__, config.num_heads, config.num_hidden_layers, config.original_lm_head) == ("MedusaConfig", K, 2, True)
+        assert config.architectures == ["MedusaModel"] and config.truncated_vocab_size == V
+    else:
+        with pytest.raises(ValueError, match="medusa_ppo"):
+            get_config(str(tmp_path / "a"), trust_remote_code=False)

@@ -1,0 +1,232 @@
+"""Chunked losses against their plain references, values and gradients; and what they must never do."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from heads.config import HeadsConfig
+from heads.errors import ConfigError
+from heads.losses import LossConfig, Teacher, head_cross_entropy, head_loss, reference_head_cross_entropy, reference_head_loss
+from heads.modules import MedusaHeads
+
+D, V, K, N = 16, 40, 3, 23
+CONFIGS = {
+    "ce": LossConfig(),
+    "tv": LossConfig.named("tv"),
+    "ce_tv": LossConfig.named("ce_tv"),
+    "kl": LossConfig.named("kl"),
+    "all": LossConfig(0.3, 1.0, 0.7),
+    "ce_auf": LossConfig(accept_until_fail=0.2),
+    "tv_auf": LossConfig(0.0, 1.0, accept_until_fail=0.0),
+    "kl_auf": LossConfig(0.0, 0.0, 1.0, accept_until_fail=0.0),
+}
+
+
+class Case:
+    """Random heads and rows of one kind, with behaviour log-probs on both sides of the heads' own."""
+
+    def __init__(self, kind: str, lm_head: str, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        self.heads = MedusaHeads(HeadsConfig(D, V, K, kind, 1, lm_head, rank=4))
+        self.lm_head_VD = torch.randn(V, D, generator=generator).to(dtype)
+        self.embedding_VD = torch.randn(V, D, generator=generator).to(dtype)
+        if lm_head == "own":
+            self.heads.init_own_lm_heads(self.lm_head_VD)
+        with torch.no_grad():
+            for parameter in self.heads.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        self.heads.to(dtype)
+        self.hidden_ND = torch.randn(N, D, generator=generator).to(dtype)
+        self.condition_NK = torch.randint(V, (N, K), generator=generator)
+        self.targets_NK = torch.randint(V, (N, K), generator=generator)
+        self.mask_NK = torch.rand(N, K, generator=generator) > 0.2
+        self.logprobs_NK = -6 * torch.rand(N, K, generator=generator)
+        self.teacher = Teacher(self.hidden_ND, torch.randint(N, (N, K), generator=generator), self.lm_head_VD, 0.7)
+
+    def chunked(self, config: LossConfig, chunk_rows: int | None = 5, *, logprobs: bool = True) -> torch.Tensor:
+        factored = self.heads.factored(self.hidden_ND, self.lm_head_VD, condition=self.condition_NK, embedding_VD=self.embedding_VD)
+        logprobs_NK = self.logprobs_NK if logprobs else None
+        return head_loss(
+            factored, self.targets_NK, self.mask_NK, config, logprobs_NK=logprobs_NK, teacher=self.teacher, chunk_rows=chunk_rows
+        )
+
+    def reference(self, config: LossConfig, *, logprobs: bool = True) -> torch.Tensor:
+        logits_NKV = self.heads(self.hidden_ND, self.lm_head_VD, condition=self.condition_NK, embedding_VD=self.embedding_VD)
+        teacher_NKV = F.linear(self.hidden_ND[self.teacher.rows_NK], self.lm_head_VD).float() / self.teacher.temperature
+        logprobs_NK = self.logprobs_NK if logprobs else None
+        return reference_head_loss(
+            logits_NKV, self.targets_NK, self.mask_NK, config, logprobs_NK=logprobs_NK, teacher_logits_NKV=teacher_NKV
+        )
+
+    def gradients(self, loss_K: torch.Tensor) -> list[torch.Tensor]:
+        """Of a sum with unequal weights, so that a head's gradient scaled by another head's weight would show."""
+        self.heads.zero_grad()
+        (loss_K * torch.tensor([1.0, 2.0, 5.0])).sum().backward()
+        return [parameter.grad.float().clone() for parameter in self.heads.parameters()]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "lm_head"), [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("markov", "own"), ("hydra", "shared")]
+)
+def test_values_and_gradients_float32(name: str, kind: str, lm_head: str) -> None:
+    case, config = Case(kind, lm_head), CONFIGS[name]
+    chunked_K, reference_K = case.chunked(config), case.reference(config)
+    torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
+    for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5 * max(1.0, float(plain.abs().max())))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared")])
+def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> None:
+    """Only the products are bfloat16: the loss itself is not rounded to it, and gradients agree in direction and size."""
+    case, config = Case(kind, lm_head, torch.bfloat16), CONFIGS[name]
+    chunked_K, reference_K = case.chunked(config), case.reference(config)
+    assert chunked_K.dtype == torch.float32
+    torch.testing.assert_close(chunked_K, reference_K, rtol=1e-4, atol=1e-5)
+    for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
+        assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, N, 1000, None])
+def test_the_size_of_a_chunk_does_not_matter(chunk_rows: int | None) -> None:
+    case = Case("markov", "own")
+    config = CONFIGS["all"]
+    torch.testing.assert_close(case.chunked(config, chunk_rows), case.chunked(config, N), rtol=1e-5, atol=1e-6)
+    for a, b in zip(case.gradients(case.chunked(config, chunk_rows)), case.gradients(case.chunked(config, N)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_accept_until_fail_without_logprobs_is_one_hot() -> None:
+    case, config = Case("medusa", "shared"), CONFIGS["ce_auf"]
+    with torch.no_grad():  # Make half of head 1's and 2's drafts right, so that the later heads' weights differ.
+        logits_NKV = case.heads(case.hidden_ND, case.lm_head_VD)
+        case.targets_NK[::2] = logits_NKV.argmax(-1)[::2]
+    chunked_K, reference_K = case.chunked(config, logprobs=False), case.reference(config, logprobs=False)
+    torch.testing.assert_close(chunked_K, reference_K)
+    assert not torch.allclose(chunked_K[1:], case.reference(LossConfig())[1:])
+    for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_against_torch_cross_entropy() -> None:
+    """The references are not their own judge: PyTorch's cross-entropy says the same, and so does its chunked linear one."""
+    case = Case("medusa", "shared")
+    features_NKD = case.heads.features(case.hidden_ND)
+    ours_K = head_cross_entropy(features_NKD, case.lm_head_VD, case.targets_NK, case.mask_NK, chunk_rows=4)
+    logits_NKV = F.linear(features_NKD, case.lm_head_VD)
+    torch.testing.assert_close(ours_K, reference_head_cross_entropy(logits_NKV, case.targets_NK, case.mask_NK))
+    for k in range(K):
+        targets_N = torch.where(case.mask_NK[:, k], case.targets_NK[:, k], -100)
+        torch.testing.assert_close(ours_K[k], F.cross_entropy(logits_NKV[:, k], targets_N))
+        fused = F.linear_cross_entropy(features_NKD[:, k], case.lm_head_VD, targets_N, options=torch.nn.LinearCrossEntropyOptions())
+        torch.testing.assert_close(ours_K[k], fused)
+
+
+def test_total_variation_of_on_policy_tokens() -> None:
+    """Mean of 1 - min(1, q/p) over tokens drawn from p is TV(p, q) = 1 - sum min(p, q)."""
+    generator = torch.Generator().manual_seed(0)
+    p_V, q_V = (torch.randn(V, generator=generator).softmax(-1) for _ in range(2))
+    draws_N = torch.multinomial(p_V, 200_000, replacement=True, generator=generator)
+    loss = reference_head_loss(
+        q_V.log().expand(1, 1, V).expand(draws_N.numel(), 1, V),
+        draws_N[:, None],
+        torch.ones(draws_N.numel(), 1, dtype=torch.bool),
+        LossConfig.named("tv"),
+        logprobs_NK=p_V.log()[draws_N][:, None],
+    )
+    exact = float(1 - torch.minimum(p_V, q_V).sum())
+    assert abs(float(loss) - exact) < 4 * 0.5 / math.sqrt(draws_N.numel())
+
+
+def test_heads_without_a_position_lose_nothing() -> None:
+    case = Case("medusa", "shared")
+    case.mask_NK[:, 1] = False
+    loss_K = case.chunked(LossConfig())
+    assert loss_K[1].item() == 0.0 and bool(torch.isfinite(loss_K).all())
+    case.gradients(loss_K)
+    assert not bool(case.heads.blocks[0].grad[1].any()) and bool(case.heads.blocks[0].grad[0].any())
+
+
+def test_masked_positions_do_not_count() -> None:
+    case = Case("medusa", "shared")
+    before = case.chunked(CONFIGS["all"]).detach()
+    case.targets_NK[~case.mask_NK] = 1
+    case.logprobs_NK[~case.mask_NK] = 0.0
+    torch.testing.assert_close(case.chunked(CONFIGS["all"]).detach(), before)
+
+
+def test_the_frozen_lm_head_never_gets_a_gradient() -> None:
+    case = Case("medusa", "shared")
+    case.lm_head_VD.requires_grad_()
+    features_NKD = case.heads.features(case.hidden_ND)
+    head_cross_entropy(features_NKD, case.lm_head_VD, case.targets_NK, case.mask_NK).sum().backward()
+    assert case.lm_head_VD.grad is None and bool(case.heads.blocks[0].grad.any())
+
+
+def test_extreme_logits_stay_finite() -> None:
+    case = Case("medusa", "shared")
+    case.lm_head_VD = case.lm_head_VD * 300
+    case.logprobs_NK = torch.full_like(case.logprobs_NK, -90.0)
+    loss_K = case.chunked(CONFIGS["all"])
+    assert bool(torch.isfinite(loss_K).all()) and all(bool(torch.isfinite(g).all()) for g in case.gradients(loss_K))
+
+
+def test_no_gradient_no_work() -> None:
+    case = Case("medusa", "own")
+    with torch.no_grad():
+        loss_K = case.chunked(CONFIGS["ce_tv"])
+    assert not loss_K.requires_grad
+    torch.testing.assert_close(loss_K, case.reference(CONFIGS["ce_tv"]).detach())
+
+
+def test_used_up_gradients_are_an_error() -> None:
+    loss_K = Case("medusa", "shared").chunked(LossConfig())
+    loss_K.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used up"):
+        loss_K.sum().backward()
+
+
+def test_missing_inputs_are_named() -> None:
+    case = Case("medusa", "shared")
+    with pytest.raises(ConfigError, match="log-probs"):
+        case.chunked(LossConfig.named("tv"), logprobs=False)
+    case.teacher = None
+    with pytest.raises(ConfigError, match="distribution"):
+        case.chunked(LossConfig.named("kl"))
+    with pytest.raises(ConfigError, match="Unknown loss"):
+        LossConfig.named("mse")
+    with pytest.raises(ConfigError, match="weight"):
+        LossConfig(0.0, 0.0, 0.0)
+    with pytest.raises(ConfigError, match="targets"):
+        head_cross_entropy(torch.zeros(4, K, D), case.lm_head_VD, torch.zeros(5, K, dtype=torch.int64), torch.ones(4, K, dtype=torch.bool))
+
+
+PEAK = """
+import resource, sys, torch
+from heads.losses import LossConfig, head_loss
+from heads.modules import FactoredLogits
+rows = int(sys.argv[1])
+torch.set_num_threads(1)
+features = torch.zeros(rows, 2, 16, requires_grad=True)
+weight = torch.zeros(8192, 16)
+ids, mask = torch.zeros(rows, 2, dtype=torch.int64), torch.ones(rows, 2, dtype=torch.bool)
+head_loss(FactoredLogits(features[:64], weight), ids[:64], mask[:64], LossConfig(), chunk_rows=64).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+head_loss(FactoredLogits(features, weight), ids, mask, LossConfig(), chunk_rows=64).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
+    """8,192 rows x 2 heads x 8,192 tokens are 512 MiB of float32 logits; the loss may add a few MiB for features and gradients."""
+    done = subprocess.run([sys.executable, "-c", PEAK, "8192"], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 32 * 1024

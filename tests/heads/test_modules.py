@@ -1,0 +1,196 @@
+"""MedusaHeads: what each kind computes, teacher-forced and step by step, and how its state travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from heads.config import KINDS, LM_HEADS, HeadsConfig
+from heads.errors import CheckpointError, ConfigError
+from heads.modules import MedusaHeads, rms_normalise
+from heads.targets import condition_ids
+
+D, V, K, B, T = 16, 40, 3, 2, 9
+
+
+def build(kind: str, lm_head: str = "shared", layers: int = 2, *, noise: float = 0.2) -> MedusaHeads:
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4))
+    if lm_head == "own":
+        heads.init_own_lm_heads(tables()[0])
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return heads
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(V, D, generator=generator), torch.randn(V, D, generator=generator)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(B, T, D, generator=generator), torch.randint(V, (B, T), generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+def test_untrained_heads_are_lm_head(kind: str, lm_head: str) -> None:
+    lm_head_VD, embedding_VD = tables()
+    hidden_BTD, next_ids_BT = rows()
+    heads = build(kind, lm_head, noise=0.0)
+    logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
+    expected_BTV = F.linear(hidden_BTD, lm_head_VD)
+    torch.testing.assert_close(logits_BTKV, expected_BTV.unsqueeze(2).expand_as(logits_BTKV))
+
+
+def test_medusa_by_hand() -> None:
+    """One batched product equals head after head, layer after layer; layers are not tied."""
+    heads, (lm_head_VD, _), (hidden_BTD, _) = build("medusa"), tables(), rows()
+    logits_BTKV = heads(hidden_BTD, lm_head_VD)
+    assert logits_BTKV.shape == (B, T, K, V)
+    state = heads.trainable_state()
+    for k in range(K):
+        x_BTD = hidden_BTD
+        for layer in range(2):
+            x_BTD = x_BTD + F.silu(F.linear(x_BTD, state[f"blocks.{k}.layers.{layer}.weight"]))
+        torch.testing.assert_close(logits_BTKV[:, :, k], F.linear(x_BTD, lm_head_VD))
+    assert not torch.equal(state["blocks.0.layers.0.weight"], state["blocks.0.layers.1.weight"])
+
+
+def test_markov_by_hand() -> None:
+    """Head k's bias comes from the token right before its target: x_{t+k} = next_ids[t + k - 1]."""
+    heads, (lm_head_VD, _), (hidden_BTD, next_ids_BT) = build("markov", layers=1), tables(), rows()
+    logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT)
+    state = heads.trainable_state()
+    for k in range(K):
+        x_BTD = hidden_BTD + F.silu(F.linear(hidden_BTD, state[f"blocks.{k}.layers.0.weight"]))
+        for t in range(T - k):
+            bias_BV = state[f"markov.{k}.in.weight"][next_ids_BT[:, t + k]] @ state[f"markov.{k}.out.weight"].T
+            torch.testing.assert_close(logits_BTKV[:, t, k], F.linear(x_BTD[:, t], lm_head_VD) + bias_BV)
+
+
+def test_hydra_by_hand() -> None:
+    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = build("hydra", layers=1), tables(), rows()
+    logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
+    state = heads.trainable_state()
+    for k in range(K):
+        for t in range(T - k):
+            parts = [rms_normalise(hidden_BTD[:, t])] + [rms_normalise(embedding_VD[next_ids_BT[:, t + j]]) for j in range(k + 1)]
+            x_BD = hidden_BTD[:, t] + F.linear(
+                F.silu(F.linear(torch.cat(parts, -1), state[f"mlps.{k}.in.weight"])), state[f"mlps.{k}.out.weight"]
+            )
+            x_BD = x_BD + F.silu(F.linear(x_BD, state[f"blocks.{k}.layers.0.weight"]))
+            torch.testing.assert_close(logits_BTKV[:, t, k], F.linear(x_BD, lm_head_VD), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+def test_step_by_step_equals_teacher_forced(kind: str, lm_head: str) -> None:
+    """The one definition of which token conditions which head, checked from both sides."""
+    lm_head_VD, embedding_VD = tables()
+    hidden_BTD, next_ids_BT = rows()
+    heads = build(kind, lm_head)
+    logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
+    for t in range(T - K):
+        state = heads.start_draft(hidden_BTD[:, t])
+        for k in range(K):
+            # Before head k + 1 drafts, the newest known token is next_ids[t + k]: x_{t+1} was sampled by the actor.
+            logits_BV = heads.draft_step(state, next_ids_BT[:, t + k], lm_head_VD, embedding_VD=embedding_VD)
+            torch.testing.assert_close(logits_BV, logits_BTKV[:, t, k], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["markov", "hydra"])
+def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) -> None:
+    lm_head_VD, embedding_VD = tables()
+    hidden_BTD, next_ids_BT = rows()
+    heads = build(kind)
+    condition_BTK = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), K)
+    before = heads(hidden_BTD, lm_head_VD, condition=condition_BTK, embedding_VD=embedding_VD)
+    for j in range(K):
+        changed_BTK = condition_BTK.clone()
+        changed_BTK[..., j] = (changed_BTK[..., j] + 1) % V
+        after = heads(hidden_BTD, lm_head_VD, condition=changed_BTK, embedding_VD=embedding_VD)
+        moved = [not torch.equal(before[:, :, k], after[:, :, k]) for k in range(K)]
+        assert moved == [k >= j if kind == "hydra" else k == j for k in range(K)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_tables_get_no_gradient(kind: str) -> None:
+    lm_head_VD, embedding_VD = (table.requires_grad_() for table in tables())
+    hidden_BTD, next_ids_BT = rows()
+    heads = build(kind)
+    heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD).square().mean().backward()
+    assert lm_head_VD.grad is None and embedding_VD.grad is None
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in heads.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lm_head", LM_HEADS)
+def test_state_round_trip(kind: str, lm_head: str) -> None:
+    one, other = build(kind, lm_head), build(kind, lm_head, noise=0.0)
+    state = one.trainable_state()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == one.config.tensor_shapes()
+    pointers = [parameter.data_ptr() for parameter in other.parameters()]
+    other.load_trainable_state(state)
+    assert [parameter.data_ptr() for parameter in other.parameters()] == pointers
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_copy_not_a_view() -> None:
+    heads = build("medusa")
+    state = heads.trainable_state()
+    state["blocks.0.layers.0.weight"].zero_()
+    assert bool(heads.blocks[0][0].any())
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype"])
+def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
+    heads = build("medusa")
+    before = heads.trainable_state()
+    state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    name = "blocks.1.layers.0.weight"
+    if fault == "missing":
+        del state[name]
+    elif fault == "unknown":
+        state["blocks.9.layers.0.weight"] = state[name]
+    elif fault == "shape":
+        state[name] = torch.zeros(D, D + 1)
+    else:
+        state[name] = state[name].bfloat16()
+    with pytest.raises(CheckpointError, match="blocks"):
+        heads.load_trainable_state(state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in heads.trainable_state().items())
+
+
+def test_wrong_inputs_are_named() -> None:
+    lm_head_VD, _ = tables()
+    hidden_BTD, next_ids_BT = rows()
+    with pytest.raises(ConfigError, match="lm_head"):
+        build("medusa")(hidden_BTD)
+    with pytest.raises(ConfigError, match="hidden states"):
+        build("medusa")(hidden_BTD[..., :-1], lm_head_VD)
+    with pytest.raises(ConfigError, match="does not fit"):
+        build("medusa")(hidden_BTD, lm_head_VD[:-1])
+    with pytest.raises(ConfigError, match="tokens since"):
+        build("markov")(hidden_BTD, lm_head_VD)
+    with pytest.raises(ConfigError, match="embedding"):
+        build("hydra")(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT)
+    with pytest.raises(ConfigError, match="share"):
+        build("medusa").init_own_lm_heads(lm_head_VD)
+    heads = build("medusa")
+    state = heads.start_draft(hidden_BTD[:, 0])
+    for _ in range(K):
+        heads.draft_step(state, next_ids_BT[:, 0], lm_head_VD)
+    with pytest.raises(ConfigError, match="More drafts"):
+        heads.draft_step(state, next_ids_BT[:, 0], lm_head_VD)
+
+
+def test_bfloat16_lm_head_with_float32_heads() -> None:
+    """The product runs in the lm_head's dtype, the logits are float32."""
+    heads, (lm_head_VD, _), (hidden_BTD, _) = build("medusa"), tables(), rows()
+    logits = heads(hidden_BTD.bfloat16(), lm_head_VD.bfloat16())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, heads(hidden_BTD, lm_head_VD), rtol=0.1, atol=0.2)
