@@ -14,6 +14,8 @@ from medusa_ppo.reports.summary import window_steps
 
 STALE_UPDATES = 5
 """Serving heads this many policy updates old are called stale."""
+KEPT_SHARE = 0.95
+"""... when less than this share of the extra accepted tokens of the best stretch is left."""
 LOGPROB_GAP_NATS = 0.05
 """float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor are not the same policy."""
 EXPOSED_SHARE = 0.1
@@ -44,9 +46,13 @@ def _stopped_early(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
     if run.status == "failed":
         yield Finding("failed", f"The run failed{': ' + error if error else '.'}", "Mend the cause and resume.")
     elif run.status == "interrupted":
-        yield Finding("interrupted", "The run was stopped before its end; the figures are those of the steps it finished.", "Resume it to go on.")
+        yield Finding(
+            "interrupted", "The run was stopped before its end; the figures are those of the steps it finished.", "Resume it to go on."
+        )
     elif run.status == KILLED:
-        yield Finding("killed", "The run's process is gone and left no word; the figures are those of the steps it finished.", "Resume it to go on.")
+        yield Finding(
+            "killed", "The run's process is gone and left no word; the figures are those of the steps it finished.", "Resume it to go on."
+        )
 
 
 def _unreadable(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
@@ -79,8 +85,13 @@ def _broken_swap(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
         if None in versions or versions[0] == versions[1] or old is None or new is None or not drafted:
             continue
         if old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
-            text = f"Acceptance fell to almost nothing after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to {new:.2f})."
-            yield Finding("broken_swap", text, "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor` checks the engine.")
+            swap = f"after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to {new:.2f})"
+            text = f"Acceptance fell to almost nothing {swap}."
+            yield Finding(
+                "broken_swap",
+                text,
+                "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor` checks the engine.",
+            )
 
 
 def _drafting_did_not_pay(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
@@ -94,15 +105,26 @@ def _worse_than_frozen(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain, error = lengths["gain"], lengths["gain_standard_error"]
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
-        text = f"The serving heads are worse than the frozen ones by replay ({w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])})."
+        figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
+        text = f"The serving heads are worse than the frozen ones by replay ({figures})."
         yield Finding("worse_than_frozen", text, "Lower companion.learning_rate or raise companion.holdout_fraction.")
 
 
 def _stale(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    """Old heads are a fault only when they accept less than they once did: the gate may have found nothing better."""
     last = summary["staleness"]["last"]
-    if last is not None and last >= STALE_UPDATES:
-        text = f"The heads got stale: in the last step they were {last:.0f} policy updates old."
-        yield Finding("stale_heads", text, "See whether the companion still trains and whether its gate refuses candidates (replay chart).")
+    if last is None or last < STALE_UPDATES:
+        return
+    window = summary["window_steps"]
+    lengths = [value for step in run.steps if number(step.get(m.DRAFTS)) and (value := number(step.get(m.MAL_SERVING))) is not None]
+    means = [fmean(lengths[index : index + window]) for index in range(max(0, len(lengths) - window + 1))]
+    fell = ""
+    if means:
+        if means[-1] - 1 >= KEPT_SHARE * (max(means) - 1):
+            return
+        fell = f", and tokens per engine step fell from {max(means):.2f} at their best to {means[-1]:.2f}"
+    text = f"The heads got stale: in the last step they were {last:.0f} policy updates old{fell}."
+    yield Finding("stale_heads", text, "See whether the companion still trains and whether its gate refuses candidates (replay chart).")
 
 
 def _companion_stopped(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
@@ -156,7 +178,9 @@ def _collapsed(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
     entropy, recent = run.column(m.ENTROPY), _recent(run, m.ENTROPY)
     first = [value for value in entropy[: window_steps(len(entropy))] if value is not None]
     if first and recent and fmean(first) > 0 and fmean(recent) < COLLAPSED_ENTROPY_SHARE * fmean(first):
-        text = f"Entropy fell from {fmean(first):.2f} to {fmean(recent):.2f} nats: part of a higher acceptance is the policy's own certainty."
+        text = (
+            f"Entropy fell from {fmean(first):.2f} to {fmean(recent):.2f} nats: part of a higher acceptance is the policy's own certainty."
+        )
         yield Finding("entropy_collapse", text, "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety matters.")
 
 

@@ -22,8 +22,14 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("Tokens/s with drafting / without", f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}"),
         ("Right answers, first -> last steps", f"{w.percent(right['first'])} -> {w.percent(right['last'])}"),
         ("Reward, first -> last steps", f"{w.plain(reward['first'])} -> {w.plain(reward['last'])}"),
-        ("Companion: tokens trained, versions published", f"{w.whole(companion['trained_tokens'])}, {w.whole(companion['versions_published'])}"),
-        ("Companion: seconds hidden behind PPO / the loop waited", f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}"),
+        (
+            "Companion: tokens trained, versions published",
+            f"{w.whole(companion['trained_tokens'])}, {w.whole(companion['versions_published'])}",
+        ),
+        (
+            "Companion: seconds hidden behind PPO / the loop waited",
+            f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
+        ),
     ]
 
 
@@ -40,7 +46,11 @@ def verdict(summary: dict[str, Any]) -> str:
     mal, parts = summary["mean_acceptance_length"], []
     if summary["rollout_speedup"] is not None:
         times = summary["rollout_speedup"]
-        parts.append(f"drafting made generation {times:.2f} times as fast" if times >= 1 else f"drafting slowed generation down to {times:.2f} of its speed")
+        parts.append(
+            f"drafting made generation {times:.2f} times as fast"
+            if times >= 1
+            else f"drafting slowed generation down to {times:.2f} of its speed"
+        )
     if mal["gain"] is not None:
         word = "more" if mal["gain"] >= 0 else "fewer"
         parts.append(f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine step than frozen ones")
@@ -51,7 +61,7 @@ def verdict(summary: dict[str, Any]) -> str:
         parts.append(f"right answers went from {w.percent(right['first'])} to {w.percent(right['last'])}")
     if not parts:
         return f"{w.whole(summary['steps'])} PPO steps were recorded, without any figure on drafting."
-    text = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    text = f"{', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}" if len(parts) > 1 else parts[0]
     return text[0].upper() + text[1:] + "."
 
 

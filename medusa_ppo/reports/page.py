@@ -66,25 +66,38 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
 
 def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The headline figures: label, figure, what it is to be compared with, a small line."""
-    mal, pairs, speed = summary["mean_acceptance_length"], summary["rollout_speedup_pairs"], summary["tokens_per_s"]
-    right, reward = summary["correct_frac"], summary["reward"]
-    by_replay = f"by replay {w.length(mal['serving_replay'])}, frozen heads {w.length(mal['frozen'])}" if mal["frozen"] is not None else "no replay yet"
-    timed = f"median of {pairs['count']} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}" if pairs["count"] else "no pair was timed"
-    if right["last"] is not None:
-        learned = ("Right answers", w.percent(right["last"]), f"{w.percent(right['first'])} in the first steps", _spark(run, m.CORRECT_FRAC, "good"))
-    else:
-        learned = ("Reward", w.plain(reward["last"]), f"{w.plain(reward['first'])} in the first steps", _spark(run, m.REWARD_MEAN, "good"))
-    if speed["drafting"] is not None:
-        rate = ("Tokens per second", w.whole(speed["drafting"]), f"{w.whole(speed['plain'])} without drafting", _spark(run, m.TOKENS_PER_S, "rollouts"))
-    else:
-        rate = ("Tokens per second", w.whole(speed["rollouts"]), "the last steps' rollouts", _spark(run, m.TOKENS_PER_S, "rollouts"))
-    found = [
-        ("Tokens per engine step", w.length(mal["serving"]), by_replay, _spark(run, m.MAL_SERVING, "serving")),
-        ("Speed-up by drafting", w.ratio(summary["rollout_speedup"]), timed, _spark(run, m.PAIR_SPEEDUP, "serving")),
-        learned,
-        rate,
-    ]
+    found = [_acceptance_tile(run, summary), _speedup_tile(run, summary), _learning_tile(run, summary), _rate_tile(run, summary)]
     return [{"label": label, "figure": figure, "note": note, "spark": Markup(spark)} for label, figure, note, spark in found]
+
+
+def _acceptance_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    mal = summary["mean_acceptance_length"]
+    note = "no replay yet"
+    if mal["frozen"] is not None:
+        note = f"by replay {w.length(mal['serving_replay'])}, frozen heads {w.length(mal['frozen'])}"
+    return "Tokens per engine step", w.length(mal["serving"]), note, _spark(run, m.MAL_SERVING, "serving")
+
+
+def _speedup_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    pairs, note = summary["rollout_speedup_pairs"], "no pair was timed"
+    if pairs["count"]:
+        note = f"median of {w.whole(pairs['count'])} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}"
+    return "Speed-up by drafting", w.ratio(summary["rollout_speedup"]), note, _spark(run, m.PAIR_SPEEDUP, "serving")
+
+
+def _learning_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    start = "in the first steps" if summary["steps"] > 1 else "in the only step so far"
+    right, reward = summary["correct_frac"], summary["reward"]
+    if right["last"] is not None:
+        return "Right answers", w.percent(right["last"]), f"{w.percent(right['first'])} {start}", _spark(run, m.CORRECT_FRAC, "good")
+    return "Reward", w.plain(reward["last"]), f"{w.plain(reward['first'])} {start}", _spark(run, m.REWARD_MEAN, "good")
+
+
+def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    speed, spark = summary["tokens_per_s"], _spark(run, m.TOKENS_PER_S, "rollouts")
+    if speed["drafting"] is not None:
+        return "Tokens per second", w.whole(speed["drafting"]), f"{w.whole(speed['plain'])} without drafting", spark
+    return "Tokens per second", w.whole(speed["rollouts"]), "in the last steps' rollouts", spark
 
 
 def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -97,7 +110,10 @@ def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
     if wall > total * 1.005:
         phases["rest"] = wall - total
         total = wall
-    return [{"name": name, "seconds": w.seconds(value), "share": value / total, "text": w.percent(value / total)} for name, value in phases.items()]
+    return [
+        {"name": name, "seconds": w.seconds(value), "share": value / total, "text": w.percent(value / total)}
+        for name, value in phases.items()
+    ]
 
 
 def _spark(run: Run, metric: str, tone: str) -> str:

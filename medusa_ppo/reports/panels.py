@@ -19,18 +19,69 @@ MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
 
 PHASES = ((m.GENERATE_S, "generate"), (m.SCORE_S, "score"), (m.UPDATE_S, "update"), (m.SYNC_S, "sync"), (m.SWAP_S, "swap"))
 
-# key, title, metric, format, floor, tone, what to look for
+
+@dataclass(frozen=True)
+class Small:
+    """One small chart of a single metric: its place on the page, how its values are written, and what to look for."""
+
+    key: str
+    title: str
+    metric: str
+    format: str
+    floor: float | None
+    tone: str
+    hint: str
+
+
 SMALL = (
-    ("right", "Right answers", m.CORRECT_FRAC, "percent", 0.0, "good", "Should rise; it is what PPO is for."),
-    ("reward", "Reward", m.REWARD_MEAN, "plain", None, "good", "Should rise slowly; a sudden jump is more often a loophole in the reward than a skill."),
-    ("kl", "KL to the reference", m.KL_REFERENCE, "plain", 0.0, "kl", "Grows while the policy learns; if it runs away while the reward stands still, raise the KL weight."),
-    ("klupdate", "KL of one update", m.KL_UPDATE, "plain", 0.0, "kl", "Should stay below about 0.05 nats; spikes mean a step size that is too large."),
-    ("value", "Value loss", m.VALUE_LOSS, "plain", 0.0, "value", "Should fall and stay low; if it grows, the critic lost track of the rewards."),
-    ("length", "Response length", m.RESPONSE_LENGTH, "whole", 0.0, "length", "Steady growth together with the reward may mean that length is what is rewarded."),
-    ("truncated", "Responses cut at the limit", m.TRUNCATED_FRAC, "percent", 0.0, "length", "Should be near zero: the reward of a cut response is a guess."),
-    ("clip", "Clipped ratios", m.CLIP_FRAC, "percent", 0.0, "kl", "A few percent are normal; above 30 % most of the update is thrown away."),
-    ("gap", "Engine against actor, log-prob", m.LOGPROB_GAP, "plain", 0.0, "value", "Flat and small; growth means that actor syncs don't reach the engine or the dtypes differ."),
-)  # fmt: skip
+    Small("right", "Right answers", m.CORRECT_FRAC, "percent", 0.0, "good", "Should rise; it is what PPO is for."),
+    Small(
+        "reward", "Reward", m.REWARD_MEAN, "plain", None, "good", "Should rise slowly; a sudden jump is more often a loophole than a skill."
+    ),
+    Small(
+        "kl",
+        "KL to the reference",
+        m.KL_REFERENCE,
+        "plain",
+        0.0,
+        "kl",
+        "Grows while the policy learns; it should not while the reward stands still.",
+    ),
+    Small(
+        "klupdate", "KL of one update", m.KL_UPDATE, "plain", 0.0, "kl", "Should stay below about 0.05 nats; spikes mean too large a step."
+    ),
+    Small(
+        "value", "Value loss", m.VALUE_LOSS, "plain", 0.0, "value", "Should fall and stay low; if it grows, the critic lost the rewards."
+    ),
+    Small(
+        "length",
+        "Response length",
+        m.RESPONSE_LENGTH,
+        "whole",
+        0.0,
+        "length",
+        "Growth together with the reward: perhaps length is what is paid for.",
+    ),
+    Small(
+        "truncated",
+        "Responses cut at the limit",
+        m.TRUNCATED_FRAC,
+        "percent",
+        0.0,
+        "length",
+        "Near zero is good: the reward of a cut one is a guess.",
+    ),
+    Small("clip", "Clipped ratios", m.CLIP_FRAC, "percent", 0.0, "kl", "A few percent are normal; above 30 % most of an update is lost."),
+    Small(
+        "gap",
+        "Engine against actor, log-prob",
+        m.LOGPROB_GAP,
+        "plain",
+        0.0,
+        "value",
+        "Flat and small; growth means that syncs or dtypes don't match.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +123,7 @@ class Panels:
             self._series("frozen, by replay", "frozen", m.REPLAY_FROZEN, style="dash", format="length", connect=True),
         ]
         if self.other:
-            series = [series[0], series[3], self._overlay("serving, counted by the engine", self._drafted(self.other), format="length")]
+            series = [series[0], series[3], self._overlay(self._drafted(self.other), format="length")]
         hint = (
             "Blue above grey is what training along the way is worth: grey are the first published heads, never trained again. "
             "Each flag is a new version of the heads."
@@ -81,8 +132,8 @@ class Panels:
         return self._lines("mal", "Tokens per engine step", hint, series, height=MAL_HEIGHT, floor=1.0, format="length", marks=marks)
 
     def entropy(self) -> Figure:
-        series = [self._series("entropy, nats", "entropy", m.ENTROPY), *self._overlays("entropy, nats", m.ENTROPY)]
-        hint = "A surer policy (lower entropy) is easier to draft for: a rise in acceptance that only mirrors this line is not the heads' doing."
+        series = [self._series(self._own("entropy, nats"), "entropy", m.ENTROPY), *self._overlays(m.ENTROPY)]
+        hint = "A surer policy (lower entropy) is easier to draft for: acceptance that only mirrors this line is not the heads' doing."
         return self._lines("entropy", "Entropy of the policy", hint, series, height=ENTROPY_HEIGHT, floor=0.0)
 
     def positions(self) -> Figure:
@@ -105,7 +156,7 @@ class Panels:
         drafting = self._series("with drafting", "serving", m.PAIR_DRAFTING_TOKENS_PER_S, format="whole", connect=True)
         plain = self._series("without", "plain", m.PAIR_PLAIN_TOKENS_PER_S, format="whole", connect=True, style="dash")
         rollouts = self._series("this run's rollouts", "rollouts", m.TOKENS_PER_S, format="whole", style="thin")
-        series = [drafting, plain, rollouts, *self._overlays("rollouts", m.TOKENS_PER_S, format="whole")]
+        series = [drafting, plain, rollouts, *self._overlays(m.TOKENS_PER_S, format="whole")]
         pairs = len(drafting.values.present)
         if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
             if pairs == 0:
@@ -125,24 +176,28 @@ class Panels:
         ]
         up, down = [s for s in up if s.values.present], [s for s in down if s.values.present]
         title = "Seconds of each step"
-        hint = "Above the line the loop's own phases; below it the companion: green ran behind PPO for free, orange is what the loop waited for."
+        hint = "Above the line the loop's own phases; below it the companion: green ran behind PPO, orange is what the loop waited for."
         drawing = svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT) if up or down else ""
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
     def learning(self) -> list[Figure]:
         """The small charts on what PPO does; those without a single value are left out."""
         figures = []
-        for key, title, metric, words, floor, tone, hint in SMALL:
-            series = [self._series(title, tone, metric, format=words), *self._overlays(title, metric, format=words)]
+        for small in SMALL:
+            series = [
+                self._series(self._own(small.title), small.tone, small.metric, format=small.format),
+                *self._overlays(small.metric, format=small.format),
+            ]
             if any(item.values.present for item in series):
-                figures.append(self._lines(key, title, hint, series, height=SMALL_HEIGHT, floor=floor, format=words))
+                look = {"height": SMALL_HEIGHT, "floor": small.floor, "format": small.format}
+                figures.append(self._lines(small.key, small.title, small.hint, series, **look))
         return figures
 
     def others(self) -> list[Figure]:
         """Every other number in the lines, drawn as it is, so that nothing that was logged is out of sight."""
         described, figures = m.describe(), []
         for name in other_metrics(self.run):
-            series = [self._series(name, "rollouts", name), *self._overlays(name, name)]
+            series = [self._series(self._own(name), "rollouts", name), *self._overlays(name)]
             hint = described.get(name, "Logged by this run; the report knows no more about it.")
             figures.append(self._lines(f"x-{len(figures)}", name, hint, series, height=SMALL_HEIGHT))
         return figures
@@ -151,13 +206,17 @@ class Panels:
         column = self.run.column(metric) if isinstance(metric, str) else metric
         return Series(name, tone, bin_values(self.grid, self.steps, column), **options)
 
-    def _overlay(self, name: str, metric: str | list[float | None], **options: Any) -> Series:
+    def _own(self, name: str) -> str:
+        """What a chart of a single metric calls its line: the metric, or the run where two are laid over each other."""
+        return self.run.name if self.other else name
+
+    def _overlay(self, metric: str | list[float | None], **options: Any) -> Series:
         assert self.other is not None, "an overlay needs a second run"
         column = self.other.column(metric) if isinstance(metric, str) else metric
-        return Series(f"{name} ({self.other.name})", "other", bin_values(self.grid, self.other_steps, column), style="dash", **options)
+        return Series(self.other.name, "other", bin_values(self.grid, self.other_steps, column), style="dash", **options)
 
-    def _overlays(self, name: str, metric: str, **options: Any) -> list[Series]:
-        return [self._overlay(name, metric, **options)] if self.other else []
+    def _overlays(self, metric: str, **options: Any) -> list[Series]:
+        return [self._overlay(metric, **options)] if self.other else []
 
     def _drafted(self, run: Run) -> list[float | None]:
         """MAL of the steps that drafted at all: a step without drafting has no acceptance, not one of 1."""
@@ -168,7 +227,9 @@ class Panels:
         return self._figure(key, title, hint, svg.draw_lines(key, title, shown, self.grid, **options) if shown else "", shown)
 
     def _figure(self, key: str, title: str, hint: str, drawing: str, series: Sequence[Series]) -> Figure:
-        legend = tuple((item.name, item.tone, item.style, FORMATS[item.format](item.values.present[-1])) for item in series if item.values.present)
+        legend = tuple(
+            (item.name, item.tone, item.style, FORMATS[item.format](item.values.present[-1])) for item in series if item.values.present
+        )
         return Figure(key, title, hint, drawing, legend, tuple(_hover(item, self.grid) for item in series))
 
 
@@ -200,7 +261,7 @@ def other_metrics(run: Run) -> list[str]:
     """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
     shown = {m.STEP, m.WALL_S, m.HEADS_VERSION, m.MAL_SERVING, m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN, m.ENTROPY}
     shown |= {m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.TOKENS_PER_S, m.COMPANION_HIDDEN_S, m.PLUGIN_EXPOSED_S}
-    shown |= {metric for metric, _ in PHASES} | {metric for _, _, metric, *_ in SMALL}
+    shown |= {metric for metric, _ in PHASES} | {small.metric for small in SMALL}
     names: dict[str, None] = {}
     for step in run.steps:
         for name, value in step.items():

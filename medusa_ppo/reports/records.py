@@ -112,9 +112,16 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunError(f"{META_FILE} is damaged.", given=f"{path}: {error}", expected="a JSON object", do="Move the file away and ask again.") from None
+        raise RunError(
+            f"{META_FILE} is damaged.", given=f"{path}: {error}", expected="a JSON object", do="Move the file away and ask again."
+        ) from None
     if not isinstance(meta, dict):
-        raise RunError(f"{META_FILE} is damaged.", given=f"{path}: {type(meta).__name__}", expected="a JSON object", do="Move the file away and ask again.")
+        raise RunError(
+            f"{META_FILE} is damaged.",
+            given=f"{path}: {type(meta).__name__}",
+            expected="a JSON object",
+            do="Move the file away and ask again.",
+        )
     return meta
 
 
@@ -140,7 +147,12 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             bad += 1
     if bad and not by_step:
-        raise RunError(f"{METRICS_FILE} holds no step.", given=f"{path}: {bad} unreadable lines", expected="one JSON object per line", do="Check the file.")
+        raise RunError(
+            f"{METRICS_FILE} holds no step.",
+            given=f"{path}: {bad} unreadable lines",
+            expected="one JSON object per line",
+            do="Check the file.",
+        )
     if bad:
         logger.warning("%s has %d unreadable lines; they are left out", path, bad)
     return [by_step[step] for step in sorted(by_step)], bad

@@ -129,7 +129,9 @@ class RunWriter:
     def _cut(self, resume_step: int) -> None:
         path = self.run_dir / METRICS_FILE
         if not path.is_file():
-            raise UsageError("There is no run to go on with.", given=self.run_dir, expected=f"a folder with {METRICS_FILE}", do="Start without resume.")
+            raise UsageError(
+                "There is no run to go on with.", given=self.run_dir, expected=f"a folder with {METRICS_FILE}", do="Start without resume."
+            )
         steps, _ = read_steps(path)
         kept = [step for step in steps if step[metrics.STEP] < resume_step]
         write_atomic(path, "".join(json.dumps(step, allow_nan=False) + "\n" for step in kept))
@@ -176,7 +178,10 @@ def clean(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors: none of them needs to be imported for this
         return clean(value.tolist())
     raise UsageError(
-        "This can't be written to a run folder.", given=f"{type(value).__name__}: {value!r}", expected="numbers, text, lists, dicts", do="Convert it."
+        "This can't be written to a run folder.",
+        given=f"{type(value).__name__}: {value!r}",
+        expected="numbers, text, lists, dicts",
+        do="Convert it.",
     )
 
 

@@ -25,12 +25,15 @@ SUMMARY_KEYS: dict[str, str] = {
     "wall_s": "Seconds since the start at the end of the last step.",
     "steps": "PPO steps with a line in metrics.jsonl.",
     "window_steps": "How many steps `last` figures are taken over (and as many for `first`): a quarter of the run, at least 1, at most 20.",
-    "mean_acceptance_length.serving": "Tokens per engine step, from vLLM's counters summed over the last window: 1 + accepted / draft steps.",
+    "mean_acceptance_length.serving": "Tokens per engine step from vLLM's counters over the last window: 1 + accepted / draft steps.",
     "mean_acceptance_length.first": "The same counters in the first step that drafted with published heads (heads version 1 or later).",
     "mean_acceptance_length.frozen": (
-        "Replay estimate of the first published heads, never trained again, mean over the last window's steps that have it for both sets of heads."
+        "Replay estimate of the first published heads, never trained again; mean over those steps of the last window that have "
+        "it for both sets of heads."
     ),
-    "mean_acceptance_length.serving_replay": "The serving heads by the same estimator on the same steps: this, not `serving`, is what `frozen` compares with.",
+    "mean_acceptance_length.serving_replay": (
+        "The serving heads by the same estimator on the same steps: this, not `serving`, is what `frozen` compares with."
+    ),
     "mean_acceptance_length.gain": "`serving_replay` minus `frozen`.",
     "mean_acceptance_length.gain_standard_error": "Standard error of that gain over the steps it is the mean of; null for fewer than two.",
     "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",

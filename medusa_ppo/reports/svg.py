@@ -1,23 +1,26 @@
 """Inline SVG charts, drawn in Python: lines, bars, a heat strip, pairs.
 
-A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts stand at percent positions, so that texts keep their size;
-the data lies in an inner <svg> of 1000 x height units that stretches to the box (strokes keep their width). Axis texts stand outside of the box.
+A chart is an <svg> as wide as its box and `height` pixels high. Grid lines and texts stand at percent positions, so that texts
+keep their size; the data lies in an inner <svg> of 1000 x height units that stretches to the box (strokes keep their width).
+Axis texts stand outside of the box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from medusa_ppo.reports.grid import Binned, Grid, nice_ticks, step_ticks
-from medusa_ppo.reports.wording import FORMATS
+from medusa_ppo.reports.wording import FORMATS, ratio
 
 UNITS = 1000
 HEAT_LEVELS = 20
 DOTS_UP_TO = 48
 """Lines with at most so many points also show the points."""
-MARK_LABELS_UP_TO = 12
+MARK_LINES_UP_TO = 40
+MARK_NAME_PERCENT = 8.0
+"""Names of flags keep this distance, so that they can be read on a telephone."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,17 @@ def draw_lines(
             shapes.append(f'<path class="band t-{item.tone}" d="{_band(item.values, grid, scale)}"/>')
     for item in series:
         shapes.append(f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>')
-        if len(item.values.present) <= DOTS_UP_TO and item.style != "thin":
+        points = len(item.values.present)
+        # One or two values make no line that could be seen, whatever its style.
+        if points <= 2 or (points <= DOTS_UP_TO and item.style == "solid"):
             shapes.append(f'<path class="dots t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>')
     behind = _marks(marks, grid, height)
     return _frame(key, title, describe(series), grid, scale, ticks, FORMATS[format], "".join(shapes), behind=behind)
 
 
-def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int, format: str = "seconds") -> str:
+def draw_bars(
+    key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int, format: str = "seconds"
+) -> str:
     """Stacked bars above the line for `up` and below it for `down`; one path per series."""
     top = max((sum(values) for values in _stacks(up, grid)), default=0.0)
     bottom = max((sum(values) for values in _stacks(down, grid)), default=0.0)
@@ -102,7 +109,7 @@ def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series]
         for item, path in zip(side, _stack_paths(side, grid, scale, sign, gap), strict=True)
     ]
     shapes.append(f'<path class="base" d="M0 {_px(scale.y(0))}H{UNITS}"/>')
-    return _frame(key, title, describe([*up, *down]), grid, scale, ticks, lambda value: FORMATS[format](abs(value)), "".join(shapes))
+    return _frame(key, title, describe([*up, *down]), grid, scale, ticks, lambda value: FORMATS[format](abs(value or 0.0)), "".join(shapes))
 
 
 def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34) -> str:
@@ -116,15 +123,24 @@ def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_h
             if value is not None:
                 level = round(HEAT_LEVELS * max(0.0, value) / top)
                 # A hair wider than the column, or the seams would shine through.
-                levels[level].append(f"M{_px(column * step)} {index * row_height + 1}h{_px(step + 0.4)}v{row_height - 3}h-{_px(step + 0.4)}z")
-    shapes = [f'<path class="heat" fill-opacity="{0.04 + 0.96 * n / HEAT_LEVELS:.2f}" d="{"".join(cells)}"/>' for n, cells in enumerate(levels) if cells]
+                levels[level].append(
+                    f"M{_px(column * step)} {index * row_height + 1}h{_px(step + 0.4)}v{row_height - 3}h-{_px(step + 0.4)}z"
+                )
+    shapes = [
+        f'<path class="heat" fill-opacity="{0.04 + 0.96 * n / HEAT_LEVELS:.2f}" d="{"".join(cells)}"/>'
+        for n, cells in enumerate(levels)
+        if cells
+    ]
     labels = "".join(
-        f'<text class="tick y" x="-8" y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>' for index, row in enumerate(rows)
+        f'<text class="tick y" x="-8" y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>'
+        for index, row in enumerate(rows)
     )
     return _svg(key, title, describe(rows), height, labels + _step_axis(grid, height) + _data(height, "".join(shapes)))
 
 
-def draw_pairs(key: str, title: str, upper: Series, lower: Series, extra: Sequence[Series], grid: Grid, *, height: int, labels: bool) -> str:
+def draw_pairs(
+    key: str, title: str, upper: Series, lower: Series, extra: Sequence[Series], grid: Grid, *, height: int, labels: bool
+) -> str:
     """Two dots per pair joined by a stem with its ratio; `extra` series are thin lines behind."""
     scale, ticks = fit_scale([upper, lower, *extra], height, 0.0)
     shapes = [f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>' for item in extra]
@@ -135,7 +151,8 @@ def draw_pairs(key: str, title: str, upper: Series, lower: Series, extra: Sequen
         x = grid.center(column)
         stems.append(f"M{_px(UNITS * x)} {_px(scale.y(low))}V{_px(scale.y(high))}")
         if labels and low > 0:
-            texts.append(f'<text class="note" x="{100 * x:.2f}%" y="{_px(min(scale.y(high), scale.y(low)) - 9)}">×{high / low:.2f}</text>')
+            above = _px(min(scale.y(high), scale.y(low)) - 9)
+            texts.append(f'<text class="note" x="{100 * x:.2f}%" y="{above}">{ratio(high / low)}</text>')
     shapes.append(f'<path class="stem" d="{"".join(stems)}"/>')
     shapes += [f'<path class="dots big t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>' for item in (lower, upper)]
     return _frame(key, title, describe([upper, lower, *extra]), grid, scale, ticks, FORMATS["plain"], "".join(shapes), front="".join(texts))
@@ -151,7 +168,8 @@ def draw_spark(values: Sequence[float | None], tone: str) -> str:
     low, high = bounds
     scale = Scale(low - (high - low) * 0.1 - 1e-9, high + (high - low) * 0.1 + 1e-9, 36)
     line = _line(Series("", tone, binned, connect=True), grid, scale)
-    return f'<svg class="spark" viewBox="0 0 {UNITS} 36" preserveAspectRatio="none" aria-hidden="true"><path class="line t-{tone}" d="{line}"/></svg>'
+    frame = f'<svg class="spark" viewBox="0 0 {UNITS} 36" preserveAspectRatio="none" aria-hidden="true">'
+    return f'{frame}<path class="line t-{tone}" d="{line}"/></svg>'
 
 
 def describe(series: Sequence[Series]) -> str:
@@ -167,11 +185,29 @@ def describe(series: Sequence[Series]) -> str:
     return " ".join(parts)
 
 
-def _frame(key, title, description, grid, scale, ticks, words, shapes, *, behind="", front="") -> str:  # noqa: ANN001
+def _frame(
+    key: str,
+    title: str,
+    description: str,
+    grid: Grid,
+    scale: Scale,
+    ticks: Sequence[float],
+    words: Callable[[float | None], str],
+    shapes: str,
+    *,
+    behind: str = "",
+    front: str = "",
+) -> str:
     """Horizontal rules with their values, the step axis, and the data between."""
     rules = "".join(f'<line class="rule" x1="0" x2="100%" y1="{_px(scale.y(tick))}" y2="{_px(scale.y(tick))}"/>' for tick in ticks)
     labels = "".join(f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(words(tick))}</text>' for tick in ticks)
-    return _svg(key, title, description, scale.height, rules + labels + _step_axis(grid, scale.height) + behind + _data(scale.height, shapes) + front)
+    return _svg(
+        key,
+        title,
+        description,
+        scale.height,
+        rules + labels + _step_axis(grid, scale.height) + behind + _data(scale.height, shapes) + front,
+    )
 
 
 def _svg(key: str, title: str, description: str, height: int, inner: str) -> str:
@@ -187,18 +223,25 @@ def _data(height: int, shapes: str) -> str:
 
 def _step_axis(grid: Grid, height: int) -> str:
     texts = [f'<text class="tick x" x="{100 * grid.position(tick):.2f}%" y="{height + 18}">{tick:,}</text>' for tick in step_ticks(grid)]
-    return "".join(texts)
+    return f'<text class="tick y" x="-8" y="{height + 18}">step</text>' + "".join(texts)
 
 
 def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
-    """Small flags on top of the chart, e.g. a new version of the heads; only some are named when they stand close."""
-    every = max(1, -(-len(marks) // MARK_LABELS_UP_TO))
-    out = []
+    """Flags on top of the chart, e.g. new versions of the heads: full-height lines while they are few, names where they fit."""
+    out, named = [], -1.0
+    few = len(marks) <= MARK_LINES_UP_TO
     for index, (step, name) in enumerate(marks):
-        x = f"{100 * grid.position(step - 0.5 if grid.width == 1 else step):.2f}%"
-        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-3" y2="{height}"/>')
-        if index % every == 0:
-            out.append(f'<text class="markname" x="{x}" y="-7">{escape(name)}</text>')
+        place = 100 * grid.position(step - 0.5 if grid.width == 1 else step)
+        x = f"{place:.2f}%"
+        if few:
+            out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-3" y2="{height}"/>')
+        if place - named >= MARK_NAME_PERCENT or index == 0:
+            out.append(f'<text class="markname" x="{x}" y="-9">{escape(name)}</text>')
+            named = place
+    if not few:
+        columns = sorted({grid.column(step) for step, _ in marks})
+        rug = "".join(f"M{_px(UNITS * grid.center(column))} -6v6" for column in columns)
+        out.append(_data(height, f'<path class="rug" d="{rug}"/>'))
     return "".join(out)
 
 

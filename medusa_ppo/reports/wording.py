@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-NONE = "—"
+NONE = "\N{EM DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def length(value: float | None) -> str:
@@ -13,7 +14,7 @@ def length(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    return NONE if value is None else f"×{value:.2f}"
+    return NONE if value is None else f"{TIMES}{value:.2f}"
 
 
 def percent(value: float | None) -> str:

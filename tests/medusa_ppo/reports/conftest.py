@@ -1,12 +1,15 @@
-"""Plausible runs, made up: what a demo on two cores and a long run on a GPU look like on disk."""
+"""Made-up runs for the report tests: what a demo on two cores and a long run on a GPU look like on disk."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from medusa_ppo import metrics as m
 from medusa_ppo.config import RunConfig
@@ -14,7 +17,7 @@ from medusa_ppo.config import RunConfig
 HEADS = 4
 
 
-def make_run(
+def write_run(
     path: Path,
     steps: int,
     *,
@@ -52,7 +55,7 @@ def _step(rng: random.Random, step: int, total: int, quality: float, state: dict
     noise = rng.gauss
     entropy = max(0.15, 1.35 - 0.55 * learned + noise(0, 0.03))
     head_skill = quality * (1 - math.exp(-state["version"] / 3)) * (0.62 + 0.12 * learned)
-    frozen_skill = 0.42 + 0.03 * learned - 0.05 * done if state["version"] else 0.18
+    frozen_skill = 0.33 + 0.03 * learned - 0.05 * done if state["version"] else 0.18
     serving, frozen = _length(0.18 + 0.8 * head_skill), _length(frozen_skill)
     serving_rates = [max(0.0, rate + noise(0, 0.008)) for rate in _rates(0.18 + 0.8 * head_skill)]
     drafts = rng.randint(2400, 2900)
@@ -125,3 +128,21 @@ def _rates(skill: float) -> list[float]:
 
 def _length(skill: float) -> float:
     return 1 + sum(_rates(skill))
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[..., Path]:
+    """make_run(folder, steps, ...) -> folder, see write_run."""
+    return write_run
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs: demo (16 steps), other (20), long (10,000), one, zero. Tests must not write into them."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "demo", 16)
+    write_run(folder / "other", 20, seed=3, quality=0.4, overrides={"companion": {"learning_rate": 1e-4}})
+    write_run(folder / "long", 10_000, learning_steps=4000)
+    write_run(folder / "one", 1)
+    write_run(folder / "zero", 0)
+    return folder

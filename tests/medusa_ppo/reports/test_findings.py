@@ -1,0 +1,78 @@
+"""Warnings: each appears when it should, and none in a healthy run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_ppo.reports.findings import find
+from medusa_ppo.reports.records import Run, read_run
+from medusa_ppo.reports.summary import build_summary
+
+
+def codes(run: Run) -> list[str]:
+    return [finding.code for finding in find(run, build_summary(run))]
+
+
+def make(*steps: dict[str, Any], status: str = "finished", unreadable: int = 0, **meta: Any) -> Run:
+    numbered = tuple({"step": index, **step} for index, step in enumerate(steps))
+    return Run(Path("runs/hand"), numbered, meta, unreadable, status)
+
+
+def drafted(mal: float, version: int = 1, **more: Any) -> dict[str, Any]:
+    return {"mal_serving": mal, "drafts": 100, "accepted": round(100 * (mal - 1)), "heads_version": version, **more}
+
+
+@pytest.mark.parametrize("name", ["demo", "long", "one", "zero"])
+def test_a_healthy_run_has_no_warning(runs: Path, name: str) -> None:
+    assert codes(read_run(runs / name)) == []
+
+
+CASES: dict[str, Run] = {
+    "failed": make(status="failed", extras={"error": "no memory"}),
+    "interrupted": make({}, status="interrupted"),
+    "killed": make({}, status="killed"),
+    "unreadable_lines": make({}, unreadable=2),
+    "not_finite": make({"value_loss": None, "nonfinite": ["value_loss"]}),
+    "broken_swap": make(drafted(2.0), drafted(1.05, version=2)),
+    "drafting_did_not_pay": make({"pair_speedup": 0.9}),
+    "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
+    "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),
+    "companion_stopped": make(*[{"companion_trained_tokens": min(step, 3) * 100} for step in range(12)]),
+    "batches_dropped": make({"companion_batches_dropped": 2}),
+    "plugin_exposed": make({"plugin_exposed_s": 3.0, "wall_s": 20.0}),
+    "logprob_gap": make({"logprob_gap": 0.2}),
+    "large_update": make({"kl_update": 0.2}),
+    "truncated": make({"truncated_frac": 0.7}),
+    "entropy_collapse": make({"entropy": 2.0}, {"entropy": 0.1}),
+    "longer_responses": make({"response_length_tokens": 50}, {"response_length_tokens": 90}),
+}
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_each_fault_is_named_once_and_alone(code: str) -> None:
+    found = find(CASES[code], build_summary(CASES[code]))
+    assert [finding.code for finding in found] == [code]
+    assert found[0].text.endswith(".") and found[0].do.endswith((".", ")."))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        make(drafted(2.0), drafted(1.99, staleness=30)),  # old, but nothing is lost by it
+        make(drafted(2.0), drafted(1.05, version=1)),  # acceptance fell, but no heads came in
+        make(drafted(2.0), {"mal_serving": 1.0, "drafts": 0, "accepted": 0, "heads_version": 2}),  # the step did not draft
+        make(drafted(1.05, version=0), drafted(1.02, version=1)),  # there was nothing to lose
+        make({"nonfinite": ["companion_loss"]}),  # no batch trained yet
+        make({"replay_mal_serving": 1.60, "replay_mal_frozen": 1.60}),
+    ],
+)
+def test_what_looks_similar_but_is_fine(run: Run) -> None:
+    assert codes(run) == []
+
+
+def test_the_documentation_lists_every_code() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert all(f"`{code}`" in text for code in CASES)

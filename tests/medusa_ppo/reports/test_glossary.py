@@ -1,0 +1,34 @@
+"""docs/metrics.md says about every number what the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from heads.errors import UsageError
+from medusa_ppo import metrics
+from medusa_ppo.reports.glossary import fill, unit
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+
+def test_the_page_is_what_the_code_would_write() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert fill(text) == text, "run: python -m medusa_ppo.reports.glossary docs/metrics.md"
+    for name, what in metrics.describe().items():
+        assert f"| `{name}` |" in text and what in text
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(UsageError):
+        fill("nothing here")
+
+
+def test_units_come_from_the_ending_of_a_name() -> None:
+    assert [unit(name) for name in ("update_s", "rollout_tokens_per_s", "clip_frac", "entropy")] == [
+        "seconds",
+        "tokens/s",
+        "share, 0 to 1",
+        "",
+    ]

@@ -1,0 +1,202 @@
+"""The page as text: self-contained, safe against hostile names, small for long runs, readable at every stage of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import psutil
+import pytest
+
+from heads.errors import UsageError
+from medusa_ppo import metrics
+from medusa_ppo.reports.html import follow, write_report
+from medusa_ppo.reports.page import render_page
+from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
+from medusa_ppo.reports.records import Run, read_run
+from medusa_ppo.reports.summary import build_summary
+from medusa_ppo.reports.tables import config_rows, shown_versions, version_rows
+
+MakeRun = Callable[..., Path]
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Balance(HTMLParser):
+    """Checks that every tag that opens also closes, in order; collects all attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def page_of(run: Run, **options) -> str:
+    return render_page(run, build_summary(run), **options)
+
+
+def parsed(text: str) -> Balance:
+    balance = Balance()
+    balance.feed(text)
+    assert balance.open == []
+    return balance
+
+
+@pytest.mark.parametrize("name", ["demo", "one", "zero", "long"])
+def test_the_page_is_whole_and_loads_nothing(runs: Path, name: str) -> None:
+    text = page_of(read_run(runs / name))
+    page = parsed(text)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "@import" not in text and "url(" not in text
+    loading = [item for item in page.attributes if item[1] in ("src", "href", "srcset", "data", "action")]
+    assert loading == [("link", "href", "data:,")]
+    assert "default-src 'none'" in text
+    ids = [value for _, attribute, value in page.attributes if attribute == "id"]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", ["demo", "one", "long"])
+def test_every_chart_is_well_formed_and_says_in_words_what_it_shows(runs: Path, name: str) -> None:
+    charts = re.findall(r'<svg class="plot".*?</svg></svg>|<svg class="plot".*?</text></svg>', page_of(read_run(runs / name)), re.S)
+    assert len(charts) >= 14
+    for chart in charts:
+        root = ET.fromstring(chart)
+        assert root.get("role") == "img" and root.findtext("title")
+        assert "last " in (root.findtext("desc") or "") or "not measured" in (root.findtext("desc") or "")
+        assert "nan" not in chart.lower().replace("nanos", "") and "inf" not in (root.findtext("desc") or "")
+
+
+def test_ten_thousand_steps_stay_small(runs: Path) -> None:
+    assert len(page_of(read_run(runs / "long")).encode()) < 2_000_000
+
+
+def test_hostile_names_stay_text(tmp_path: Path, make_run: MakeRun) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    run = read_run(make_run(tmp_path / "run", 3))
+    steps = tuple({**step, evil: 1.0} for step in run.steps)
+    meta = {**run.meta, "name": evil, "config": {evil: evil, "model": {"path": evil}}, "versions": {evil: evil}, "extras": {"error": evil}}
+    text = page_of(Run(run.path, steps, meta, 0, "failed"), other=Run(run.path, steps, meta))
+    page = parsed(text)
+    assert text.count("<script") == 2 and "<img" not in text
+    assert not [item for item in page.attributes if item[1].startswith("on")]
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert data is not None and json.loads(data[1])["charts"]
+
+
+def test_the_hover_values_are_the_measured_ones(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    data = re.search(r'id="data">(.*?)</script>', page_of(run), re.S)
+    assert data is not None
+    charts = json.loads(data[1])["charts"]
+    entropy = charts["entropy"][0]["mean"]
+    assert entropy == pytest.approx(run.column(metrics.ENTROPY), rel=1e-4)
+    frozen = next(item for item in charts["mal"] if item["name"].startswith("frozen"))
+    assert [value is None for value in frozen["mean"]] == [value is None for value in run.column(metrics.REPLAY_FROZEN)]
+
+
+def test_two_runs_share_one_page(runs: Path, tmp_path: Path) -> None:
+    path = write_report(runs / "demo", tmp_path / "both.html", runs / "other")
+    text = path.read_text()
+    parsed(text)
+    assert "Two runs side by side" in text and "companion.learning_rate" in text
+    assert '"count":20' in text and text.count("t-other") > 10
+
+
+def test_without_a_path_the_reports_lie_in_the_run(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(tmp_path / "run", 4)
+    assert write_report(run) == run / "report.html"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    with pytest.raises(UsageError):
+        write_report(run, compare=tmp_path / "nothing")
+
+
+def test_follow_writes_again_when_the_run_grows_and_stops_with_it(tmp_path: Path, make_run: MakeRun) -> None:
+    own = {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()}
+    source = make_run(tmp_path / "source", 3)
+    lines = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"name": "run", "status": "running", "process": own}))
+    (run / "metrics.jsonl").write_text("")
+    pages: list[str] = []
+    waits = iter(["nothing", *lines, "end"])
+
+    def wait(seconds: float) -> None:
+        event = next(waits)
+        if event == "end":
+            (run / "run.json").write_text(json.dumps({"name": "run", "status": "finished"}))
+        elif event != "nothing":
+            with open(run / "metrics.jsonl", "a") as stream:
+                stream.write(event)
+
+    path = follow(run, on_refresh=lambda page: pages.append(page.read_text()), wait=wait)
+    assert path == run / "report.html"
+    assert [re.search(r"from (\d+) line", page)[1] for page in pages] == ["0", "1", "2", "3", "3"]  # type: ignore[index]
+    assert [bool(re.search(r'data-refresh="10"', page)) for page in pages] == [True] * 4 + [False]
+
+
+def test_ctrl_c_leaves_a_page_that_rests(tmp_path: Path, make_run: MakeRun) -> None:
+    own = {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()}
+    run = make_run(tmp_path / "run", 2, status="running")
+    (run / "run.json").write_text(json.dumps({"status": "running", "process": own}))
+
+    def wait(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    assert 'data-refresh="0"' in follow(run, tmp_path / "page.html", wait=wait).read_text()
+    assert not (run / "report.html").exists()
+
+
+def test_every_logged_number_is_somewhere_on_the_page(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    text = page_of(run)
+    for name in other_metrics(run):
+        assert f"<h3>{name}</h3>" in text
+    assert {metrics.NUM_DRAFTS, metrics.ACTOR_GRAD_NORM, metrics.COMPANION_LOSS} <= set(other_metrics(run))
+
+
+def test_versions_are_rows_and_flags(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    rows = version_rows(run)
+    assert sum(row.steps for row in rows) == 16 and rows[0].version == 0
+    assert [step for step, _ in version_marks(run)] == [row.first_step for row in rows[1:]]
+    second = rows[2]
+    served = [step for step in run.steps if step["heads_version"] == second.version]
+    assert second.policy_version == served[0]["policy_version"] - served[0]["staleness"]
+    assert second.engine == pytest.approx(1 + sum(s["accepted"] for s in served) / sum(s["drafts"] for s in served))
+    kept, left_out = shown_versions(rows * 200)
+    assert len(kept) + left_out == 200 * len(rows) and len(kept) == 300
+
+
+def test_the_rest_of_a_step_is_what_no_phase_accounts_for() -> None:
+    steps = (
+        {"step": 0, "wall_s": 5.0},
+        {"step": 1, "wall_s": 9.0, "generate_s": 1.0, "update_s": 2.5},
+        {"step": 3, "wall_s": 20.0},
+        {"step": 4},
+    )
+    assert rest_seconds(Run(Path("r"), steps)) == [None, 0.5, None, None]
+
+
+def test_configuration_rows_mark_what_differs_from_the_defaults() -> None:
+    rows = {
+        key: (value, changed) for key, value, changed in config_rows({"seed": 0, "ppo": {"steps": 99}, "mine": {"x": None}, "name": ""})
+    }
+    assert rows == {"seed": ("0", False), "ppo.steps": ("99", True), "mine.x": ("null", False), "name": ("''", True)}

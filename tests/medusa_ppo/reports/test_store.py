@@ -1,0 +1,145 @@
+"""Writing a run folder: flushed lines, numbers that JSON lacks, resume, earlier runs, second writers, reports at any moment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heads.errors import RunError, UsageError
+from medusa_ppo.reports.environment import cpu_model, hardware, package_versions
+from medusa_ppo.reports.store import RunWriter, read_run
+
+
+def write_steps(writer: RunWriter, *steps: int) -> None:
+    for step in steps:
+        writer.step({"step": step, "entropy": float(step)})
+
+
+def test_each_step_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", {"seed": 1})
+    write_steps(writer, 0)
+    assert read_run(tmp_path / "run").column("entropy") == [0.0]
+    assert read_run(tmp_path / "run").status == "running"
+    write_steps(writer, 1)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n") == 2
+    writer.close()
+
+
+def test_numbers_that_json_lacks_become_null_and_are_named(tmp_path: Path) -> None:
+    with_bad = {
+        "step": 0,
+        "a": float("nan"),
+        "b": [1.0, float("inf")],
+        "c": np.float32(0.5),
+        "d": np.array([1, 2]),
+        "e": Path("x"),
+        "f": (1, 2),
+    }
+    writer = RunWriter(tmp_path, {"path": Path("y")})
+    writer.step(with_bad)
+    writer.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in line and "Infinity" not in line
+    record = json.loads(line)
+    assert record == {"step": 0, "a": None, "b": [1.0, None], "c": 0.5, "d": [1, 2], "e": "x", "f": [1, 2], "nonfinite": ["a", "b"]}
+
+
+def test_steps_must_grow_and_be_plain_data(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, {})
+    write_steps(writer, 3)
+    for bad in ({"step": 3}, {"step": 2}, {"entropy": 1.0}, {"step": True}, {"step": 4, "model": object()}):
+        with pytest.raises(UsageError):
+            writer.step(bad)
+    writer.close()
+    assert read_run(tmp_path).step_numbers() == [3]
+
+
+def test_finish_writes_all_reports_for_a_run_that_was_stopped(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, {"seed": 1})
+    write_steps(writer, 0, 1)
+    summary = writer.finish("interrupted", {"error": "Ctrl-C", "share": float("nan")})
+    assert summary["steps"] == 2 and summary["status"] == "interrupted"
+    assert summary["extras"] == {"error": "Ctrl-C", "share": None}
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert "interrupted" in (tmp_path / "report.md").read_text()
+    assert "</html>" in (tmp_path / "report.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html", "report.md", "run.json", "summary.json"]
+    with pytest.raises(UsageError):
+        writer.finish("done")
+
+
+def test_a_run_without_a_single_step_leaves_a_readable_report_too(tmp_path: Path) -> None:
+    summary = RunWriter(tmp_path, {}).finish("failed", {"error": "no memory"})
+    assert summary["steps"] == 0
+    assert "no memory" in (tmp_path / "report.html").read_text()
+
+
+def test_resume_cuts_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    first = RunWriter(tmp_path, {"seed": 1})
+    started = first.meta["started_at"]
+    write_steps(first, 0, 1, 2, 3)
+    first.finish("interrupted")
+    with open(tmp_path / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 4, "ent')
+    second = RunWriter(tmp_path, {"seed": 1}, resume_step=2)
+    write_steps(second, 2, 3, 4)
+    second.finish()
+    run = read_run(tmp_path)
+    assert run.step_numbers() == [0, 1, 2, 3, 4]
+    assert run.status == "finished" and run.unreadable_lines == 0
+    assert run.meta["started_at"] == started and [item["step"] for item in run.meta["resumed"]] == [2]
+    with pytest.raises(UsageError):
+        write_steps(RunWriter(tmp_path, {}, resume_step=2), 1)
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run to go on with"):
+        RunWriter(tmp_path, {}, resume_step=1)
+
+
+def test_a_new_run_moves_what_an_earlier_one_left(tmp_path: Path) -> None:
+    for seed in range(3):
+        writer = RunWriter(tmp_path, {"seed": seed})
+        write_steps(writer, *range(seed + 1))
+        writer.finish()
+    assert read_run(tmp_path).step_numbers() == [0, 1, 2]
+    earlier = sorted((tmp_path / "earlier").iterdir())
+    assert [len(read_run(path).steps) for path in earlier] == [1, 2]
+    assert all((path / "report.html").is_file() for path in earlier)
+
+
+def test_two_processes_can_not_write_into_one_folder(tmp_path: Path) -> None:
+    code = f"from medusa_ppo.reports.store import RunWriter; w = RunWriter({str(tmp_path)!r}, {{}}); print('up', flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "up\n"
+        with pytest.raises(RunError, match="Another process writes"):
+            RunWriter(tmp_path, {})
+    finally:
+        other.communicate("\n", timeout=30)
+    assert read_run(tmp_path).status == "killed"
+    RunWriter(tmp_path, {}).close()
+
+
+def test_what_the_run_ran_on_is_recorded(tmp_path: Path) -> None:
+    versions = package_versions(("numpy", "no-such-package"))
+    assert versions["numpy"] == np.__version__ and "no-such-package" not in versions
+    found = hardware()
+    assert found["usable_cores"] >= 1 and found["memory_gib"] > 0 and isinstance(found["gpus"], list)
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert cpu_model(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
+    RunWriter(tmp_path / "run", {}).close()
+    assert {"versions", "hardware", "config", "started_at"} <= set(read_run(tmp_path / "run").meta)
+
+
+def test_reports_import_without_torch() -> None:
+    code = (
+        "import sys, medusa_ppo.reports.store, medusa_ppo.reports.glossary\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'ray', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "reports load a heavy library"
