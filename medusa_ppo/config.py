@@ -136,6 +136,10 @@ class CompanionConfig(Section):
     """Draft temperature that candidates are judged at; 0: one-hot drafts."""
     checkpoint_every: int = Field(1, ge=0)
     """Batches between two saves of the companion's whole state in the run's folder; 0: never."""
+    max_restarts: int = Field(100, ge=0)
+    """Times that a companion whose process ended is started again from its saved state."""
+    hang_s: float = Field(300.0, gt=0)
+    """A companion that answers nothing for so many seconds is ended and started again."""
     cores: tuple[int, ...] = ()
     """CPU cores that the companion is pinned to; empty: any."""
     niceness: int = Field(5, ge=0, le=19)

@@ -1,0 +1,310 @@
+"""The PPO process's end of the companion: hands batches over, asks for versions, and never waits for more than a short poll.
+
+With `on_error="disable"` no call here raises because of the companion: a dead, hanging or failing one shows in `status()` and in the log.
+With `on_error="raise"` the next call after a failure raises CompanionError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError
+
+from heads.checkpoint import checksum, save_state
+from heads.config import HeadsConfig
+from heads.errors import CompanionError
+from medusa_ppo.companion.service import Answer, CompanionService, PackedTables, ServiceArguments
+from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_tensor
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+START_TIMEOUT_S = 180.0
+POLL_TIMEOUT_S = 0.5
+INTAKE, CONTROL = "intake", "control"
+
+
+class CompanionClient:
+    """Owns the companion's Ray actor and the folder of its published versions. Make one with `start`."""
+
+    def __init__(self, actor: Any, config: CompanionConfig, publish_dir: Path, tables: ray.ObjectRef, incarnation: str) -> None:
+        self._actor = actor
+        self._config = config
+        self._publish_dir = publish_dir
+        self._tables = tables
+        self._incarnation = incarnation
+        self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
+        self._poll: ray.ObjectRef | None = None
+        self._poll_since = 0.0
+        self._last = CompanionStatus()
+        self._error = ""
+        self._lost = 0
+        self._closed = False
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, publish_dir, ignore_errors=True)
+
+    @classmethod
+    def start(
+        cls,
+        heads_config: HeadsConfig,
+        companion_config: CompanionConfig,
+        lm_head_VD: torch.Tensor,
+        *,
+        seed: int,
+        run_dir: str | Path = "",
+        initial_state: dict[str, torch.Tensor] | None = None,
+        embedding_VD: torch.Tensor | None = None,
+        resume_from: str | Path = "",
+    ) -> CompanionClient:
+        """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the caller's.
+
+        Args:
+            heads_config: sizes and kind of the heads.
+            companion_config: the companion's settings.
+            lm_head_VD, embedding_VD: the actor's tables; the embedding only for kinds that read it.
+            seed: seed of everything random in the companion.
+            run_dir: the run's folder, for checkpoints; empty: none are written.
+            initial_state: trainable tensors to start from; None: zero start.
+            resume_from: folder written by `save`.
+
+        Raises:
+            CompanionError: it did not come up.
+        """
+        if not ray.is_initialized():
+            raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
+        publish_dir = Path(tempfile.mkdtemp(prefix="medusa-ppo-heads-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None))
+        arguments = ServiceArguments(
+            heads_config,
+            companion_config,
+            seed,
+            None if initial_state is None else {name: pack_tensor(tensor) for name, tensor in initial_state.items()},
+            str(Path(run_dir).resolve()) if run_dir else "",
+            str(publish_dir),
+            str(Path(resume_from).resolve()) if resume_from else "",
+        )
+        tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
+        actor = _remote_class(companion_config).remote(arguments, tables)
+        try:
+            incarnation = ray.get(actor.ready.options(concurrency_group=CONTROL).remote(), timeout=START_TIMEOUT_S)
+        except RayError as error:
+            ray.kill(actor, no_restart=True)
+            shutil.rmtree(publish_dir, ignore_errors=True)
+            raise CompanionError(
+                "The companion did not start.",
+                given=_reason(error),
+                expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
+                do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
+            ) from error
+        return cls(actor, companion_config, publish_dir, tables, incarnation)
+
+    # ---- what the plugin calls ------------------------------------------------------------------------------------------
+
+    def submit(self, batch: RolloutBatch) -> None:
+        """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and nowhere else.
+
+        A companion that takes nothing in for long leaves its batches in that memory; beyond the byte budget new ones are dropped.
+        """
+        if not self._usable():
+            self._lost += 1
+            return
+        self._reap()
+        if sum(nbytes for _, nbytes in self._flying) + batch.nbytes > self._config.queue_bytes:
+            self._lost += 1
+            return
+        with _Guard(self, "could not take a batch") as guard:
+            handed = ray.put(pack_batch(batch))
+            self._flying.append((self._call("submit", INTAKE, handed, self._tables), batch.nbytes))
+        self._lost += guard.failed
+
+    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
+        """The actor's tables after an update; they go along with the next batches."""
+        logger.debug("Tables of policy version %d.", policy_version)
+        if self._usable():
+            with _Guard(self, "could not take the lm_head"):
+                self._tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
+
+    def newest(self, after_version: int, timeout_s: float = POLL_TIMEOUT_S) -> PublishedHeads | None:
+        """The last published version if it is newer than `after_version`; None as well when there is no answer in time."""
+        if not self._usable():
+            return None
+        self._reap()
+        answer = self._ask(after_version, timeout_s)
+        if answer is None:
+            return None
+        self._notice(answer.error)
+        self._incarnation = answer.incarnation
+        if answer.published is None or answer.published.version <= after_version:
+            return None
+        return self._local(answer.published)
+
+    def status(self, timeout_s: float = 2.0) -> CompanionStatus:
+        """What the companion has done; the last known with `alive=False` and an error when it does not answer."""
+        if self._usable():
+            with _Guard(self, "does not answer") as guard:
+                status: CompanionStatus = ray.get(self._call("status", CONTROL), timeout=timeout_s)
+                self._last = status
+            if not guard.failed:
+                self._notice(status.error)
+                self._error = ""
+                return dataclasses.replace(status, batches_dropped=status.batches_dropped + self._lost)
+        dropped = self._last.batches_dropped + self._lost
+        return dataclasses.replace(self._last, alive=False, batches_dropped=dropped, error=self._error or "closed")
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything submitted is trained. False when the time is up or the companion is gone."""
+        if not self._usable():
+            return False
+        ends = time.monotonic() + timeout_s
+        refs = [ref for ref, _ in self._flying]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
+        self._reap()
+        with _Guard(self, "did not finish its batches"):
+            left_s = max(0.1, ends - time.monotonic())
+            return bool(ray.get(self._call("drain", CONTROL, left_s), timeout=left_s + 5))
+        return False
+
+    def save(self, folder: str | Path) -> bool:
+        """Write the companion's whole state into `folder`. False when it could not be done."""
+        if self._usable():
+            with _Guard(self, "could not save its state"):
+                ray.get(self._call("save", CONTROL, str(Path(folder).resolve())), timeout=START_TIMEOUT_S)
+                return True
+        return False
+
+    def close(self) -> None:
+        """End the companion and remove its published files; harmless when called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if ray.is_initialized():
+            try:
+                ray.get(self._call("close", CONTROL), timeout=5)
+            except RayError as error:
+                logger.info("The companion was gone before it was closed: %s", _reason(error))
+            ray.kill(self._actor, no_restart=True)
+        self._remove_folder()
+
+    # ---- parts ------------------------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, group: str, *arguments: object) -> ray.ObjectRef:
+        return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
+
+    def _usable(self) -> bool:
+        return not self._closed and ray.is_initialized()
+
+    def _ask(self, after_version: int, timeout_s: float) -> Answer | None:
+        """One poll. An answer that is late is picked up by the next poll, which then does not wait."""
+        if self._poll is None:
+            self._poll, self._poll_since = self._call("newest", CONTROL, after_version), time.monotonic()
+        else:
+            timeout_s = 0.0
+        ready, _ = ray.wait([self._poll], timeout=timeout_s)
+        if not ready:
+            if time.monotonic() - self._poll_since > self._config.hang_s:
+                self._poll = None
+                self._fail(f"The companion has not answered for {self._config.hang_s:.0f} s; it is ended and started again.")
+                ray.kill(self._actor, no_restart=False)
+            return None
+        poll, self._poll = self._poll, None
+        with _Guard(self, "does not answer"):
+            return ray.get(poll)
+        return None
+
+    def _reap(self) -> None:
+        """Forget the batches that arrived; count those that did not."""
+        if not self._flying:
+            return
+        refs = [ref for ref, _ in self._flying]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        done = set(ready)
+        self._flying = deque(entry for entry in self._flying if entry[0] not in done)
+        for ref in ready:
+            with _Guard(self, "lost a batch") as guard:
+                ray.get(ref)
+            self._lost += guard.failed
+
+    def _local(self, published: PublishedHeads) -> PublishedHeads | None:
+        """The same with a file on this node: when the companion runs on another one, its tensors are fetched."""
+        if Path(published.path).is_file():
+            return published
+        with _Guard(self, "could not send its heads"):
+            packed = ray.get(self._call("published_state", CONTROL, published.version), timeout=60)
+            if packed is None:
+                return None
+            state = {name: unpack_tensor(tensor) for name, tensor in packed.items()}
+            path = self._publish_dir / f"fetched-{published.version:06d}.safetensors"
+            save_state(path, state)
+            return dataclasses.replace(published, path=str(path), checksum=checksum(state))
+        return None
+
+    def _notice(self, error: str) -> None:
+        """A failure inside a companion that is alive."""
+        if error and error != self._error:
+            self._fail(error)
+
+    def _fail(self, error: str) -> None:
+        if error != self._error:
+            logger.warning("Companion: %s", error)
+        self._error = error
+        if self._config.on_error == "raise":
+            raise CompanionError(
+                "The companion failed.",
+                given=error,
+                expected="a companion that trains",
+                do="Correct the cause, or set companion.on_error=disable to go on with the heads at hand.",
+            )
+
+
+class _Guard:
+    """Turns Ray's errors in its block into the client's failure policy."""
+
+    def __init__(self, client: CompanionClient, what: str) -> None:
+        self._client, self._what = client, what
+        self.failed = False
+
+    def __enter__(self) -> _Guard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, RayError):
+            return False
+        self.failed = True
+        self._client._fail(f"The companion {self._what}: {_reason(error)}")
+        return True
+
+
+def _remote_class(config: CompanionConfig) -> Any:
+    """The service as a Ray actor class: batches come in one after the other, questions are answered beside them."""
+    return ray.remote(
+        num_cpus=0,
+        num_gpus=config.num_gpus,
+        max_restarts=config.max_restarts,
+        max_task_retries=0,
+        concurrency_groups={INTAKE: 1, CONTROL: 4},
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+    )(CompanionService)
+
+
+def _pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> PackedTables:
+    return PackedTables(pack_tensor(lm_head_VD), None if embedding_VD is None else pack_tensor(embedding_VD))
+
+
+def _reason(error: RayError) -> str:
+    """The part of Ray's long messages that says something."""
+    if isinstance(error, GetTimeoutError):
+        return "no answer in time"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if 'Traceback' in str(error) and lines else (lines or ['no message'])[0]}"

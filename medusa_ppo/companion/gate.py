@@ -1,0 +1,141 @@
+"""The gate: a candidate is published only when it beats the serving heads on rollouts that it was not trained on.
+
+Shape letters: M rows of the holdout, K heads, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from heads.acceptance import (
+    Interval,
+    ReplayResult,
+    draft_ids_for_rows,
+    draft_logprobs_for_rows,
+    paired_difference,
+    replay_estimate,
+    replay_sampled,
+)
+from heads.modules import MedusaHeads
+from heads.targets import condition_ids, head_targets, segments_from_lengths
+from medusa_ppo.types import ReplayRow, RolloutBatch
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate decided, and on what grounds.
+
+    Attributes:
+        publish: the candidate may be served.
+        worse: the candidate is surely worse than the serving heads.
+        reason: one sentence.
+        serving, candidate, frozen: replay estimates on the same holdout; None when a set of heads could not be judged.
+        difference: candidate minus serving, mean acceptance length, with its interval.
+    """
+
+    publish: bool
+    worse: bool
+    reason: str
+    serving: ReplayRow | None = None
+    candidate: ReplayRow | None = None
+    frozen: ReplayRow | None = None
+    difference: Interval | None = None
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """How sure the gate wants to be, and which drafts it replays.
+
+    Attributes:
+        confidence: probability (one-sided, bootstrap over responses) that a difference has the sign it shows.
+        draft_temperature: 0: one-hot drafts; else sampled drafts at this temperature.
+    """
+
+    confidence: float = 0.9
+    draft_temperature: float = 0.0
+
+
+def replay(
+    heads: MedusaHeads,
+    holdout: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    *,
+    embedding_VD: torch.Tensor | None = None,
+    draft_temperature: float = 0.0,
+) -> ReplayResult:
+    """Replay estimate of heads on a batch, on the device of the heads."""
+    config, device = heads.config, lm_head_VD.device
+    segment_M = segments_from_lengths(holdout.lengths_S)
+    hidden_MD = holdout.hidden_MD.to(device, torch.float32)
+    condition_MK = condition_ids(holdout.response_ids_M, segment_M, config.num_heads).to(device) if config.conditioned else None
+    if draft_temperature <= 0:
+        ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, condition_MK=condition_MK, embedding_VD=embedding_VD)
+        return replay_estimate(ids_MK.cpu(), holdout.response_ids_M, holdout.lengths_S)
+    targets_MK, _ = head_targets(holdout.response_ids_M, segment_M, config.num_heads)
+    logprobs_1MK = draft_logprobs_for_rows(
+        heads,
+        hidden_MD,
+        targets_MK.to(device),
+        lm_head_VD,
+        temperatures=(draft_temperature,),
+        condition_MK=condition_MK,
+        embedding_VD=embedding_VD,
+    )
+    return replay_sampled(logprobs_1MK[0].cpu(), holdout.logprobs_M, holdout.lengths_S)
+
+
+def judge(
+    candidate: MedusaHeads,
+    serving: MedusaHeads,
+    frozen: MedusaHeads | None,
+    lm_head_VD: torch.Tensor,
+    holdout: RolloutBatch,
+    rule: GateRule,
+    *,
+    embedding_VD: torch.Tensor | None = None,
+) -> Verdict:
+    """Compare the candidate with the serving heads, response by response, and measure the frozen control beside them.
+
+    Args:
+        candidate: newly trained heads.
+        serving: what the engine drafts with (before the first publish: the heads it started with).
+        frozen: the first published heads; None before there are any (the serving heads stand in).
+        lm_head_VD: the actor's lm_head.
+        holdout: rollouts that the candidate was not trained on.
+        rule: how sure to be.
+        embedding_VD: the actor's embedding table, for kinds that read it.
+    """
+    fault = find_fault(candidate, serving)
+    if fault:
+        return Verdict(False, True, fault)
+    settings = {"embedding_VD": embedding_VD, "draft_temperature": rule.draft_temperature}
+    of_serving = replay(serving, holdout, lm_head_VD, **settings)
+    of_candidate = replay(candidate, holdout, lm_head_VD, **settings)
+    of_frozen = of_serving if frozen is None else replay(frozen, holdout, lm_head_VD, **settings)
+    rows = (_row(of_serving), _row(of_candidate), _row(of_frozen))
+    if not of_candidate.drafts:
+        return Verdict(False, False, "The holdout has no draft step: its responses are one token long.", *rows)
+    if not math.isfinite(of_candidate.accepted):
+        return Verdict(False, True, "The candidate's logits overflow.", rows[0], None, rows[2])
+    difference = paired_difference(of_candidate, of_serving, 2 * rule.confidence - 1)
+    seen = f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}) against the serving heads"
+    if difference.low > 0:
+        return Verdict(True, False, f"Better: {seen}.", *rows, difference)
+    return Verdict(False, difference.high < 0, f"Not surely better: {seen}.", *rows, difference)
+
+
+def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
+    """Why these heads may not even be replayed: other sizes, or values that are not finite. Empty when nothing is wrong."""
+    if candidate.config != serving.config:
+        return f"The candidate has other sizes than the serving heads: {candidate.config}."
+    for name, tensor in candidate.trainable_state().items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"The candidate's {name} holds values that are not finite."
+    return ""
+
+
+def _row(result: ReplayResult) -> ReplayRow:
+    return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)

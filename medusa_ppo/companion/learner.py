@@ -1,0 +1,226 @@
+"""One batch in, a better version out, perhaps: split, train, judge, publish or not. No threads, no files, one flat state."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+
+from heads.config import HeadsConfig
+from heads.errors import CheckpointError
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.gate import GateRule, Verdict, judge
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import ReplayRow, RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("version", "fresh", "candidates_rejected", "rollbacks", "last_policy_version", "published_policy_version", "batches_seen")
+
+
+@dataclass(frozen=True)
+class LearnReport:
+    """What became of one batch.
+
+    Attributes:
+        train: the trainer's report.
+        verdict: the gate's; None when there was nothing to judge.
+        published: a new version is ready in `Learner.serving`.
+        problem: one sentence when the batch was of no use; empty otherwise.
+    """
+
+    train: TrainReport
+    verdict: Verdict | None
+    published: bool
+    problem: str = ""
+
+
+class Learner:
+    """Candidate, serving and frozen heads, and the rule by which the candidate becomes the serving ones.
+
+    Attributes:
+        serving: the last published heads (version 0: those the run started with).
+        frozen: the first published heads, never trained again; None before.
+        version: number of the serving heads; grows by one with every publish.
+        fresh: the last judged candidate is what is serving now.
+        rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout.
+    """
+
+    def __init__(
+        self,
+        heads_config: HeadsConfig,
+        config: CompanionConfig,
+        lm_head_VD: torch.Tensor,
+        *,
+        seed: int,
+        initial_state: dict[str, torch.Tensor] | None = None,
+        embedding_VD: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._config = config
+        self._seed = seed
+        candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
+        self.trainer = HeadsTrainer(candidate, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device)
+        self.serving = self._copy(self.trainer.heads)
+        self.frozen: MedusaHeads | None = None
+        self.rows: dict[str, ReplayRow | None] = {}
+        self.last_loss = math.nan
+        self.last_losses: tuple[float, ...] = ()
+        self.version = 0
+        self.fresh = False
+        self.candidates_rejected = 0
+        self.rollbacks = 0
+        self.last_policy_version = -1
+        self.published_policy_version = -1
+        self.batches_seen = 0
+
+    @property
+    def batches_trained(self) -> int:
+        return self.trainer.batches_trained
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.trainer.trained_tokens
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.trainer.optimizer_steps
+
+    @property
+    def lm_head_VD(self) -> torch.Tensor:
+        return self.trainer.lm_head_VD
+
+    def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
+        """The actor's frozen tables, for the batches that follow."""
+        self.trainer.set_tables(lm_head_VD, embedding_VD)
+
+    def learn(self, batch: RolloutBatch) -> LearnReport:
+        """Train on most of the batch's responses and judge the result on the others.
+
+        Raises:
+            DataError: the batch does not fit the heads.
+        """
+        self.batches_seen += 1
+        if not bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all()):
+            return LearnReport(TrainReport(), None, False, "The batch holds hidden states or log-probs that are not finite.")
+        training, holdout = self._split(batch)
+        report = self.trainer.train_batch(training)
+        if report.problem:
+            logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
+            return LearnReport(report, None, False, report.problem)
+        self.last_loss, self.last_losses = report.loss, report.losses
+        self.last_policy_version = batch.policy_version
+        if holdout is None:
+            return LearnReport(report, None, False, "A batch of one response leaves nothing to judge the heads on.")
+        verdict = judge(
+            self.trainer.heads,
+            self.serving,
+            self.frozen,
+            self.lm_head_VD,
+            holdout,
+            GateRule(self._config.gate_confidence, self._config.draft_temperature),
+            embedding_VD=self.trainer.embedding_VD,
+        )
+        self._obey(verdict)
+        return LearnReport(report, verdict, verdict.publish)
+
+    def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        """Serve a version that was published after the state now loaded was saved; training goes on from that state."""
+        self.serving.load_trainable_state({name: value.to(self.trainer.device) for name, value in state.items()})
+        self.version = version
+        self.fresh = False
+        if self.frozen is None:
+            self.frozen = self._copy(self.serving)
+
+    def _obey(self, verdict: Verdict) -> None:
+        self.rows = {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
+        self.fresh = verdict.publish
+        if verdict.publish:
+            self.serving.load_trainable_state(self.trainer.heads.trainable_state())
+            self.version += 1
+            self.published_policy_version = self.last_policy_version
+            if self.frozen is None:
+                self.frozen = self._copy(self.serving)
+        else:
+            self.candidates_rejected += 1
+            if verdict.worse:
+                logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
+                self.trainer.reset_to(self.serving.trainable_state())
+                self.rollbacks += 1
+
+    def _split(self, batch: RolloutBatch) -> tuple[RolloutBatch, RolloutBatch | None]:
+        """Training and holdout responses; the choice depends on the seed and the number of batches only."""
+        sequences = batch.lengths_S.numel()
+        if sequences < 2:
+            return batch, None
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.batches_seen)
+        order_S = torch.randperm(sequences, generator=generator)
+        held = min(max(1, round(self._config.holdout_fraction * sequences)), sequences - 1)
+        return batch.select(order_S[held:].sort().values), batch.select(order_S[:held].sort().values)
+
+    def _copy(self, heads: MedusaHeads) -> MedusaHeads:
+        twin = _bare_heads(heads.config, self._seed).to(self.trainer.device).requires_grad_(False)
+        twin.load_trainable_state(heads.trainable_state())
+        return twin
+
+    # ---- state ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of everything that later batches depend on. Flat, tensors only."""
+        state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
+        state |= {f"serving.{name}": value for name, value in self.serving.trainable_state().items()}
+        if self.frozen is not None:
+            state |= {f"frozen.{name}": value for name, value in self.frozen.trainable_state().items()}
+        state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
+        if self.last_losses:
+            state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
+        for name, row in self.rows.items():
+            if row is not None:
+                state[f"rows.{name}"] = torch.tensor([row.mean_acceptance_length, *row.acceptance_per_position], dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over a state. Raises CheckpointError when it is not one of such a learner."""
+        missing = [name for name in ("counters", "trainer.counters", "trainer.generator") if name not in state]
+        if missing or state["counters"].numel() != len(COUNTERS):
+            raise CheckpointError(
+                "This is not a state of the companion.",
+                given=f"missing: {', '.join(missing) or 'none'}; {len(state)} tensors",
+                expected="a file written by the companion of the same release",
+                do="Resume from the folder that the companion wrote.",
+            )
+        self.trainer.load_state_dict(_under(state, "trainer."))
+        self.serving.load_trainable_state({name: value.to(self.trainer.device) for name, value in _under(state, "serving.").items()})
+        frozen = {name: value.to(self.trainer.device) for name, value in _under(state, "frozen.").items()}
+        self.frozen = self._copy(self.serving) if frozen else None
+        if self.frozen is not None:
+            self.frozen.load_trainable_state(frozen)
+        for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
+            setattr(self, name, value)
+        self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
+        self.last_losses = tuple(losses)
+        rows = {name: value.tolist() for name, value in _under(state, "rows.").items()}
+        self.rows = {name: ReplayRow(values[0], tuple(values[1:])) for name, values in rows.items()}
+
+
+def _under(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _bare_heads(config: HeadsConfig, seed: int) -> MedusaHeads:
+    """New heads whose random parts depend on the seed alone; the process's own generator is left as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MedusaHeads(config)
+
+
+def _new_heads(config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None) -> MedusaHeads:
+    heads = _bare_heads(config, seed)
+    if state is not None:
+        heads.load_trainable_state({name: value.to(torch.float32) for name, value in state.items()})
+    elif config.lm_head == "own":
+        heads.init_own_lm_heads(lm_head_VD)
+    return heads

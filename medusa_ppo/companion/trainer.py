@@ -1,0 +1,306 @@
+"""Trains the heads on rollout batches: the heads only, with an optimizer, a gradient clip and a random generator of their own.
+
+Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from heads.errors import CheckpointError, DataError
+from heads.losses import LossConfig, Teacher, head_loss
+from heads.modules import MedusaHeads
+from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import RolloutBatch
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What one batch did.
+
+    Attributes:
+        loss: mean over heads and optimizer steps; NaN when nothing was trained.
+        losses: mean loss of head 1..K over the optimizer steps.
+        tokens: positions trained on, each counted once however many epochs.
+        optimizer_steps: steps taken.
+        seconds: wall time.
+        problem: why the batch was skipped and everything put back as it was before; empty: it was not.
+    """
+
+    loss: float = math.nan
+    losses: tuple[float, ...] = ()
+    tokens: int = 0
+    optimizer_steps: int = 0
+    seconds: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A batch with everything that its rows need for any loss, looked up once.
+
+    Attributes:
+        hidden_MD: final hidden states, in the actor's dtype.
+        targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to predict.
+        condition_MK: tokens since h_t (conditioned kinds), else None.
+        logprobs_MK: behaviour log-probs of the targets.
+        teacher_rows_MK: row whose state gives the actor's own distribution of the target.
+        usable_N: rows with at least one target.
+        temperature: sampling temperature of the rollouts.
+    """
+
+    hidden_MD: torch.Tensor
+    targets_MK: torch.Tensor
+    mask_MK: torch.Tensor
+    condition_MK: torch.Tensor | None
+    logprobs_MK: torch.Tensor
+    teacher_rows_MK: torch.Tensor
+    usable_N: torch.Tensor
+    temperature: float
+
+
+def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions:
+    """Targets, conditions and log-probs of every row of a batch."""
+    segment_M = segments_from_lengths(batch.lengths_S)
+    targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
+    return Positions(
+        batch.hidden_MD,
+        targets_MK,
+        mask_MK,
+        condition_ids(batch.response_ids_M, segment_M, num_heads) if conditioned else None,
+        head_logprobs(batch.logprobs_M, segment_M, num_heads),
+        head_teacher_rows(segment_M, num_heads),
+        mask_MK.any(1).nonzero().squeeze(1),
+        batch.temperature,
+    )
+
+
+class HeadsTrainer:
+    """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded generator.
+
+    The heads' parameters are float32. The actor's lm_head and embedding table are constants here.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        lm_head_VD: torch.Tensor,
+        config: CompanionConfig,
+        seed: int,
+        *,
+        embedding_VD: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.heads = heads.to(device=self.device, dtype=torch.float32)
+        self._config = config
+        self._loss = LossConfig.named(config.loss)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.set_tables(lm_head_VD, embedding_VD)
+        self._named = dict(self.heads.named_parameters())
+        self._optimizer = self._fresh_optimizer()
+        self.batches_trained = 0
+        self.batches_skipped = 0
+        self.trained_tokens = 0
+        self.optimizer_steps = 0
+
+    def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
+        """Replace the actor's frozen tables. On a CPU they are held in float32, on a GPU as they come."""
+        dtype = torch.float32 if self.device.type == "cpu" else lm_head_VD.dtype
+        self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
+        self.embedding_VD = None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
+
+    def train_batch(
+        self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]] = (), *, epochs: int | None = None
+    ) -> TrainReport:
+        """Train on a batch, and on shares of older ones.
+
+        Args:
+            batch: on-policy rollouts.
+            replay: older batches, each with the share (0..1) of its positions that joins each epoch.
+            epochs: passes over the positions; None: as configured.
+
+        Returns:
+            A report. When a loss or gradient is not finite, the heads, the optimizer and the generator are as they were before the call.
+
+        Raises:
+            DataError: the batch does not fit the heads.
+        """
+        started = time.monotonic()
+        self._check(batch)
+        before = self.state_dict()
+        try:
+            losses, tokens = self._train(batch, replay, self._config.epochs if epochs is None else epochs)
+        except _NotFiniteError as error:
+            self.load_state_dict(before)
+            self.batches_skipped += 1
+            return TrainReport(seconds=time.monotonic() - started, problem=str(error))
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        self.batches_trained += 1
+        self.trained_tokens += tokens
+        self.optimizer_steps += len(losses)
+        if not losses:
+            return TrainReport(seconds=time.monotonic() - started, problem="No position has a target: all responses are one token long.")
+        mean_K = torch.stack(losses).double().mean(0)
+        return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started)
+
+    def reset_to(self, state: dict[str, torch.Tensor]) -> None:
+        """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters and generator go on."""
+        self.heads.load_trainable_state(state)
+        self._optimizer = self._fresh_optimizer()
+
+    # ---- one batch ------------------------------------------------------------------------------------------------------
+
+    def _train(self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: int) -> tuple[list[torch.Tensor], int]:
+        config = self.heads.config
+        parts = [(batch, 1.0), *replay]
+        sources = [(look_up(part, config.num_heads, config.conditioned), share) for part, share in parts]
+        losses: list[torch.Tensor] = []
+        for _ in range(epochs):
+            picks = self._shuffle(sources)
+            for start in range(0, picks.shape[0], self._config.batch_positions):
+                losses.append(self._step([source for source, _ in sources], picks[start : start + self._config.batch_positions]))
+        return losses, int(sources[0][0].usable_N.numel())
+
+    def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
+        """(source, row) pairs of one epoch in random order, int64 `[N, 2]`."""
+        picks = []
+        for index, (source, share) in enumerate(sources):
+            usable_N = source.usable_N
+            count = round(share * usable_N.numel())
+            chosen = usable_N[torch.randperm(usable_N.numel(), generator=self._generator)[:count]]
+            picks.append(torch.stack([torch.full_like(chosen, index), chosen], dim=1))
+        pairs = torch.cat(picks)
+        return pairs[torch.randperm(pairs.shape[0], generator=self._generator)]
+
+    def _step(self, sources: Sequence[Positions], picks_N2: torch.Tensor) -> torch.Tensor:
+        """One optimizer step; returns the loss of each head. Sources are gathered one after the other: their order means nothing."""
+        grouped = [(source, picks_N2[picks_N2[:, 0] == index, 1]) for index, source in enumerate(sources)]
+        grouped = [(source, rows_N) for source, rows_N in grouped if rows_N.numel()]
+        hidden_ND = self._gather([source.hidden_MD[rows_N] for source, rows_N in grouped])
+        conditions = [source.condition_MK[rows_N] for source, rows_N in grouped if source.condition_MK is not None]
+        factored = self.heads.factored(
+            hidden_ND,
+            self.lm_head_VD,
+            condition=torch.cat(conditions).to(self.device) if conditions else None,
+            embedding_VD=self.embedding_VD,
+        )
+        loss_K = head_loss(
+            factored,
+            torch.cat([source.targets_MK[rows_N] for source, rows_N in grouped]).to(self.device),
+            torch.cat([source.mask_MK[rows_N] for source, rows_N in grouped]).to(self.device),
+            self._loss,
+            logprobs_NK=torch.cat([source.logprobs_MK[rows_N] for source, rows_N in grouped]).to(self.device),
+            teacher=self._teacher(grouped) if self._loss.kl else None,
+        )
+        self._optimizer.zero_grad(set_to_none=True)
+        loss_K.sum().backward()
+        norm_K = clip_per_head(self._named, self.heads.config.num_heads, self._config.clip_norm)
+        if not bool(torch.isfinite(loss_K.detach()).all() and torch.isfinite(norm_K).all()):
+            raise _NotFiniteError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
+        self._optimizer.step()
+        return loss_K.detach().cpu()
+
+    def _gather(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.to(self.device, torch.float32) for part in parts])
+
+    def _teacher(self, grouped: list[tuple[Positions, torch.Tensor]]) -> Teacher:
+        """The actor's own distribution of each target, from the states of the rows that predict them."""
+        heads = self.heads.config.num_heads
+        hidden = self._gather([source.hidden_MD[source.teacher_rows_MK[rows_N].flatten()] for source, rows_N in grouped])
+        rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, heads)
+        return Teacher(hidden, rows_NK, self.lm_head_VD, grouped[0][0].temperature)
+
+    def _check(self, batch: RolloutBatch) -> None:
+        config = self.heads.config
+        width = batch.hidden_MD.shape[1]
+        low, high = int(batch.response_ids_M.min()), int(batch.response_ids_M.max())
+        if width != config.hidden_size or low < 0 or high >= config.vocab_size:
+            raise DataError(
+                "The rollout batch does not fit the heads.",
+                given=f"hidden size {width}, token ids {low} to {high}",
+                expected=f"hidden size {config.hidden_size}, token ids 0 to {config.vocab_size - 1}",
+                do="Use heads made for this actor.",
+            )
+
+    def _fresh_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.heads.parameters(), lr=self._config.learning_rate, weight_decay=self._config.weight_decay)
+
+    # ---- state ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of everything that the next batch depends on: heads, optimizer, generator, counters. Flat, tensors only."""
+        state = {f"heads.{name}": tensor for name, tensor in self.heads.trainable_state().items()}
+        for name, parameter in self._named.items():
+            for moment, value in self._optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{moment}"] = value.detach().clone()
+        state["generator"] = self._generator.get_state()
+        state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over a state. Raises CheckpointError when it is not one of such a trainer."""
+        try:
+            self.heads.load_trainable_state({name[6:]: value.to(self.device) for name, value in state.items() if name.startswith("heads.")})
+            optimizer = self._fresh_optimizer()
+            for name, parameter in self._named.items():
+                moments = {moment: state.get(f"optimizer.{name}.{moment}") for moment in MOMENTS}
+                if all(value is not None for value in moments.values()):
+                    optimizer.state[parameter] = {
+                        moment: value.clone() if moment == "step" else value.to(self.device, copy=True) for moment, value in moments.items()
+                    }
+            self._optimizer = optimizer
+            self._generator.set_state(state["generator"].clone())
+            for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
+                setattr(self, name, value)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                "This is not a state of the companion's trainer.",
+                given=f"{type(error).__name__}: {error}",
+                expected="tensors written by HeadsTrainer.state_dict for heads of the same kind and size",
+                do="Resume from the folder that the companion wrote, with the same heads configuration.",
+            ) from error
+
+
+def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:
+    """Scale each head's gradient to at most `clip_norm`, whatever the other heads' are.
+
+    Args:
+        named: parameters of MedusaHeads: stacked `[K, ...]`, or `mlp_in.{k}` of one head.
+        num_heads: K.
+        clip_norm: largest Euclidean norm of one head's gradient.
+
+    Returns:
+        Norm of each head's gradient before clipping, float32 `K`.
+    """
+    by_head: list[list[torch.Tensor]] = [[] for _ in range(num_heads)]
+    for name, parameter in named.items():
+        if parameter.grad is None:
+            continue
+        if name.startswith("mlp_in."):
+            by_head[int(name.split(".")[1])].append(parameter.grad)
+        else:
+            for k in range(num_heads):
+                by_head[k].append(parameter.grad[k])
+    norms = [torch.stack([torch.linalg.vector_norm(g) for g in grads]).square().sum().sqrt() for grads in by_head]
+    for norm, grads in zip(norms, by_head, strict=True):
+        scale = (clip_norm / (norm + 1e-12)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(scale)
+    return torch.stack(norms)
+
+
+class _NotFiniteError(Exception):
+    """A loss or gradient is not finite; handled in train_batch."""

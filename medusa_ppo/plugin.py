@@ -1,0 +1,350 @@
+"""MedusaPlugin: the few hooks that a PPO loop calls. They read; the loop's own tensors and random numbers stay what they are.
+
+    plugin.before_generation()                                  installs newer heads in the engine
+    plugin.rollout_ready(rollouts)                              remembers tokens and behaviour log-probs
+    with plugin.actor_forward(model, response_mask_BT, rows):   taps the loop's own log-prob pass, per micro-batch
+        model(...)
+    plugin.policy_updated(model, policy_version)                the new lm_head goes to the companion
+    plugin.metrics()                                            this step's figures, under the names of medusa_ppo/metrics.py
+    plugin.close()
+
+Shape letters: B rows of a micro-batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from heads.checkpoint import load_heads, load_state, save_heads
+from heads.config import HeadsConfig
+from heads.errors import DataError, SwapError
+from heads.modules import MedusaHeads
+from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import HiddenTap, embedding_weight, lm_head_weight
+from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.config import RunConfig
+from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.types import CompanionStatus, PublishedHeads, Rollouts
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 600.0
+
+
+@dataclasses.dataclass
+class _Step:
+    """What one PPO step adds up."""
+
+    exposed_s: float = 0.0
+    waited_s: float = 0.0
+    swap_s: float = 0.0
+    rollouts: Rollouts | None = None
+    serving: PublishedHeads | None = None
+
+
+class MedusaPlugin:
+    """Joins a PPO loop, a rollout engine and a companion. With `companion=None` it only reports the engine's acceptance.
+
+    Attributes:
+        swaps: heads installed so far.
+        failed_swaps: heads that did not reach the engine so far.
+        empty_responses: responses without a token so far; they teach nothing.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        companion: CompanionClient | None,
+        *,
+        wait: bool = False,
+        on_error: str = "disable",
+        heads: MedusaHeads | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            engine: where the responses come from.
+            companion: where heads are trained; None: nowhere.
+            wait: let before_generation wait until the companion has trained all it was given (repeatable runs).
+            on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
+            heads: the heads that the engine started with, for `save_heads`.
+            clock: seconds.
+        """
+        self._engine = engine
+        self._companion = companion
+        self._wait = wait
+        self._on_error = on_error
+        self._heads = heads
+        self._clock = clock
+        self._collector: BatchCollector | None = None
+        self._installed: PublishedHeads | None = None
+        self._lm_head_VD: torch.Tensor | None = None
+        self._step = _Step()
+        self._train_s_before = 0.0
+        self.swaps = 0
+        self.failed_swaps = 0
+        self.empty_responses = 0
+
+    @staticmethod
+    def prepare_heads(config: RunConfig, model: nn.Module, folder: str | Path) -> Path:
+        """Write the heads that a run starts with into `folder` (native format), for the engine to load. See `initial_heads`."""
+        save_heads(
+            folder, initial_heads(config, model), lm_head_VD=lm_head_weight(model).detach(), metadata={"start": config.heads.path or "zero"}
+        )
+        return Path(folder)
+
+    @classmethod
+    def start(
+        cls, config: RunConfig, model: nn.Module, engine: RolloutEngine, run_dir: str | Path, *, resume_from: str | Path = ""
+    ) -> MedusaPlugin:
+        """Start the companion (if wanted) with the same heads that `prepare_heads` wrote for the engine.
+
+        Args:
+            config: the run's configuration.
+            model: the actor.
+            engine: a running engine that was started with the prepared heads.
+            run_dir: the run's folder.
+            resume_from: folder that `save` wrote; empty: begin anew.
+        """
+        heads = initial_heads(config, model)
+        companion = None
+        if config.companion.enabled:
+            companion = CompanionClient.start(
+                heads.config,
+                config.companion,
+                lm_head_weight(model).detach(),
+                seed=config.seed,
+                run_dir=run_dir,
+                initial_state=heads.trainable_state(),
+                embedding_VD=embedding_weight(model).detach() if heads.config.needs_embedding else None,
+                resume_from=resume_from,
+            )
+        plugin = cls(engine, companion, wait=config.companion.wait, on_error=config.companion.on_error, heads=heads)
+        plugin._lm_head_VD = lm_head_weight(model)
+        return plugin
+
+    # ---- the hooks --------------------------------------------------------------------------------------------------------
+
+    def before_generation(self) -> None:
+        """Install newer heads, if the companion has any. The engine must be idle.
+
+        Raises:
+            SwapError: the engine did not take them, and `on_error` is `raise`.
+        """
+        with self._exposed():
+            if self._companion is None:
+                return
+            began = self._clock()
+            if self._wait and not self._companion.drain(DRAIN_TIMEOUT_S):
+                logger.warning("The companion did not finish its batches; the serving heads stay.")
+            version = self._installed.version if self._installed else 0
+            published = self._companion.newest(version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
+            self._step.waited_s += self._clock() - began
+            if published is not None:
+                self._install(published)
+
+    def rollout_ready(self, rollouts: Rollouts) -> None:
+        """Remember this batch's tokens and log-probs; its states come through `actor_forward`."""
+        with self._exposed():
+            self._flush()
+            self._step.rollouts = rollouts
+            self._step.serving = self._installed
+            if self._companion is not None:
+                self._collector = BatchCollector(rollouts)
+                self.empty_responses += self._collector.empty_responses
+
+    @contextlib.contextmanager
+    def actor_forward(self, model: nn.Module, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> Iterator[None]:
+        """Context around one forward pass of the actor that the loop makes anyway. Any micro-batches, any order of rows, any padding.
+
+        When every response has been seen, the batch goes to the companion, so that it trains while the loop updates.
+
+        Args:
+            model: the actor.
+            response_mask_BT: true where token t of the row is a response token.
+            sequences: for each row, the index of its response in `rollouts.responses`.
+
+        Raises:
+            DataError: no single forward pass happened inside, or the rows do not fit the rollouts.
+        """
+        collector = self._collector
+        if collector is None:
+            yield
+            return
+        with HiddenTap(model) as tap:
+            yield
+        with self._exposed():
+            collector.add(tap.hidden_BTD, response_mask_BT, sequences)
+            if collector.complete:
+                self._flush()
+
+    def policy_updated(self, model: nn.Module, policy_version: int) -> None:
+        """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now."""
+        with self._exposed():
+            self._flush()
+            self._lm_head_VD = lm_head_weight(model)
+            if self._companion is not None and self._heads is not None:
+                self._send_tables(model, policy_version, self._heads.config)
+
+    def metrics(self) -> dict[str, Any]:
+        """Figures of the step since the last call, under the names of medusa_ppo/metrics.py. A figure that isn't known is left out."""
+        with self._exposed():
+            status = self._companion.status() if self._companion is not None else None
+        step, self._step = self._step, _Step()
+        values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: step.swap_s}
+        if step.rollouts is not None:
+            values |= _rollout_figures(step.rollouts, step.serving)
+        if status is not None:
+            trained_s = max(0.0, status.train_s - self._train_s_before)
+            self._train_s_before = status.train_s
+            values |= _companion_figures(status)
+            values[names.COMPANION_TRAIN_S] = trained_s
+            values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
+        return values
+
+    def save(self, folder: str | Path) -> bool:
+        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False when there is none to write."""
+        return self._companion is not None and self._companion.save(folder)
+
+    def save_heads(self, folder: str | Path) -> Path:
+        """Write the heads that the engine drafts with as a native directory.
+
+        Raises:
+            DataError: the plugin was made without the heads that the engine started with.
+        """
+        if self._heads is None:
+            raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
+        installed = self._installed
+        if installed is not None:
+            self._heads.load_trainable_state(load_state(installed.path))
+        save_heads(folder, self._heads, lm_head_VD=self._lm_head_VD, version=installed.version if installed else 0)
+        return Path(folder)
+
+    def close(self) -> None:
+        """End the companion; the engine is the caller's. Harmless when called again."""
+        self._collector = None
+        if self._companion is not None:
+            self._companion.close()
+
+    # ---- parts --------------------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Hand over what was tapped. A batch of which nothing was scored is only told in the log: the loop may skip steps."""
+        collector, self._collector = self._collector, None
+        if collector is None or self._companion is None:
+            return
+        if not collector.seen and not collector.complete:
+            logger.warning("No response of the last rollouts was scored inside plugin.actor_forward; the companion gets nothing.")
+            return
+        self._companion.submit(collector.batch())
+
+    def _send_tables(self, model: nn.Module, policy_version: int, config: HeadsConfig) -> None:
+        assert self._companion is not None
+        embedding_VD = embedding_weight(model).detach() if config.needs_embedding else None
+        if config.lm_head == "shared" or embedding_VD is not None:
+            self._companion.update_lm_head(lm_head_weight(model).detach(), policy_version, embedding_VD=embedding_VD)
+
+    def _install(self, published: PublishedHeads) -> None:
+        try:
+            self._swap(published)
+        except SwapError as error:
+            self.failed_swaps += 1
+            self._put_back()
+            if self._on_error == "raise":
+                raise
+            logger.warning("Heads version %d were not installed; the old ones stay. %s", published.version, error)
+        else:
+            self._installed = published
+            self.swaps += 1
+
+    def _swap(self, published: PublishedHeads) -> None:
+        receipt = self._engine.swap_heads(published.path, published.version)
+        self._step.swap_s += receipt.seconds
+        if receipt.checksum != published.checksum:
+            raise SwapError(
+                "The engine holds other heads than those it was given.",
+                given=f"checksum {receipt.checksum[:16]}",
+                expected=published.checksum[:16],
+                do="Look for a second writer of the published files; the heads before are put back.",
+            )
+
+    def _put_back(self) -> None:
+        """Install the heads before a failed swap again: what the engine holds now isn't known. Drafts stay lossless either way."""
+        if self._installed is None or not Path(self._installed.path).is_file():
+            return
+        try:
+            self._swap(self._installed)
+        except SwapError as error:
+            logger.warning("The heads before could not be put back either. %s", error)
+
+    @contextlib.contextmanager
+    def _exposed(self) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._step.exposed_s += self._clock() - began
+
+
+def initial_heads(config: RunConfig, model: nn.Module) -> MedusaHeads:
+    """The heads that a run starts with, the same at every call: those of `config.heads.path`, or a zero start (each equals lm_head).
+
+    Raises:
+        CheckpointError: the directory is damaged or of another actor.
+    """
+    lm_head_VD = lm_head_weight(model).detach()
+    vocab_size, hidden_size = lm_head_VD.shape
+    section = config.heads
+    if section.path:
+        heads, _ = load_heads(section.path, hidden_size=hidden_size, vocab_size=vocab_size)
+        return heads.to(torch.float32)
+    sizes = HeadsConfig(
+        hidden_size,
+        vocab_size,
+        num_heads=section.num_heads,
+        kind=section.kind,
+        num_layers=section.num_layers,
+        lm_head=section.lm_head,
+        rank=section.rank,
+    )
+    with torch.random.fork_rng(devices=[]):  # The loop's own random numbers stay what they are.
+        torch.manual_seed(config.seed)
+        heads = MedusaHeads(sizes)
+    if section.lm_head == "own":
+        heads.init_own_lm_heads(lm_head_VD.to("cpu", torch.float32))
+    return heads
+
+
+def _rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None) -> dict[str, Any]:
+    counters = rollouts.counters
+    return {
+        names.HEADS_VERSION: rollouts.heads_version,
+        names.STALENESS: rollouts.policy_version - (serving.policy_version if serving else 0),
+        names.NUM_DRAFTS: rollouts.num_drafts,
+        names.MAL_SERVING: counters.mean_acceptance_length,
+        names.ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
+        names.DRAFTS: counters.drafts,
+        names.ACCEPTED: counters.accepted,
+    }
+
+
+def _companion_figures(status: CompanionStatus) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        names.COMPANION_TRAINED_TOKENS: status.trained_tokens,
+        names.COMPANION_DROPPED: status.batches_dropped,
+        names.VERSIONS_PUBLISHED: status.versions_published,
+    }
+    if status.last_loss == status.last_loss:  # not NaN: something was trained
+        values[names.COMPANION_LOSS] = status.last_loss
+    rows = ((names.REPLAY_SERVING, status.serving), (names.REPLAY_CANDIDATE, status.candidate), (names.REPLAY_FROZEN, status.frozen))
+    return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

@@ -1,0 +1,60 @@
+"""A task whose answer is known: on-policy rollouts of a Markov chain that a linear lm_head models exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from medusa_ppo.types import RolloutBatch
+
+
+class ChainTask:
+    """Tokens follow a permutation with probability `sure`, else any token; h_t is the one-hot state of x_t, scaled.
+
+    lm_head gives exactly the chain's log-probs, so rollouts are on-policy by construction. Head k can reach the acceptance of the
+    permutation applied k + 1 times, while the zero start (head k = lm_head) is wrong nearly always: acceptance must rise by learning.
+    """
+
+    def __init__(self, vocab: int = 12, hidden: int = 16, sure: float = 0.95, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.vocab, self.hidden, self.sure, self.dtype = vocab, hidden, sure, dtype
+        self._generator = torch.Generator().manual_seed(seed)
+        self._frame_VD = torch.linalg.qr(torch.randn(hidden, hidden, generator=self._generator)).Q[:vocab] * 4.0
+        self.policy_version = -1
+        self.drift()
+
+    def drift(self) -> None:
+        """A new policy: another permutation, so what heads have learned is wrong."""
+        order = torch.randperm(self.vocab, generator=self._generator)
+        self.successor = torch.empty_like(order)
+        self.successor[order] = order.roll(1)  # one cycle: the permutation applied twice is never the permutation
+        self.probs_VV = torch.full((self.vocab, self.vocab), (1 - self.sure) / (self.vocab - 1))
+        self.probs_VV[torch.arange(self.vocab), self.successor] = self.sure
+        self.lm_head_VD = (self.probs_VV.log().T @ self._frame_VD / 16.0).to(self.dtype)
+        self.policy_version += 1
+
+    def batch(self, sequences: int = 24, length: int = 16, temperature: float = 1.0) -> RolloutBatch:
+        lengths_S = torch.randint(2, length + 1, (sequences,), generator=self._generator)
+        states, tokens = [], []
+        for n in lengths_S.tolist():
+            token = int(torch.randint(self.vocab, (1,), generator=self._generator))
+            for _ in range(n):
+                states.append(token)
+                token = int(torch.multinomial(self.probs_VV[token], 1, generator=self._generator))
+                tokens.append(token)
+        ids_M, states_M = torch.tensor(tokens), torch.tensor(states)
+        return RolloutBatch(
+            self._frame_VD[states_M].to(self.dtype),
+            ids_M,
+            self.probs_VV[states_M, ids_M].log(),
+            lengths_S,
+            self.policy_version,
+            temperature,
+        )
+
+
+@pytest.fixture
+def chain() -> Callable[..., ChainTask]:
+    """Builds chain tasks."""
+    return ChainTask

@@ -1,0 +1,171 @@
+"""The learner publishes what is better, follows a policy that moves, keeps a frozen control, and resumes to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from heads.checkpoint import load_state, save_state
+from heads.config import HeadsConfig
+from heads.errors import CheckpointError
+from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.learner import Learner
+from medusa_ppo.config import CompanionConfig
+
+
+def make(task, kind: str = "medusa", seed: int = 0, **settings) -> Learner:
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4)
+    return Learner(heads, config, task.lm_head_VD, seed=seed, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+
+
+def length_of(heads, task, batch) -> float:
+    return replay(heads, batch, task.lm_head_VD).mean_acceptance_length
+
+
+def test_versions_grow_and_the_frozen_control_stays(chain) -> None:
+    task = chain()
+    learner = make(task)
+    assert learner.version == 0 and learner.frozen is None
+    versions, frozen = [], None
+    for _ in range(20):
+        report = learner.learn(task.batch())
+        versions.append(learner.version)
+        if report.published and frozen is None:
+            frozen = learner.serving.trainable_state()
+        assert report.published == (report.verdict is not None and report.verdict.publish)
+    assert versions == sorted(versions) and 2 <= versions[-1] == sum(b - a for a, b in zip([0, *versions], versions, strict=False))
+    assert learner.candidates_rejected == 20 - learner.version
+    for name, value in learner.frozen.trainable_state().items():
+        assert torch.equal(value, frozen[name])
+    fresh = task.batch(60)
+    assert length_of(learner.serving, task, fresh) > length_of(learner.frozen, task, fresh) + 0.2
+    assert all(learner.rows[name] is not None for name in ("serving", "candidate", "frozen"))
+
+
+def test_follows_a_policy_that_moves_while_the_frozen_control_falls(chain) -> None:
+    task = chain()
+    learner = make(task)
+    for _ in range(15):
+        learner.learn(task.batch())
+    before, first_version = length_of(learner.serving, task, task.batch(60)), learner.version
+    frozen_before = length_of(learner.frozen, task, task.batch(60))
+    task.drift()
+    learner.set_tables(task.lm_head_VD)
+    fallen = length_of(learner.serving, task, task.batch(60))
+    for _ in range(25):
+        learner.learn(task.batch())
+    after = length_of(learner.serving, task, task.batch(60))
+    frozen_after = length_of(learner.frozen, task, task.batch(60))
+    assert before > 2.3 and fallen < 1.6 and after > 2.3, (before, fallen, after)
+    assert frozen_after < frozen_before - 0.1 and learner.version > first_version
+    assert learner.last_policy_version == 1
+
+
+def test_what_is_held_out_is_not_trained_on(chain) -> None:
+    task = chain()
+    learner = make(task, holdout_fraction=0.25)
+    batch = task.batch(16)
+    learner.batches_seen = 5
+    training, holdout = learner._split(batch)
+    again = learner._split(batch)
+    assert torch.equal(training.hidden_MD, again[0].hidden_MD) and holdout.lengths_S.numel() == 4
+    assert training.lengths_S.numel() == 12 and training.hidden_MD.shape[0] + holdout.hidden_MD.shape[0] == batch.hidden_MD.shape[0]
+    learner.batches_seen = 6
+    assert not torch.equal(learner._split(batch)[1].lengths_S, holdout.lengths_S) or not torch.equal(
+        learner._split(batch)[1].response_ids_M, holdout.response_ids_M
+    )
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, tmp_path) -> None:
+    task = chain()
+    batches = [task.batch() for _ in range(10)]
+    straight, first = make(task, kind), make(task, kind)
+    for batch in batches:
+        straight.learn(batch)
+    for batch in batches[:4]:
+        first.learn(batch)
+    assert first.version > 0
+    save_state(tmp_path / "state.safetensors", first.state_dict())
+    second = make(task, kind, seed=0)
+    second.load_state_dict(load_state(tmp_path / "state.safetensors"))
+    assert second.rows == first.rows and second.version == first.version
+    for batch in batches[4:]:
+        second.learn(batch)
+    left, right = straight.state_dict(), second.state_dict()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def test_state_before_anything_was_learned(chain, tmp_path) -> None:
+    task = chain()
+    save_state(tmp_path / "state.safetensors", make(task).state_dict())
+    learner = make(task)
+    learner.load_state_dict(load_state(tmp_path / "state.safetensors"))
+    assert learner.version == 0 and learner.frozen is None and math.isnan(learner.last_loss)
+    with pytest.raises(CheckpointError, match="not a state of the companion"):
+        learner.load_state_dict({"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("where", ["hidden_MD", "logprobs_M"])
+def test_batches_that_are_not_finite_are_passed_over(chain, where: str) -> None:
+    task = chain()
+    learner = make(task)
+    learner.learn(task.batch())
+    before = learner.state_dict()
+    batch = task.batch()
+    spoiled = getattr(batch, where).clone()
+    spoiled.view(-1)[5] = float("nan")
+    report = learner.learn(dataclasses.replace(batch, **{where: spoiled}))
+    assert "not finite" in report.problem and not report.published
+    after = learner.state_dict()
+    after["counters"][-1] -= 1
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+def test_a_candidate_that_fell_behind_is_taken_back(chain) -> None:
+    task = chain()
+    learner = make(task)
+    for _ in range(15):
+        learner.learn(task.batch())
+    served = learner.serving.trainable_state()
+    with torch.no_grad():
+        for parameter in learner.trainer.heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 3)
+    version = learner.version
+    report = learner.learn(task.batch())
+    assert report.verdict.worse and not report.published and learner.rollbacks == 1
+    assert learner.version == version
+    for name, value in learner.trainer.heads.trainable_state().items():
+        assert torch.equal(value, served[name])
+    for _ in range(5):
+        learner.learn(task.batch())
+    assert learner.version >= version
+    assert length_of(learner.trainer.heads, task, task.batch(60)) > 2.2
+
+
+def test_one_response_can_not_be_judged(chain) -> None:
+    task = chain()
+    learner = make(task)
+    report = learner.learn(task.batch(1, 16))
+    assert report.verdict is None and not report.published and "one response" in report.problem
+    assert learner.batches_trained == 1
+
+
+def test_starts_from_given_heads(chain) -> None:
+    task = chain()
+    source = make(task)
+    for _ in range(10):
+        source.learn(task.batch())
+    state = source.serving.trainable_state()
+    config = CompanionConfig(batch_positions=64, learning_rate=1e-4)
+    learner = Learner(source.serving.config, config, task.lm_head_VD, seed=0, initial_state=state)
+    for name, value in learner.serving.trainable_state().items():
+        assert torch.equal(value, state[name])
+    assert learner.learn(task.batch()).verdict.serving.mean_acceptance_length > 2.2

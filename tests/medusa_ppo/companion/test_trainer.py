@@ -1,0 +1,247 @@
+"""The trainer learns, repeats itself to the bit, resumes to the bit, and puts everything back when numbers go bad."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from heads.checkpoint import load_state, save_state
+from heads.config import HeadsConfig
+from heads.errors import CheckpointError, DataError
+from heads.losses import LossConfig, Teacher, reference_head_loss
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.trainer import HeadsTrainer, clip_per_head, look_up
+from medusa_ppo.config import CompanionConfig
+
+KINDS = ["medusa", "markov", "hydra"]
+
+
+def make(task, kind: str = "medusa", seed: int = 0, lm_head: str = "shared", **settings) -> HeadsTrainer:
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
+    torch.manual_seed(7)
+    heads = MedusaHeads(HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, lm_head=lm_head, rank=4))
+    if lm_head == "own":
+        heads.init_own_lm_heads(task.lm_head_VD.float())
+    return HeadsTrainer(heads, task.lm_head_VD, config, seed, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_rises(chain, kind: str) -> None:
+    task = chain()
+    trainer = make(task, kind)
+    held_out = task.batch(40)
+    embedding = {"embedding_VD": trainer.embedding_VD}
+    before = replay(trainer.heads, held_out, trainer.lm_head_VD, **embedding).mean_acceptance_length
+    reports = [trainer.train_batch(task.batch()) for _ in range(15)]
+    after = replay(trainer.heads, held_out, trainer.lm_head_VD, **embedding).mean_acceptance_length
+    assert before < 1.3 and after > 2.5, (before, after)
+    assert reports[-1].loss < 0.6 * reports[0].loss
+    assert trainer.batches_trained == 15 and trainer.trained_tokens == sum(r.tokens for r in reports)
+    assert trainer.optimizer_steps == sum(r.optimizer_steps for r in reports)
+
+
+@pytest.mark.parametrize("loss", ["ce", "tv", "ce_tv", "kl"])
+def test_every_loss_goes_down(chain, loss: str) -> None:
+    task = chain()
+    trainer = make(task, "hydra", loss=loss)
+    reports = [trainer.train_batch(task.batch()) for _ in range(8)]
+    assert reports[-1].loss < 0.8 * reports[0].loss
+
+
+def test_first_step_is_that_of_the_plain_reference(chain) -> None:
+    """One optimizer step over a whole batch, against autograd through full logits and the textbook AdamW."""
+    task = chain()
+    batch = task.batch(6)
+    for loss in ("ce", "ce_tv", "kl"):
+        trainer = make(task, "hydra", loss=loss, batch_positions=10_000, epochs=1, clip_norm=1e9)
+        with torch.no_grad():  # away from zero: there q(y) equals p(y) at many rows, where total variation has a kink
+            for parameter in trainer.heads.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        start = trainer.heads.trainable_state()
+        report = trainer.train_batch(batch)
+        heads = MedusaHeads(trainer.heads.config)
+        heads.load_trainable_state(start)
+        rows = look_up(batch, 3, True)
+        logits_NKV = heads(batch.hidden_MD, task.lm_head_VD, condition=rows.condition_MK, embedding_VD=task.lm_head_VD)
+        teacher = Teacher(batch.hidden_MD, rows.teacher_rows_MK, task.lm_head_VD)
+        teacher_NKV = torch.stack([teacher.logprobs(k, slice(None)) for k in range(3)], 1)
+        loss_K = reference_head_loss(
+            logits_NKV,
+            rows.targets_MK,
+            rows.mask_MK,
+            LossConfig.named(loss),
+            logprobs_NK=rows.logprobs_MK,
+            teacher_logits_NKV=teacher_NKV,
+        )
+        loss_K.sum().backward()
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=2e-2, weight_decay=0.0)
+        for parameter, other in zip(heads.parameters(), trainer._named.values(), strict=True):
+            assert torch.allclose(parameter.grad, other.grad, atol=1e-6)
+        optimizer.step()
+        assert torch.allclose(loss_K.double(), torch.tensor(report.losses, dtype=torch.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_same_bits_and_other_seed_other_order(chain, kind: str) -> None:
+    def run(seed: int) -> dict[str, torch.Tensor]:
+        task = chain()
+        trainer = make(task, kind, seed)
+        for _ in range(3):
+            trainer.train_batch(task.batch())
+        return trainer.state_dict()
+
+    assert_same(run(1), run(1))
+    assert any(not torch.equal(a, b) for a, b in zip(run(1).values(), run(2).values(), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared")])
+def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, lm_head: str, tmp_path) -> None:
+    task = chain()
+    batches = [task.batch() for _ in range(6)]
+    straight = make(task, kind, lm_head=lm_head)
+    for batch in batches:
+        straight.train_batch(batch)
+    first = make(task, kind, lm_head=lm_head)
+    for batch in batches[:3]:
+        first.train_batch(batch)
+    save_state(tmp_path / "state.safetensors", first.state_dict())
+    second = make(task, kind, seed=99, lm_head=lm_head)
+    second.load_state_dict(load_state(tmp_path / "state.safetensors"))
+    for batch in batches[3:]:
+        second.train_batch(batch)
+    assert_same(straight.state_dict(), second.state_dict())
+
+
+def test_not_finite_puts_everything_back(chain) -> None:
+    task = chain()
+    trainer = make(task, epochs=3, batch_positions=16)
+    trainer.train_batch(task.batch())
+    before = trainer.state_dict()
+    batch = task.batch()
+    hidden_MD = batch.hidden_MD.clone()
+    hidden_MD[-2] = 1e38  # finite, but its logits are not; only some of the steps meet this row
+    report = trainer.train_batch(dataclasses.replace(batch, hidden_MD=hidden_MD))
+    assert "Not finite" in report.problem and report.optimizer_steps == 0
+    assert trainer.batches_skipped == 1
+    after = trainer.state_dict()
+    before["counters"][1] += 1
+    assert_same(before, after)
+    assert trainer.train_batch(batch).problem == ""
+
+
+def test_an_exception_half_way_puts_everything_back(chain, monkeypatch) -> None:
+    task = chain()
+    trainer = make(task, batch_positions=16)
+    trainer.train_batch(task.batch())
+    before, step, calls = trainer.state_dict(), trainer._step, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("no more")
+        return step(*args)
+
+    monkeypatch.setattr(trainer, "_step", failing)
+    with pytest.raises(MemoryError):
+        trainer.train_batch(task.batch())
+    assert len(calls) == 4
+    assert_same(before, trainer.state_dict())
+
+
+def test_actors_tables_are_never_changed_and_bfloat16_is_taken(chain) -> None:
+    task = chain(dtype=torch.bfloat16)
+    trainer = make(task, "hydra")
+    copy = task.lm_head_VD.clone()
+    held_out = task.batch(40)
+    for _ in range(10):
+        trainer.train_batch(task.batch())
+    assert torch.equal(copy, task.lm_head_VD) and not trainer.lm_head_VD.requires_grad
+    assert all(p.dtype == torch.float32 for p in trainer.heads.parameters())
+    assert replay(trainer.heads, held_out, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD).mean_acceptance_length > 2.0
+
+
+def test_every_position_is_seen_once_in_an_epoch(chain) -> None:
+    task = chain()
+    trainer = make(task)
+    batch, older = task.batch(), task.batch()
+    rows, older_rows = look_up(batch, 3, False), look_up(older, 3, False)
+    pairs = trainer._shuffle([(rows, 1.0), (older_rows, 0.25)])
+    new = pairs[pairs[:, 0] == 0, 1]
+    old = pairs[pairs[:, 0] == 1, 1]
+    assert torch.equal(new.sort().values, rows.usable_N)
+    assert old.numel() == round(0.25 * older_rows.usable_N.numel()) == old.unique().numel()
+    assert not torch.equal(new, new.sort().values)
+
+
+def test_replayed_batches_join_the_training(chain) -> None:
+    task = chain()
+    batch, older = task.batch(), task.batch()
+    alone, together = make(task), make(task)
+    alone.train_batch(batch)
+    report = together.train_batch(batch, [(older, 1.0)])
+    assert report.tokens == look_up(batch, 3, False).usable_N.numel()
+    assert together.optimizer_steps > alone.optimizer_steps
+
+
+def test_responses_of_one_token_teach_nothing(chain) -> None:
+    task = chain()
+    batch = task.batch(4)
+    single = dataclasses.replace(
+        batch,
+        hidden_MD=batch.hidden_MD[:3],
+        response_ids_M=batch.response_ids_M[:3],
+        logprobs_M=batch.logprobs_M[:3],
+        lengths_S=torch.ones(3, dtype=torch.int64),
+    )
+    trainer = make(task)
+    before = trainer.heads.trainable_state()
+    assert "No position has a target" in trainer.train_batch(single).problem
+    assert_same(before, trainer.heads.trainable_state())
+
+
+def test_gradient_is_clipped_for_each_head_by_itself() -> None:
+    for kind in KINDS:
+        torch.manual_seed(0)
+        heads = MedusaHeads(HeadsConfig(8, 10, num_heads=3, kind=kind, rank=2))
+        named = dict(heads.named_parameters())
+        for name, parameter in named.items():
+            parameter.grad = torch.randn_like(parameter)
+            if not name.startswith("mlp_in."):
+                parameter.grad[1] *= 1e-4
+            elif name == "mlp_in.1":
+                parameter.grad *= 1e-4
+        before = {name: p.grad.clone() for name, p in named.items()}
+        norm_K = clip_per_head(named, 3, 1.0)
+        again_K = clip_per_head(named, 3, 1e9)
+        assert norm_K[0] > 1 and norm_K[2] > 1 and norm_K[1] < 1
+        assert torch.allclose(again_K, torch.stack([torch.tensor(1.0), norm_K[1], torch.tensor(1.0)]), rtol=1e-5)
+        assert torch.equal(named["blocks.0"].grad[1], before["blocks.0"][1])
+        total = sum(p.grad.square().sum() for p in named.values())
+        assert torch.allclose(total, norm_K[1] ** 2 + 2, rtol=1e-4)
+
+
+def test_batch_of_another_actor_is_refused(chain) -> None:
+    trainer = make(chain())
+    with pytest.raises(DataError, match="hidden size 20"):
+        trainer.train_batch(chain(hidden=20).batch())
+    with pytest.raises(DataError, match="token ids"):
+        trainer.train_batch(chain(vocab=16).batch())
+
+
+def test_foreign_state_is_refused(chain) -> None:
+    task = chain()
+    state = make(task, "hydra").state_dict()
+    for damage in ("generator", "counters"):
+        with pytest.raises(CheckpointError):
+            make(task, "hydra").load_state_dict({k: v for k, v in state.items() if k != damage})
+    with pytest.raises(CheckpointError):
+        make(task, "medusa").load_state_dict(state)
