@@ -42,9 +42,9 @@ def find(run: Run, summary: dict[str, Any]) -> list[Finding]:
 
 
 def _stopped_early(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
-    error = str((run.meta.get("extras") or {}).get("error") or "").strip()
+    error = str(run.section("extras").get("error") or "").strip()
     if run.status == "failed":
-        yield Finding("failed", f"The run failed{': ' + error if error else '.'}", "Mend the cause and resume.")
+        yield Finding("failed", f"The run failed: {error.rstrip('.')}." if error else "The run failed.", "Mend the cause and resume.")
     elif run.status == "interrupted":
         yield Finding(
             "interrupted", "The run was stopped before its end; the figures are those of the steps it finished.", "Resume it to go on."

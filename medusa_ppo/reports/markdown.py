@@ -70,7 +70,7 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
     rows = [f"| {what} | {figure} |" for what, figure in summary_rows(summary)]
     findings = [f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)]
     versions = [f"| {_cell(name)} | {_cell(version)} |" for name, version in summary["versions"].items()]
-    hardware = run.meta.get("hardware") or {}
+    hardware = run.section("hardware")
     machine = ", ".join(
         [
             str(hardware.get("cpu") or "unknown CPU"),

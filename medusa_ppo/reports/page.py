@@ -123,9 +123,20 @@ def _spark(run: Run, metric: str, tone: str) -> str:
 
 
 def _status_text(run: Run, summary: dict[str, Any]) -> str:
-    planned = (run.config.get("ppo") or {}).get("steps")
-    done = f"{summary['steps']:,}" + (f" of {planned:,}" if isinstance(planned, int) and planned != summary["steps"] else "")
-    return f"{done} step{'' if done == '1' else 's'}"
+    """Steps, time, actor, heads and start in one line; what a run's configuration does not say is left out."""
+    planned = run.setting("ppo", "steps")
+    done = w.whole(summary["steps"])
+    if isinstance(planned, int) and planned != summary["steps"]:
+        done += f" of {w.whole(planned)}"
+    steps = f"{done} step{'' if done == '1' else 's'}"
+    heads, kind = run.setting("heads", "num_heads"), run.setting("heads", "kind")
+    parts = [
+        steps if summary["wall_s"] is None else f"{steps} in {w.seconds(summary['wall_s'])}",
+        run.setting("model", "path"),
+        f"{heads} {kind or ''} heads" if heads else None,
+        summary["started_at"],
+    ]
+    return " · ".join(str(part) for part in parts if part)
 
 
 def _comparison(run: Run, summary: dict[str, Any], other: Run | None) -> dict[str, Any] | None:
@@ -150,5 +161,4 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["duration"] = w.seconds
     return environment.get_template("page.html.jinja")

@@ -51,8 +51,17 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        value = self.meta.get("config")
+        return self.section("config")
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A mapping of run.json (config, versions, hardware, extras), empty when it is missing or something else."""
+        value = self.meta.get(name)
         return value if isinstance(value, dict) else {}
+
+    def setting(self, section: str, key: str) -> Any:
+        """One value of the configuration, or None: a run of another loop may have another configuration."""
+        values = self.config.get(section)
+        return values.get(key) if isinstance(values, dict) else None
 
     def column(self, name: str) -> list[float | None]:
         """One metric over all steps; None where it is missing, null or not a finite number."""

@@ -103,8 +103,8 @@ def build_summary(run: Run) -> dict[str, Any]:
             "sync": _sum(run.column(m.SYNC_S)),
             "swap": _sum(run.column(m.SWAP_S)),
         },
-        "versions": run.meta.get("versions") or {},
-        "extras": run.meta.get("extras") or {},
+        "versions": run.section("versions"),
+        "extras": run.section("extras"),
     }
 
 

@@ -128,7 +128,7 @@ def show(value: Any) -> str:
 
 def machine_rows(run: Run) -> list[tuple[str, str]]:
     """What the run ran on, from run.json."""
-    hardware = run.meta.get("hardware") or {}
+    hardware = run.section("hardware")
     rows = [
         ("processor", hardware.get("cpu")),
         ("cores", _cores(hardware)),
