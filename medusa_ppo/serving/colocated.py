@@ -14,7 +14,7 @@ from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
-from medusa_ppo.serving.rpc import raise_reported
+from medusa_ppo.serving.rpc import first_of
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ColocatedEngine(base.RolloutEngine):
         """Call a worker method on all workers; the first answer, after looking for errors in each."""
         with _engine_errors(f"calling {method}"):
             answers = self._running().collective_rpc(method, args=args)
-        return [raise_reported(answer) for answer in answers][0]
+        return first_of(answers)
 
     def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:
         answer = self._call(method, path, version)

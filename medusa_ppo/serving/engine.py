@@ -1,15 +1,17 @@
-"""The rollout engine as the rest of the package sees it, and the choice between its forms."""
+"""The rollout engine as the rest of the package sees it, and what its forms share."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from heads.errors import ConfigError, DataError, SwapError
-from medusa_ppo.config import EngineConfig
 from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+
+logger = logging.getLogger(__name__)
 
 Prompts = Sequence[Sequence[int]]
 
@@ -143,20 +145,6 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
 def request_seed(sampling: Sampling, index: int) -> int | None:
     """Seed of request `index` (prompt-major) of a generate call, or None."""
     return None if sampling.seed is None else (sampling.seed * 1_000_003 + index) % (1 << 31)
-
-
-def make_engine(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> RolloutEngine:
-    """The engine that `config.backend` asks for.
-
-    `colocated`: vLLM in a Ray actor on this node (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
-    """
-    if config.backend == "server":
-        from medusa_ppo.serving.server import ServerEngine
-
-        return ServerEngine(model_path, heads_path, config, seed)
-    from medusa_ppo.serving.ray_engine import RayEngine
-
-    return RayEngine(model_path, heads_path, config, seed)
 
 
 def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:

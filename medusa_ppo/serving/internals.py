@@ -229,47 +229,10 @@ def _torch_rejection_sample(original: Callable[..., torch.Tensor]) -> Callable[.
         drafts = verify.DraftRows(
             drafts.draft_ids_BK, drafts.counts_B, drafts.starts_B, drafts.rows_BK.clamp(0, target_logits.shape[0] - 1)
         )
-        run_B, last_B = _verify_rows(target_logits, None, drafts, num_draft_tokens, draft_probs, sampling_metadata)
+        run_B, last_B = verify.verify_rows(target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata))
         return verify.assemble(drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B))
 
     return rejection_sample
-
-
-def _verify_rows(
-    logits_NV: torch.Tensor,
-    logprobs_NV: torch.Tensor | None,
-    drafts: verify.DraftRows,
-    counts: list[int],
-    draft_probs: torch.Tensor | None,
-    sampling_metadata: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Length of each run and the token sampled after it; where no row exists after a full run, that token means nothing.
-
-    Both inputs are after temperature, top-k and top-p; logprobs_NV may be left out. Greedy requests read the logits themselves,
-    because the rounding of a softmax can make ties.
-    """
-    argmax_N = None if sampling_metadata.all_random else logits_NV.argmax(-1)
-    if sampling_metadata.all_greedy:
-        run_B = verify.greedy_run(argmax_N, drafts)
-        return run_B, argmax_N[_end_rows(drafts, run_B, logits_NV.shape[0])]
-    if logprobs_NV is None:
-        logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
-    width = drafts.draft_ids_BK.shape[1]
-    uniforms_BW = verify.uniform_numbers(counts, width + 1, sampling_metadata.generators, logits_NV.device)
-    probs_BKV = verify.spread_draft_probs(draft_probs, counts)
-    run_B = verify.accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], probs_BKV)
-    rows_B = _end_rows(drafts, run_B, logits_NV.shape[0])
-    last_B = verify.residual_sample(logprobs_NV[rows_B], drafts, run_B, uniforms_BW[:, -1], probs_BKV)
-    if argmax_N is not None:
-        greedy_B = sampling_metadata.temperature == 0
-        greedy_run_B = verify.greedy_run(argmax_N, drafts)
-        run_B = torch.where(greedy_B, greedy_run_B, run_B)
-        last_B = torch.where(greedy_B, argmax_N[_end_rows(drafts, run_B, logits_NV.shape[0])], last_B)
-    return run_B, last_B
-
-
-def _end_rows(drafts: verify.DraftRows, run_B: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return (drafts.starts_B + run_B).clamp_max(num_rows - 1)
 
 
 def _fast_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,10 +273,16 @@ def _verify_in_one_pass(
     num_logprobs = sampling_metadata.max_num_logprobs
     # One softmax for verification and report: what is reported is what was sampled from.
     logprobs_NV = None if num_logprobs is None else logits_NV.log_softmax(-1, dtype=torch.float32)
-    run_B, last_B = _verify_rows(logits_NV, logprobs_NV, drafts, counts, draft_probs, sampling_metadata)
+    run_B, last_B = verify.verify_rows(logits_NV, logprobs_NV, drafts, counts, draft_probs, _rule(sampling_metadata))
     ids_BW = verify.assemble(drafts, run_B, last_B)
     logprobs = None if logprobs_NV is None else _gather_logprobs(sampler, logprobs_NV, ids_BW, drafts, num_logprobs)
     return SamplerOutput(sampled_token_ids=ids_BW, logprobs_tensors=logprobs)
+
+
+def _rule(sampling_metadata: Any) -> verify.Rule:
+    sm = sampling_metadata
+    greedy_B = None if sm.all_random or sm.all_greedy else sm.temperature == 0
+    return verify.Rule(all_greedy=sm.all_greedy, greedy_B=greedy_B, generators=sm.generators)
 
 
 def _constrain(logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
@@ -333,8 +302,7 @@ def _gather_logprobs(
     sampler: Any, logprobs_NV: torch.Tensor, ids_BW: torch.Tensor, drafts: verify.DraftRows, num_logprobs: int
 ) -> LogprobsTensors:
     """vLLM's log-prob tensors, one row per place in `ids_BW`; rows of places without a token mean nothing and are dropped later."""
-    batch, width = ids_BW.shape
-    steps_W = torch.arange(width, device=ids_BW.device)
+    steps_W = torch.arange(ids_BW.shape[1], device=ids_BW.device)
     rows_BW = drafts.starts_B.unsqueeze(1) + torch.minimum(steps_W, drafts.counts_B.unsqueeze(1))
     rows = rows_BW.flatten()
     own_NV = logprobs_NV if rows.shape[0] == logprobs_NV.shape[0] else logprobs_NV[rows]

@@ -75,6 +75,7 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         "worker_extension_cls": WORKER_EXTENSION,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
+        "use_tqdm_on_load": False,
     }
     max_drafts = 0
     if heads_path:

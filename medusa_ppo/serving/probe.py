@@ -1,6 +1,6 @@
 """Proof that this machine's engine samples honestly while it drafts: `python -m medusa_ppo.serving.probe` prints one line of JSON.
 
-A tiny random model is served with drafting at temperature < 1. If its tokens x_t really come from p_t, then log p_t(x_t) + H(p_t) has mean 0
+A tiny random model is served with drafting at temperature < 1. If its tokens x_t come from p_t, then log p_t(x_t) + H(p_t) has mean 0
 given the past, so the sum over all tokens, divided by the root of the summed variances, is a standard normal z. vLLM's CPU build
 without our mend gives |z| above 50 here.
 

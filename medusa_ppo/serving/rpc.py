@@ -39,3 +39,9 @@ def raise_reported(result: Any) -> dict[str, Any]:
     if not (isinstance(kind, type) and issubclass(kind, MedusaError)):
         kind = errors.EngineError
     raise kind(fault["problem"], given=fault["given"], expected=fault["expected"], do=fault["do"])
+
+
+def first_of(answers: list[Any]) -> dict[str, Any]:
+    """The first worker's result, after looking for an error in each."""
+    checked = [raise_reported(answer) for answer in answers]
+    return checked[0]

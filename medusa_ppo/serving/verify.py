@@ -15,7 +15,7 @@ Sampling inverts the cumulative sum in float64 with one uniform number per reque
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -118,6 +118,50 @@ def _residual(probs_BV: torch.Tensor, refused_B1: torch.Tensor, at_B1: torch.Ten
         q_BV = draft_probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
         left_BV = (probs_BV - q_BV * was_refused_B1).clamp_min(0)
     return torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who is greedy. `greedy_B` (bool) is None when all requests are, or none is."""
+
+    all_greedy: bool = False
+    greedy_B: torch.Tensor | None = None
+    generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+
+
+def verify_rows(
+    logits_NV: torch.Tensor,
+    logprobs_NV: torch.Tensor | None,
+    drafts: DraftRows,
+    counts: Sequence[int],
+    draft_probs_TV: torch.Tensor | None,
+    rule: Rule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Length of each run and the token sampled after it, both int64 `[B]`.
+
+    Where no row exists after a full run (there are no bonus rows), that token means nothing. Both inputs are after temperature, top-k
+    and top-p; logprobs_NV may be left out. Greedy requests read the logits themselves, because the rounding of a softmax can make ties.
+    """
+
+    def end_rows(run_B: torch.Tensor) -> torch.Tensor:
+        return (drafts.starts_B + run_B).clamp_max(logits_NV.shape[0] - 1)
+
+    if rule.all_greedy:
+        argmax_N = logits_NV.argmax(-1)
+        run_B = greedy_run(argmax_N, drafts)
+        return run_B, argmax_N[end_rows(run_B)]
+    if logprobs_NV is None:
+        logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
+    width = drafts.draft_ids_BK.shape[1]
+    uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
+    probs_BKV = spread_draft_probs(draft_probs_TV, counts)
+    run_B = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], probs_BKV)
+    last_B = residual_sample(logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], probs_BKV)
+    if rule.greedy_B is not None:
+        argmax_N = logits_NV.argmax(-1)
+        run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)
+        last_B = torch.where(rule.greedy_B, argmax_N[end_rows(run_B)], last_B)
+    return run_B, last_B
 
 
 def assemble(drafts: DraftRows, run_B: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,151 @@
+"""The colocated engine inside a Ray actor: its own process, its own threads and environment, ended with the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from heads.errors import EngineError, MedusaError
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.serving import engine as base
+from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
+from medusa_ppo.serving.launch import plan_launch
+from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+
+START_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 20.0
+STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
+
+
+class EngineHost:
+    """Runs in the Ray actor. Our own errors are returned, not raised, so that they arrive as they are."""
+
+    def __init__(self, model_path: str, heads_path: str | None, config: dict[str, Any], seed: int) -> None:
+        self._start = (model_path, heads_path, EngineConfig(**config), seed)
+        self._engine: ColocatedEngine | None = None
+
+    def start(self) -> tuple[str, object, dict[str, int]]:
+        try:
+            self._engine = ColocatedEngine(*self._start)
+        except MedusaError as error:
+            return "error", error, {}
+        return "result", None, self._state()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, object, dict[str, int]]:
+        """Call a method of the engine: (`result` or `error`, value, the engine's public numbers)."""
+        try:
+            return "result", getattr(self._engine, method)(*args, **kwargs), self._state()
+        except MedusaError as error:
+            return "error", error, self._state()
+
+    def _state(self) -> dict[str, int]:
+        return {name: getattr(self._engine, name) for name in STATE}
+
+
+def actor_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
+    """Environment variables of the engine's process; they must stand before Python starts there."""
+    env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if has_gpu:
+        return env
+    env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
+        env["LD_PRELOAD"] = ":".join(part for part in (os.environ.get("LD_PRELOAD", ""), str(openmp)) if part)
+    return env
+
+
+class RayEngine(base.RolloutEngine):
+    """`ColocatedEngine` in a Ray actor. `ray.init` is the caller's."""
+
+    def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
+        """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts, EngineError afterwards."""
+        plan = plan_launch(model_path, heads_path, config, seed)
+        if not ray.is_initialized():
+            raise EngineError(
+                "Ray is not running.", given="no ray.init() in this process", expected="a Ray session", do="Call ray.init() first."
+            )
+        gpus = float(plan.engine_args.get("tensor_parallel_size", 1)) if ray.cluster_resources().get("GPU") else 0.0
+        # No CPU is reserved: the engine and the companion share the node's cores, by design of the colocated mode.
+        options = {
+            "num_cpus": 0,
+            "num_gpus": config.memory_fraction if gpus == 1.0 else gpus,
+            "runtime_env": {"env_vars": actor_environment(config, has_gpu=gpus > 0)},
+            "max_restarts": 0,
+        }
+        heads = str(Path(heads_path).resolve()) if heads_path else None
+        model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
+        self._host: Any = ray.remote(**options)(EngineHost).remote(model, heads, config.model_dump(), seed)
+        try:
+            self._unpack(self._get(self._host.start.remote(), "starting", START_TIMEOUT_S))
+        except MedusaError:
+            self.close()
+            raise
+
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        return self._call("generate", [list(p) for p in prompts], sampling)
+
+    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+        return self._call("swap_heads", base.check_file(path, "new heads"), version)
+
+    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+        return self._call("sync_actor", base.check_file(path, "the actor's weights"), version)
+
+    def set_num_drafts(self, count: int) -> None:
+        self._call("set_num_drafts", count)
+
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
+        self._call("set_drafting", sampled=sampled, draft_temperature=draft_temperature)
+
+    def checksums(self) -> dict[str, str]:
+        return self._call("checksums")
+
+    def counters(self) -> Counters:
+        return self._call("counters")
+
+    def plugin_report(self) -> dict[str, object]:
+        return self._call("plugin_report")
+
+    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
+        """As `ColocatedEngine.probe`."""
+        return self._call("probe", hidden, last_ids)
+
+    def close(self) -> None:
+        host, self._host = self._host, None
+        if host is None or not ray.is_initialized():
+            return
+        try:
+            ray.get(host.call.remote("close", (), {}), timeout=CLOSE_TIMEOUT_S)
+        except (RayError, GetTimeoutError, AttributeError):
+            base.logger.debug("the engine's actor was gone or busy at close", exc_info=True)
+        ray.kill(host, no_restart=True)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._host is None:
+            raise EngineError("The engine is closed.", given=f"{method} after close()", expected="a running engine", do="Start a new one.")
+        return self._unpack(self._get(self._host.call.remote(method, args, kwargs), f"calling {method}"))
+
+    def _unpack(self, answer: tuple[str, Any, dict[str, int]]) -> Any:
+        status, value, state = answer
+        for name, number in state.items():
+            setattr(self, name, number)
+        if status == "error":
+            raise value
+        return value
+
+    @staticmethod
+    def _get(reference: Any, doing: str, timeout: float | None = None) -> Any:
+        try:
+            return ray.get(reference, timeout=timeout)
+        except GetTimeoutError:
+            problem, given = f"The engine's process did not answer while {doing}.", f"no answer in {timeout:.0f} s"
+        except RayActorError as error:
+            problem, given = f"The engine's process died while {doing}.", str(error).strip().splitlines()[-1]
+        except RayTaskError as error:
+            problem, given = f"The engine's process failed while {doing}.", repr(error.cause)
+        raise EngineError(problem, given=given, expected="a running engine", do="Read the log of Ray's worker, and mind the memory.")
