@@ -5,9 +5,9 @@ C rows of one chunk.
 
 For every loss here the gradient of one row and head with respect to its logits has the form  c * (q - target),  where q is
 the head's softmax: cross-entropy (c = 1, target one-hot), total variation on on-policy tokens (c = q(y)/p(y) where q(y) < p(y),
-else 0), their mix, and KL to the actor's own distribution (c = 1, target p). So the chunked form computes the gradient of a chunk
-in the forward pass, while the chunk's logits are still there, and never holds more than one chunk of them.
-Softmax, logarithms and sums are float32.
+else 0), their mix, and KL to the actor's own distribution (c = 1, target p); exact total variation is alike. So the chunked
+form computes the gradient of a chunk in the forward pass, while the chunk's logits are still there, and never holds more than
+one chunk of them. Softmax, logarithms and sums are float32.
 
 Each head has a loss of its own; callers add them up. The actor's lm_head never gets a gradient.
 """
@@ -25,17 +25,25 @@ from heads.modules import FactoredLogits, head_logits
 
 CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
 
-NAMED_LOSSES = {"ce": (1.0, 0.0, 0.0), "tv": (0.0, 1.0, 0.0), "ce_tv": (0.1, 1.0, 0.0), "kl": (0.0, 0.0, 1.0)}
+# (ce, tv, kl, exact_tv)
+NAMED_LOSSES = {
+    "ce": (1.0, 0.0, 0.0, 0.0),
+    "tv": (0.0, 1.0, 0.0, 0.0),
+    "ce_tv": (0.1, 1.0, 0.0, 0.0),
+    "kl": (0.0, 0.0, 1.0, 0.0),
+    "kl_tv": (0.0, 0.0, 0.1, 1.0),
+}
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the heads minimise, per position: ce * CE + tv * TV + kl * KL, a weighted mean over the positions of each head.
+    """What the heads minimise, per position: a sum of four losses; a weighted mean over the positions of each head.
 
     Attributes:
         ce: weight of cross-entropy on the rollout's token.
         tv: weight of 1 - min(1, q(y)/p(y)), whose mean over on-policy tokens is the total variation of p and q.
         kl: weight of KL(p || q) against the actor's own distribution.
+        exact_tv: weight of 1 - sum min(p, q) against the actor's own distribution: what `tv` estimates from one token.
         accept_until_fail: None: all positions weigh 1. A number f in 0..1: a position of head k weighs
             max(f, probability that the drafts of heads 1..k-1 are accepted there): of sampled drafts when behaviour
             log-probs are given, else of one-hot drafts (0 or 1).
@@ -44,19 +52,29 @@ class LossConfig:
     ce: float = 1.0
     tv: float = 0.0
     kl: float = 0.0
+    exact_tv: float = 0.0
     accept_until_fail: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.ce, self.tv, self.kl) < 0 or max(self.ce, self.tv, self.kl) == 0:
-            raise ConfigError(
-                "A loss needs a positive weight.", given=self, expected="ce, tv, kl >= 0, one of them > 0", do="Correct the weights."
-            )
+        weights = (self.ce, self.tv, self.kl, self.exact_tv)
+        if min(weights) < 0 or max(weights) == 0:
+            raise ConfigError("A loss needs a positive weight.", given=weights, expected=">= 0, one of them > 0", do="Correct the weights.")
         if self.accept_until_fail is not None and not 0 <= self.accept_until_fail <= 1:
             raise ConfigError("The accept-until-fail floor is a share.", given=self.accept_until_fail, expected="0..1", do="Correct it.")
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the actor's own distribution is read."""
+        return self.kl > 0 or self.exact_tv > 0
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether behaviour log-probs are read."""
+        return self.tv > 0
+
     @classmethod
     def named(cls, name: str, *, accept_until_fail: float | None = None) -> LossConfig:
-        """`ce`, `tv`, `ce_tv` or `kl`, as configurations and the command line name them."""
+        """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name them."""
         if name not in NAMED_LOSSES:
             raise ConfigError("Unknown loss.", given=name, expected=" | ".join(NAMED_LOSSES), do="Choose one of these.")
         return cls(*NAMED_LOSSES[name], accept_until_fail=accept_until_fail)
@@ -107,6 +125,7 @@ def head_loss(
     *,
     logprobs_NK: torch.Tensor | None = None,
     teacher: Teacher | None = None,
+    temperature: float = 1.0,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """Loss of each head, float32 `K`, in chunks of rows; 0 for a head without a position.
@@ -117,12 +136,14 @@ def head_loss(
         mask_NK: bool, which positions count.
         config: which loss.
         logprobs_NK: behaviour log-probs of the targets (`heads.targets.head_logprobs`); needed for TV.
-        teacher: the actor's distribution; needed for KL.
+        teacher: the actor's distribution; needed for KL and exact TV.
+        temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as the actor's are when it samples:
+            heads trained at one temperature then fit the others too, and heads that start as lm_head start right.
         chunk_rows: rows of one chunk; None: as many as make `CHUNK_ELEMENTS` logits.
     """
     _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // factored.head_weight(0).shape[0])
-    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, rows)
+    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows)
     return _ChunkedLoss.apply(job, *factored)
 
 
@@ -134,9 +155,10 @@ def reference_head_loss(
     *,
     logprobs_NK: torch.Tensor | None = None,
     teacher_logits_NKV: torch.Tensor | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """What `head_loss` computes, written the plain way with autograd; teacher logits are already divided by the temperature."""
-    logq_NKV = F.log_softmax(logits_NKV.float(), dim=-1)
+    logq_NKV = F.log_softmax(logits_NKV.float() / temperature, dim=-1)
     logq_NK = logq_NKV.gather(-1, targets_NK.unsqueeze(-1)).squeeze(-1)
     loss_NK = torch.zeros_like(logq_NK)
     if config.ce:
@@ -146,6 +168,8 @@ def reference_head_loss(
     if config.kl and teacher_logits_NKV is not None:
         logp_NKV = F.log_softmax(teacher_logits_NKV.float(), dim=-1)
         loss_NK = loss_NK + config.kl * (logp_NKV.exp() * (logp_NKV - logq_NKV)).sum(-1)
+    if config.exact_tv and teacher_logits_NKV is not None:
+        loss_NK = loss_NK + config.exact_tv * (1 - torch.minimum(F.softmax(teacher_logits_NKV.float(), dim=-1), logq_NKV.exp()).sum(-1))
     weight_NK = mask_NK.float()
     if config.accept_until_fail is not None:
         if logprobs_NK is not None:
@@ -191,6 +215,7 @@ class _Job:
     config: LossConfig
     logprobs_NK: torch.Tensor | None
     teacher: Teacher | None
+    temperature: float
     chunk_rows: int
 
 
@@ -244,7 +269,7 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk = slice(start, min(rows, start + job.chunk_rows))
             alive_C = torch.ones(chunk.stop - chunk.start, dtype=torch.float32, device=loss_K.device)
             for head in range(heads):
-                logits_CV = head_logits(factored, head, chunk)
+                logits_CV = head_logits(factored, head, chunk).div_(job.temperature)
                 weight_C = job.mask_NK[chunk, head].float()
                 if job.config.accept_until_fail is not None:
                     weight_C = weight_C * alive_C.clamp(min=job.config.accept_until_fail)
@@ -253,7 +278,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 loss_K[head] += (loss_C * weight_C).sum()
                 total_K[head] += weight_C.sum()
                 if dlogits_CV is not None:
-                    gradients.add(factored, head, chunk, dlogits_CV)
+                    gradients.add(factored, head, chunk, dlogits_CV.div_(job.temperature))
         ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
         ctx.gradients = gradients
         ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
@@ -296,17 +321,24 @@ def _row_losses(
         loss_C = loss_C + config.tv * (1 - ratio_C)
         pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
     logq_CV = logits_CV.sub_(lse_C1)
-    p_CV = None
-    if config.kl and job.teacher is not None:
-        logp_CV = job.teacher.logprobs(head, chunk)
-        p_CV = logp_CV.exp()
+    logp_CV = job.teacher.logprobs(head, chunk) if config.needs_teacher and job.teacher is not None else None
+    if logp_CV is None:
+        if weight_C is None:
+            return loss_C, None
+        pull_C = pull_C * weight_C
+        dlogits_CV = logq_CV.exp_().mul_(pull_C.unsqueeze(1))
+        return loss_C, dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -pull_C.unsqueeze(1))
+    p_CV = logp_CV.exp()
+    if config.kl:
         loss_C = loss_C + config.kl * (p_CV * (logp_CV - logq_CV)).sum(-1)
+    below_CV = logq_CV < logp_CV
+    q_CV = logq_CV.exp_()
+    below_CV = q_CV * below_CV  # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
+    loss_C = loss_C + config.exact_tv * (1 - torch.minimum(p_CV, q_CV).sum(-1))
     if weight_C is None:
         return loss_C, None
-    pull_C = pull_C * weight_C
-    push_C = pull_C if p_CV is None else pull_C + config.kl * weight_C
-    dlogits_CV = logq_CV.exp_().mul_(push_C.unsqueeze(1))
-    dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -pull_C.unsqueeze(1))
-    if p_CV is not None:
-        dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)
-    return loss_C, dlogits_CV
+    push_C1 = ((pull_C + config.kl + config.exact_tv * below_CV.sum(-1)) * weight_C).unsqueeze(1)
+    dlogits_CV = q_CV.mul_(push_C1)
+    dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -(pull_C * weight_C).unsqueeze(1))
+    dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)
+    return loss_C, dlogits_CV.addcmul_(below_CV, weight_C.unsqueeze(1), value=-config.exact_tv)

@@ -21,7 +21,9 @@ CONFIGS = {
     "tv": LossConfig.named("tv"),
     "ce_tv": LossConfig.named("ce_tv"),
     "kl": LossConfig.named("kl"),
-    "all": LossConfig(0.3, 1.0, 0.7),
+    "exact_tv": LossConfig(0.0, exact_tv=1.0),
+    "kl_tv": LossConfig.named("kl_tv"),
+    "all": LossConfig(0.3, 1.0, 0.7, 0.5),
     "ce_auf": LossConfig(accept_until_fail=0.2),
     "tv_auf": LossConfig(0.0, 1.0, accept_until_fail=0.0),
     "kl_auf": LossConfig(0.0, 0.0, 1.0, accept_until_fail=0.0),
@@ -50,19 +52,32 @@ class Case:
         self.logprobs_NK = -6 * torch.rand(N, K, generator=generator)
         self.teacher = Teacher(self.hidden_ND, torch.randint(N, (N, K), generator=generator), self.lm_head_VD, 0.7)
 
-    def chunked(self, config: LossConfig, chunk_rows: int | None = 5, *, logprobs: bool = True) -> torch.Tensor:
+    def chunked(self, config: LossConfig, chunk_rows: int | None = 5, *, logprobs: bool = True, temperature: float = 1.0) -> torch.Tensor:
         factored = self.heads.factored(self.hidden_ND, self.lm_head_VD, condition=self.condition_NK, embedding_VD=self.embedding_VD)
         logprobs_NK = self.logprobs_NK if logprobs else None
         return head_loss(
-            factored, self.targets_NK, self.mask_NK, config, logprobs_NK=logprobs_NK, teacher=self.teacher, chunk_rows=chunk_rows
+            factored,
+            self.targets_NK,
+            self.mask_NK,
+            config,
+            logprobs_NK=logprobs_NK,
+            teacher=self.teacher,
+            temperature=temperature,
+            chunk_rows=chunk_rows,
         )
 
-    def reference(self, config: LossConfig, *, logprobs: bool = True) -> torch.Tensor:
+    def reference(self, config: LossConfig, *, logprobs: bool = True, temperature: float = 1.0) -> torch.Tensor:
         logits_NKV = self.heads(self.hidden_ND, self.lm_head_VD, condition=self.condition_NK, embedding_VD=self.embedding_VD)
         teacher_NKV = F.linear(self.hidden_ND[self.teacher.rows_NK], self.lm_head_VD).float() / self.teacher.temperature
         logprobs_NK = self.logprobs_NK if logprobs else None
         return reference_head_loss(
-            logits_NKV, self.targets_NK, self.mask_NK, config, logprobs_NK=logprobs_NK, teacher_logits_NKV=teacher_NKV
+            logits_NKV,
+            self.targets_NK,
+            self.mask_NK,
+            config,
+            logprobs_NK=logprobs_NK,
+            teacher_logits_NKV=teacher_NKV,
+            temperature=temperature,
         )
 
     def gradients(self, loss_K: torch.Tensor) -> list[torch.Tensor]:
@@ -94,6 +109,16 @@ def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> No
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-4, atol=1e-5)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
         assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_the_temperature_of_the_rollouts(temperature: float) -> None:
+    case, config = Case("markov", "own"), LossConfig(0.3, 1.0, 0.7, 0.5, accept_until_fail=0.1)
+    chunked_K, reference_K = case.chunked(config, temperature=temperature), case.reference(config, temperature=temperature)
+    torch.testing.assert_close(chunked_K, reference_K)
+    assert not torch.allclose(chunked_K, case.chunked(config))
+    for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, N, 1000, None])
