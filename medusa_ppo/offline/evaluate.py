@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult
@@ -18,7 +19,6 @@ from medusa_ppo.companion.gate import replay
 from medusa_ppo.offline.collect import hidden_batch, samples_of, total_counters, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import Setting, engine_config, read_setting
-from medusa_ppo.serving.make import make_engine
 from medusa_ppo.types import Rollouts, Sampling
 
 
@@ -68,12 +68,11 @@ def _generate(options: EvalOptions, setting: Setting, progress: OfflineProgress)
     sampling = Sampling(options.temperature, options.top_p, options.top_k, options.max_new_tokens)
     progress.say("Starting the engine ...")
     heads_path = str(options.heads) if options.engine == "vllm" else ""
-    engine = make_engine(options.model, heads_path, engine_config(setting.prompts, options.max_new_tokens), options.seed)
-    try:
+    with running_engine(options.model, heads_path, engine_config(setting.prompts, options.max_new_tokens), options.seed) as engine:
+        if heads_path and options.draft == "sampled":
+            engine.set_drafting(sampled=True, draft_temperature=options.draft_temperature)
         with progress.phase("Writing responses", len(setting.prompts)) as advance:
             return write_responses(engine, setting.prompts, sampling, 0, options.seed, advance)
-    finally:
-        engine.close()
 
 
 def _from_replay(options: EvalOptions, heads: MedusaHeads, rounds: Sequence[Rollouts], progress: OfflineProgress) -> dict[str, Any]:
@@ -94,5 +93,23 @@ def _figures(result: ReplayResult) -> dict[str, Any]:
         "acceptance_per_position": list(result.acceptance_per_position),
         "drafts": round(result.drafts),
         "accepted": round(result.accepted),
+        "confidence_interval": [interval.low, interval.high],
+    }
+
+
+def _from_engine(rounds: Sequence[Rollouts]) -> dict[str, Any]:
+    """vLLM's counters over all rounds; the interval is a bootstrap over rounds, which are groups of prompts."""
+    counters = total_counters(rounds)
+    result = ReplayResult(
+        drafts_S=torch.tensor([float(r.counters.drafts) for r in rounds], dtype=torch.float64),
+        accepted_SK=torch.tensor([[float(r.counters.accepted)] for r in rounds], dtype=torch.float64),
+        unseen_S=torch.zeros(len(rounds), dtype=torch.float64),
+    )
+    interval = result.confidence_interval()
+    return {
+        "mean_acceptance_length": counters.mean_acceptance_length,
+        "acceptance_per_position": list(counters.acceptance_per_position),
+        "drafts": counters.drafts,
+        "accepted": counters.accepted,
         "confidence_interval": [interval.low, interval.high],
     }

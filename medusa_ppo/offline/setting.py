@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from heads.errors import DataError
 from medusa_ppo.actors.hf import load_tokenizer
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import load_rows, render_prompts
+from medusa_ppo.runtime import local_ray
+from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.serving.make import make_engine
 
 MAX_PROMPT_TOKENS = 1024
 DEFAULT_CONTEXT = 2048
@@ -62,6 +66,13 @@ def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, sequenc
         memory_fraction=0.6 if torch.cuda.is_available() else 0.1,
         threads=max(1, torch.get_num_threads()),
     )
+
+
+@contextmanager
+def running_engine(model: str, heads_path: str, config: EngineConfig, seed: int) -> Iterator[RolloutEngine]:
+    """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards, come what may."""
+    with local_ray(cpus=config.threads), make_engine(model, heads_path, config, seed) as engine:
+        yield engine
 
 
 def texts_of(rows: Sequence[dict[str, Any]], column: str) -> list[str]:

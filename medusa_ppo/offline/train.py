@@ -26,7 +26,6 @@ from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.collect import Sample, hidden_batch, samples_from_texts, samples_of, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import Setting, engine_config, out_folder, read_setting, texts_of
-from medusa_ppo.serving.make import make_engine
 from medusa_ppo.types import RolloutBatch, Sampling
 
 HOLDOUT_FRACTION = 0.1
@@ -117,13 +116,9 @@ def _collect(options: TrainOptions, setting: Setting, progress: OfflineProgress)
         progress.say(f"{setting.skipped} prompts are too long and left out")
     sampling = Sampling(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
     progress.say("Starting the engine ...")
-    engine = make_engine(options.model, "", engine_config(setting.prompts, options.max_new_tokens), options.seed)
-    try:
+    with running_engine(options.model, "", engine_config(setting.prompts, options.max_new_tokens), options.seed) as engine:
         with progress.phase("Writing responses", options.max_train_tokens) as advance:
-            rounds = write_responses(engine, setting.prompts, sampling, options.max_train_tokens, options.seed, advance)
-    finally:
-        engine.close()
-    return samples_of(rounds)
+            return samples_of(write_responses(engine, setting.prompts, sampling, options.max_train_tokens, options.seed, advance))
 
 
 def _split(batch: RolloutBatch, seed: int) -> tuple[RolloutBatch, RolloutBatch]:

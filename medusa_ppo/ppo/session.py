@@ -21,14 +21,14 @@ from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo import progress as phases
-from medusa_ppo.ppo.checkpoint import Position, load_checkpoint, read_position, replace_folder, save_checkpoint
+from medusa_ppo.ppo.checkpoint import Position, companion_state, load_checkpoint, read_position, replace_folder, save_checkpoint
 from medusa_ppo.ppo.data import DEMO, PromptStream
 from medusa_ppo.ppo.demo.cache import ensure_demo_actor
 from medusa_ppo.ppo.generation import num_drafts
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.progress import ProgressSink
-from medusa_ppo.ppo.runtime import local_ray, stop_signals
+from medusa_ppo.runtime import local_ray, stop_signals
 from medusa_ppo.ppo.scoring import RewardSource, make_reward
 from medusa_ppo.ppo.sync import ActorSync
 from medusa_ppo.reports.store import RunWriter
@@ -88,7 +88,7 @@ class RunSession:
             load_checkpoint(config.run_dir, learner)
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
         with self._phase(phases.RAY):
-            self._stack.enter_context(local_ray(config))
+            self._stack.enter_context(local_ray(cpus=config.engine.threads + config.companion.threads, queue_bytes=config.companion.queue_bytes))
             self._signals.install()  # Ray has put a handler of its own in place.
         engine, plugin = self._start_engine(actor_path, actor, resume)
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype))
@@ -148,7 +148,9 @@ class RunSession:
             self._stack.callback(engine.close)
             if not wanted:
                 return engine, None
-            plugin = MedusaPlugin.start(config, actor, engine, config.run_dir)
+            plugin = MedusaPlugin.start(
+                config, actor, engine, config.run_dir, resume_from=companion_state(config.run_dir) if resume else ""
+            )
             self._stack.callback(plugin.close)
             return engine, plugin
 

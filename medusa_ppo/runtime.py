@@ -14,8 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from medusa_ppo.config import RunConfig
-
 logger = logging.getLogger(__name__)
 
 MIB = 1024**2
@@ -27,10 +25,14 @@ RAY_ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def local_ray(config: RunConfig) -> Iterator[None]:
+def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that is set, else a local one of ours.
 
     Only what was started here is shut down. A local Ray's folder is removed with it, unless the block failed: then its logs stay.
+
+    Args:
+        cpus: CPUs that the processes of the block ask for; the machine's own number when that is larger.
+        queue_bytes: what is on its way to the companion at most.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -51,11 +53,11 @@ def local_ray(config: RunConfig) -> Iterator[None]:
     try:
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, config.engine.threads + config.companion.threads, 2),
+            num_cpus=max(os.cpu_count() or 1, cpus, 2),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=_object_store_bytes(config),
+            object_store_memory=_object_store_bytes(queue_bytes),
             _temp_dir=str(folder),
         )
         yield
@@ -70,9 +72,9 @@ def local_ray(config: RunConfig) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _object_store_bytes(config: RunConfig) -> int:
+def _object_store_bytes(queue_bytes: int) -> int:
     """Room for what is on its way to the companion, and a little for everything else; never more than a quarter of the free memory."""
-    wanted = config.companion.queue_bytes + 128 * MIB
+    wanted = queue_bytes + 128 * MIB
     return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
 
 

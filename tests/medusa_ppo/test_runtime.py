@@ -1,0 +1,61 @@
+"""Signals: one stop, and a clean-up that nothing cuts short."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from medusa_ppo import runtime
+from medusa_ppo.runtime import stop_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_once_and_the_cleanup_goes_on(number: signal.Signals, caplog: pytest.LogCaptureFixture):
+    before = signal.getsignal(number)
+    cleaned = False
+    with stop_signals():
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)
+                cleaned = True
+        assert cleaned and "Stopping already" in caplog.text
+    assert signal.getsignal(number) is before
+
+
+def test_handlers_are_put_back_even_if_a_library_replaced_them():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_signals() as signals:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # what Ray does
+        signals.install()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_of_the_main_thread_it_does_nothing():
+    errors = []
+
+    def run():
+        try:
+            with stop_signals():
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors
+
+
+def test_the_object_store_has_room_but_not_more_than_a_quarter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 10**9))
+    assert runtime._object_store_bytes(10**9) == 5 * 10**8
+    monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12))
+    assert runtime._object_store_bytes(10**9) == 10**9 + 128 * runtime.MIB
