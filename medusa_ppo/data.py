@@ -53,7 +53,12 @@ def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "pr
     prompts = [template.format_map(row) if template else row[column] for row in rows]
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str) or not prompt:
-            raise DataError("A prompt is not a text.", given=f"row {index}: {prompt!r:.80}", expected="a non-empty text", do="Correct the data or the column.")
+            raise DataError(
+                "A prompt is not a text.",
+                given=f"row {index}: {prompt!r:.80}",
+                expected="a non-empty text",
+                do="Correct the data or the column.",
+            )
     return prompts
 
 
@@ -62,10 +67,14 @@ def template_fields(template: str) -> list[str]:
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise DataError("The template is malformed.", given=f"{template!r}: {error}", expected="{field}, and {{ }} for braces", do="Correct it.") from None
+        raise DataError(
+            "The template is malformed.", given=f"{template!r}: {error}", expected="{field}, and {{ }} for braces", do="Correct it."
+        ) from None
     for field in fields:
         if not field or any(mark in field for mark in ".[]"):
-            raise DataError("The template holds something that is no field.", given=f"{{{field}}}", expected="the name of a column", do="Name a column.")
+            raise DataError(
+                "The template holds something that is no field.", given=f"{{{field}}}", expected="the name of a column", do="Name a column."
+            )
     return fields
 
 
@@ -94,7 +103,9 @@ def _load_file(path: Path) -> datasets.Dataset:
         raise DataError("There is no such data file.", given=path, expected=", ".join(near) or "an existing file", do="Correct data.path.")
     kind = FILE_TYPES.get(path.suffix)
     if kind is None:
-        raise DataError("The type of the data file is unknown.", given=path, expected=", ".join(FILE_TYPES), do="Convert it, or correct its ending.")
+        raise DataError(
+            "The type of the data file is unknown.", given=path, expected=", ".join(FILE_TYPES), do="Convert it, or correct its ending."
+        )
     if path.stat().st_size == 0:
         raise DataError("The data file is empty.", given=path, expected="at least one row", do="Write the rows first.")
     return _quietly(path, kind, data_files=str(path), split="train")

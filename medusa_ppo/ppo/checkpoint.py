@@ -4,6 +4,7 @@ checkpoint/
   state.json                   next step, versions, seconds so far, and the configuration that made it
   actor.safetensors            the actor's weights          critic.safetensors            the critic's
   actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
+  companion/                   the companion's own last state, if there is one
 
 There is no random state to save: prompts, sampling seeds and minibatches are functions of the seed and the step.
 """
@@ -31,6 +32,7 @@ from medusa_ppo.ppo.learner import Learner
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoint"
+COMPANION_FOLDER = "companion"
 STATE_FILE = "state.json"
 FORMAT_VERSION = 1
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -60,6 +62,7 @@ def save_checkpoint(run_dir: Path, learner: Learner, position: Position, config:
     try:
         for name, state in _states(learner).items():
             save_state(temporary / f"{name}.safetensors", state)
+        _take_companion(run_dir / COMPANION_FOLDER, temporary / COMPANION_FOLDER)
         state = {"format_version": FORMAT_VERSION, **dataclasses.asdict(position), "config": config.model_dump(mode="json")}
         (temporary / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         return replace_folder(temporary, run_dir / FOLDER)
@@ -120,6 +123,24 @@ def saved_folder(run_dir: Path) -> Path:
     raise CheckpointError(
         "There is nothing to resume from.", given=run_dir, expected=f"{FOLDER}/{STATE_FILE} in it", do="Start without --resume."
     )
+
+
+def companion_state(run_dir: Path) -> str:
+    """Folder with the companion's saved state, for MedusaPlugin.start(resume_from=...); empty when there is none."""
+    folder = saved_folder(run_dir) / COMPANION_FOLDER
+    return str(folder) if folder.is_dir() else ""
+
+
+def _take_companion(source: Path, target: Path) -> None:
+    """Keep the state that the companion wrote last. It replaces its files and never changes them, so a link is a copy."""
+    if not source.is_dir():
+        return
+    target.mkdir()
+    for path in source.glob("*.safetensors"):
+        try:
+            os.link(path, target / path.name)
+        except OSError:  # A file system without links.
+            shutil.copy2(path, target / path.name)
 
 
 def _states(learner: Learner) -> dict[str, dict[str, Tensor]]:

@@ -28,10 +28,10 @@ from medusa_ppo.ppo.generation import num_drafts
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.progress import ProgressSink
-from medusa_ppo.runtime import local_ray, stop_signals
 from medusa_ppo.ppo.scoring import RewardSource, make_reward
 from medusa_ppo.ppo.sync import ActorSync
 from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.runtime import local_ray, stop_signals
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.make import make_engine
 
@@ -88,7 +88,9 @@ class RunSession:
             load_checkpoint(config.run_dir, learner)
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
         with self._phase(phases.RAY):
-            self._stack.enter_context(local_ray(cpus=config.engine.threads + config.companion.threads, queue_bytes=config.companion.queue_bytes))
+            self._stack.enter_context(
+                local_ray(cpus=config.engine.threads + config.companion.threads, queue_bytes=config.companion.queue_bytes)
+            )
             self._signals.install()  # Ray has put a handler of its own in place.
         engine, plugin = self._start_engine(actor_path, actor, resume)
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype))

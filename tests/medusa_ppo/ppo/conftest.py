@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -40,7 +40,6 @@ class SamplingEngine(RolloutEngine):
     def __init__(self, actor: LlamaForCausalLM) -> None:
         self.actor = _tiny_actor(vocab=actor.config.vocab_size, hidden=actor.config.hidden_size, tied=actor.config.tie_word_embeddings)
         self.actor.load_state_dict(actor.state_dict())
-        self.version = 0
         self.drafts: list[int] = []
         self.num_drafts = 0
         self.closed = False
@@ -59,21 +58,37 @@ class SamplingEngine(RolloutEngine):
                     logprobs.append(float(distribution[ids[-1]]))
                 reason = "stop" if ids[-1] == END else "length"
                 responses.append(Response(index, tuple(ids[len(prompt) :]), tuple(logprobs), reason))
-        return Rollouts(tuple(map(tuple, prompts)), tuple(responses), Counters(), 0.01, sampling, self.version, 0, self.num_drafts)
+        return Rollouts(
+            tuple(map(tuple, prompts)),
+            tuple(responses),
+            Counters(),
+            0.01,
+            sampling,
+            self.policy_version,
+            self.heads_version,
+            self.num_drafts,
+        )
 
     def sync_actor(self, path: str, version: int) -> SwapReceipt:
         state = load_state(path)
         missing, unexpected = self.actor.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         self.actor.tie_weights()
-        self.version = version
+        self.policy_version = version
         return SwapReceipt(version, checksum(state), 0.0)
 
     def swap_heads(self, path: str, version: int) -> SwapReceipt:
+        self.heads_version = version
         return SwapReceipt(version, checksum(load_state(path)), 0.0)
 
-    def set_num_drafts(self, num_drafts: int) -> None:
-        self.num_drafts = num_drafts
+    def set_num_drafts(self, count: int) -> None:
+        self.num_drafts = count
+
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
+        pass
+
+    def plugin_report(self) -> dict[str, object]:
+        return {}
 
     def checksums(self) -> dict[str, str]:
         return {"actor": checksum(self.actor.state_dict()), "heads": ""}
@@ -83,6 +98,15 @@ class SamplingEngine(RolloutEngine):
 
     def close(self) -> None:
         self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,0 +1,183 @@
+"""The loop on an engine that samples with transformers: it learns, repeats itself, resumes, and is the same with and without the plugin."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.ppo.checkpoint import load_checkpoint, read_position
+from medusa_ppo.ppo.data import Prompt, PromptStream
+from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.progress import NullProgress
+from medusa_ppo.ppo.scoring import CallableReward
+from medusa_ppo.ppo.session import Parts
+from medusa_ppo.ppo.sync import ActorSync
+from medusa_ppo.reports.store import RunWriter, read_run
+from medusa_ppo.types import CompanionStatus, RolloutBatch
+
+LETTERS = range(1, 5)
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids."""
+
+    pad_token_id = 0
+
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [" ".join(str(i) for i in row if i or not skip_special_tokens) for row in ids]
+
+
+def identity(prompt: str, response: str, row: dict) -> float:
+    """Share of the response's three places that repeat the prompt."""
+    return sum(word == prompt for word in response.split()) / 3
+
+
+def settings(tmp_path: Path, **ppo) -> RunConfig:
+    section = {
+        "steps": 3,
+        "prompts_per_step": 4,
+        "minibatch_size": 8,
+        "micro_batch_size": 8,
+        "actor_learning_rate": 3e-3,
+        "critic_learning_rate": 3e-3,
+        "kl_coefficient": 0.01,
+        "checkpoint_every": 0,
+        **ppo,
+    }
+    sampling = {"max_new_tokens": 3, "responses_per_prompt": 4}
+    return build_config({"name": "run", "out": str(tmp_path), "ppo": section, "sampling": sampling, "report": {"speed_every": 0}})
+
+
+class Scene:
+    """A loop with its parts, on a tiny actor."""
+
+    def __init__(self, config: RunConfig, actor, engine_class, plugin_of=None) -> None:
+        actor = copy.deepcopy(actor)
+        self.config = config
+        self.engine = engine_class(actor)
+        self.learner = Learner(actor, Critic(actor), config.ppo, seed=config.seed)
+        self.sync = ActorSync(self.engine)
+        self.plugin = plugin_of(self.engine) if plugin_of else None
+        prompts = PromptStream([Prompt(str(i), (i,), {}) for i in LETTERS], seed=config.seed)
+        self.parts = Parts(prompts, Numbers(), self.learner, CallableReward(identity, "identity"), self.engine, self.sync, self.plugin)
+
+    def run(self, position=None, resume_step: int | None = None) -> list[dict]:
+        writer = RunWriter(self.config.run_dir, self.config.model_dump(mode="json"), resume_step=resume_step)
+        PPOLoop(self.config, self.parts, NullProgress(), position).run(writer)
+        writer.close()
+        self.sync.close()
+        return list(read_run(self.config.run_dir).steps)
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.learner.actor.parameters()])
+
+
+def test_ppo_learns_to_repeat_the_prompt(tmp_path: Path, tiny_actor, sampling_engine):
+    scene = Scene(settings(tmp_path, steps=30, epochs=4), tiny_actor(), sampling_engine)
+    rewards = [step[names.REWARD_MEAN] for step in scene.run()]
+    assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.6, rewards
+
+
+def test_same_seed_same_numbers(tmp_path: Path, tiny_actor, sampling_engine):
+    found = []
+    for name in ("a", "b"):
+        scene = Scene(settings(tmp_path / name), tiny_actor(), sampling_engine)
+        steps = [{k: v for k, v in step.items() if not k.endswith("_s")} for step in scene.run()]
+        found.append((steps, scene.weights()))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_a_step_reports_what_the_metrics_file_names(tmp_path: Path, tiny_actor, sampling_engine):
+    step = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()[0]
+    assert set(step) <= set(names.describe())
+    for name in (names.STEP, names.WALL_S, names.POLICY_VERSION, names.REWARD_MEAN, names.CORRECT_FRAC, names.KL_REFERENCE, names.ENTROPY):
+        assert name in step
+    assert step[names.LOGPROB_GAP] < 1e-5, "engine and learner compute the same log-probs here"
+    assert 1 <= step[names.RESPONSE_LENGTH] <= 3 and 0 <= step[names.TRUNCATED_FRAC] <= 1
+
+
+def test_the_engine_gets_every_update(tmp_path: Path, tiny_actor, sampling_engine):
+    scene = Scene(settings(tmp_path), tiny_actor(), sampling_engine)
+    steps = scene.run()
+    assert [step[names.POLICY_VERSION] for step in steps] == [0, 1, 2] and scene.engine.policy_version == 3
+    assert all(step[names.LOGPROB_GAP] < 1e-5 for step in steps), "a sync that misses weights would show here"
+    torch.testing.assert_close(scene.engine.actor.lm_head.weight, scene.learner.actor.lm_head.weight, rtol=0, atol=0)
+
+
+def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, sampling_engine):
+    whole = Scene(settings(tmp_path / "whole", steps=4), tiny_actor(), sampling_engine)
+    expected = whole.run()
+    Scene(settings(tmp_path / "cut", steps=3, checkpoint_every=2), tiny_actor(), sampling_engine).run()
+    config = settings(tmp_path / "cut", steps=4, checkpoint_every=2)
+    rest = Scene(config, tiny_actor(), sampling_engine)
+    position = read_position(config.run_dir, config)
+    load_checkpoint(config.run_dir, rest.learner)
+    rest.sync(rest.learner.actor, position.policy_version)
+    found = rest.run(position, resume_step=position.next_step)
+    assert [s[names.STEP] for s in found] == [0, 1, 2, 3]
+    assert [s[names.REWARD_MEAN] for s in found] == [s[names.REWARD_MEAN] for s in expected]
+    assert torch.equal(rest.weights(), whole.weights())
+    assert found[-1][names.WALL_S] > found[1][names.WALL_S], "the clock goes on"
+
+
+class Recorder:
+    """Stands where the companion's client stands, and keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.batches: list[RolloutBatch] = []
+
+    def submit(self, batch: RolloutBatch) -> None:
+        self.batches.append(batch)
+
+    def update_lm_head(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def newest(self, after_version: int, timeout_s: float) -> None:
+        return None
+
+    def status(self) -> CompanionStatus:
+        return CompanionStatus(batches_received=len(self.batches))
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sampling_engine):
+    recorder = Recorder()
+    plain = Scene(settings(tmp_path / "plain"), tiny_actor(), sampling_engine)
+    tapped = Scene(settings(tmp_path / "tapped"), tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, recorder))
+    expected, found = plain.run(), tapped.run()
+    assert torch.equal(plain.weights(), tapped.weights())
+    assert [s[names.ACTOR_GRAD_NORM] for s in expected] == [s[names.ACTOR_GRAD_NORM] for s in found]
+    assert len(recorder.batches) == 3, "one batch a step reached the companion"
+    assert recorder.batches[0].hidden_MD.shape == (round(found[0][names.RESPONSE_LENGTH] * 16), 32)
+
+
+def test_gradients_with_and_without_the_plugin_are_the_same_bits(tmp_path: Path, tiny_actor, sampling_engine, monkeypatch):
+    found = []
+    for plugin_of in (None, lambda engine: MedusaPlugin(engine, Recorder())):
+        scene = Scene(settings(tmp_path / str(len(found)), steps=1, epochs=1, minibatch_size=16), tiny_actor(), sampling_engine, plugin_of)
+        gradients: list[torch.Tensor] = []
+        actor = scene.learner.actor
+        monkeypatch.setattr(
+            scene.learner.actor_optimizer, "step", lambda a=actor, g=gradients: g.extend(p.grad.clone() for p in a.parameters())
+        )
+        scene.run()
+        found.append(gradients)
+    assert len(found[0]) > 5 and any(g.any() for g in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engine):
+    scene = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine)
+    scene.run()
+    (line,) = (scene.config.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)[names.STEP] == 0

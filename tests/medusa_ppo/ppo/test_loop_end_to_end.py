@@ -1,0 +1,196 @@
+"""The whole run on real parts: vLLM in Ray, companion, swaps, syncs, report; then resumed; then stopped by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from heads.checkpoint import load_heads
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+from medusa_ppo.ppo.loop import run_ppo
+from medusa_ppo.ppo.progress import NullProgress
+from medusa_ppo.reports.store import read_run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+WIDTH = 64
+REWARD = """
+def even(prompt, response, row):
+    return float(len(response) % 2 == 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An actor whose next token mostly follows from the last one by a fixed permutation: heads have something to learn at once."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    end = tokenizer.eos_token_id
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end, tie_word_embeddings=False)
+    )
+    embedding = torch.nn.functional.normalize(torch.randn(len(tokenizer), WIDTH), dim=1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.copy_(embedding[torch.randperm(len(tokenizer))])
+    folder = tmp_path_factory.mktemp("actor")
+    model.float().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(actor: Path, out: Path, steps: int) -> RunConfig:
+    return build_config(
+        {
+            "name": "run",
+            "out": str(out),
+            "model": {"path": str(actor)},
+            "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+            "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
+            "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "num_drafts": 3},
+            "heads": {"num_heads": 3},
+            # Waiting makes the number of published versions certain; that PPO never waits otherwise is the plugin's own test.
+            "companion": {"wait": True, "epochs": 6, "learning_rate": 5e-3},
+            "ppo": {
+                "steps": steps,
+                "prompts_per_step": 8,
+                "micro_batch_size": 16,
+                "actor_learning_rate": 1e-4,
+                "reward": "even_reward:even",
+                "checkpoint_every": 2,
+                "threads": 1,
+            },
+            "report": {"speed_every": 2, "speed_prompts": 4},
+        }
+    )
+
+
+def leftovers() -> set[str]:
+    """Our folders in shared memory and in the folder for temporary files."""
+    places = [Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))]
+    return {str(p) for place in places if place.is_dir() for p in place.iterdir() if p.name.startswith(("medusa-ppo", "mppo-"))}
+
+
+class Phases(NullProgress):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def phase_started(self, phase: str, step: int | None = None) -> None:
+        self.seen.append(phase)
+
+
+def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    before, children = leftovers(), set(psutil.Process().children(recursive=True))
+    config, progress = settings(chain_actor, tmp_path, steps=4), Phases()
+
+    summary = run_ppo(config, progress)
+
+    steps = read_run(config.run_dir).steps
+    assert [s[names.STEP] for s in steps] == [0, 1, 2, 3] and summary["steps"] == 4 and summary["status"] == "finished"
+    assert all(set(s) - {"nonfinite"} <= set(names.describe()) for s in steps)
+    assert [s[names.POLICY_VERSION] for s in steps] == [0, 1, 2, 3]
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "each sync reached the engine: its log-probs are the actor's"
+    assert steps[0][names.HEADS_VERSION] == 0 and steps[-1][names.HEADS_VERSION] >= 1, "heads trained in the run were swapped in"
+    assert steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    assert [names.PAIR_SPEEDUP in s for s in steps] == [False, True, False, True]
+    assert steps[-1][names.COMPANION_TRAINED_TOKENS] > 1000 and summary["companion"]["versions_published"] >= 1
+    assert {"start vLLM", "generate", "score", "update", "sync", "save", "write the report"} <= set(progress.seen)
+    for name in ("summary.json", "report.md", "report.html", "checkpoint/state.json"):
+        assert (config.run_dir / name).is_file()
+    check_results(config, chain_actor)
+    check_nothing_left(before, children)
+
+    summary = run_ppo(settings(chain_actor, tmp_path, steps=5), resume=True)
+    steps = read_run(config.run_dir).steps
+    assert [s[names.STEP] for s in steps] == [0, 1, 2, 3, 4] and summary["status"] == "finished"
+    assert steps[4][names.POLICY_VERSION] == 4 and steps[4][names.LOGPROB_GAP] < 1e-3
+    assert (
+        steps[4][names.HEADS_VERSION] >= steps[3][names.HEADS_VERSION] and steps[4][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    )
+    assert steps[4][names.KL_REFERENCE] != 0.0, "the reference is still the actor of the beginning"
+    assert not ray.is_initialized()
+    check_nothing_left(before, children)
+
+
+def check_results(config: RunConfig, start: Path) -> None:
+    trained, first = (AutoModelForCausalLM.from_pretrained(path) for path in (config.run_dir / "actor", start))
+    assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
+    heads, info = load_heads(config.run_dir / "heads-final", hidden_size=WIDTH)
+    assert info.version >= 1 and any(t.any() for t in heads.trainable_state().values())
+
+
+def check_nothing_left(before: set[str], children: set[psutil.Process]) -> None:
+    import ray
+
+    assert not ray.is_initialized()
+    assert leftovers() <= before
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - children, timeout=20)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+RUN = """
+import sys
+from medusa_ppo.ppo.loop import run_ppo
+from medusa_ppo.config import load_config
+from rich.console import Console
+from medusa_ppo.ppo.progress import LineProgress
+try:
+    run_ppo(load_config(sys.argv[1]), LineProgress(Console(file=sys.stdout)))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_partial_report_and_nothing_else(chain_actor: Path, tmp_path: Path, number: signal.Signals):
+    import yaml
+
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    before = leftovers()
+    config = settings(chain_actor, tmp_path, steps=500)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    process = subprocess.Popen([sys.executable, "-u", "-c", RUN, "run.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step   1"):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    time.sleep(0.3)  # into a phase of the next step
+    process.send_signal(number)
+    process.stdout.read()
+    assert process.wait(60) == 130
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+    assert leftovers() <= before
+    run = read_run(config.run_dir)
+    assert run.status == "interrupted" and len(run.steps) >= 2
+    assert (
+        json.loads((config.run_dir / "summary.json").read_text())["status"] == "interrupted" and (config.run_dir / "report.html").is_file()
+    )

@@ -1,0 +1,39 @@
+"""Every preset parses, says in its header what it needs and gives, and holds only what differs from the defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from medusa_ppo.config import RunConfig, load_config, preset
+
+PRESETS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+HEADER = ("# Hardware:", "# Time:", "# Expect:")
+
+
+def test_there_are_presets():
+    assert {"demo", "gsm8k-4m"} <= {path.stem for path in PRESETS}
+    assert preset("demo").name == "demo.yaml"
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_it_parses(path: Path):
+    assert load_config(path).name == path.stem
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_its_header_names_hardware_time_and_figure(path: Path):
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for word in HEADER:
+        assert any(line.startswith(word) and len(line) > len(word) + 5 for line in head), f"{path.name} lacks '{word} ...'"
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_it_holds_only_what_differs_from_the_defaults(path: Path):
+    defaults = RunConfig().model_dump()
+    for section, values in yaml.safe_load(path.read_text()).items():
+        if isinstance(values, dict):
+            same = [key for key, value in values.items() if defaults[section][key] == value]
+            assert not same, f"{path.name}: {section}.{', '.join(same)} say what the default says"
