@@ -203,7 +203,8 @@ class HeadsTrainer:
             torch.cat([source.mask_MK[rows_N] for source, rows_N in grouped]).to(self.device),
             self._loss,
             logprobs_NK=torch.cat([source.logprobs_MK[rows_N] for source, rows_N in grouped]).to(self.device),
-            teacher=self._teacher(grouped) if self._loss.kl else None,
+            teacher=self._teacher(grouped) if self._loss.needs_teacher else None,
+            temperature=grouped[0][0].temperature,
         )
         self._optimizer.zero_grad(set_to_none=True)
         loss_K.sum().backward()
