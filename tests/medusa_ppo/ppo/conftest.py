@@ -109,7 +109,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_actor() -> Callable[..., LlamaForCausalLM]:
     """tiny_actor(seed=0, vocab=16, hidden=32, layers=1, tied=False) -> a random Llama."""
     return _tiny_actor

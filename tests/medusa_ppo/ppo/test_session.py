@@ -1,0 +1,172 @@
+"""Beginning and end of a run: cheap mistakes are found before anything starts; whatever was started is closed, however the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from heads.errors import ConfigError, DataError, EngineError, MedusaError, ModelError
+from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.ppo import session
+from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+from medusa_ppo.ppo.loop import run_ppo
+from medusa_ppo.ppo.progress import NullProgress
+from medusa_ppo.reports.store import read_run
+
+STEPS = 3
+
+
+class Scene:
+    """What was started and closed, in order; Ray and vLLM are left out here."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextlib.contextmanager
+    def local_ray(self, **_: object) -> Iterator[None]:
+        self.events.append("ray up")
+        try:
+            yield
+        finally:
+            self.events.append("ray down")
+
+
+@pytest.fixture(scope="module")
+def actor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
+    tokenizer = build_tokenizer()
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_actor(vocab=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch, sampling_engine) -> Scene:
+    scene = Scene()
+
+    def make_engine(model_path, heads_path, config, seed):
+        scene.events.append("engine up")
+        assert not heads_path, "no drafting and no companion: no heads"
+        engine = sampling_engine(AutoModelForCausalLM.from_pretrained(model_path))
+        monkeypatch.setattr(engine, "close", lambda: scene.events.append("engine down"))
+        scene.engine = engine
+        return engine
+
+    monkeypatch.setattr(session, "local_ray", scene.local_ray)
+    monkeypatch.setattr(session, "make_engine", make_engine)
+    return scene
+
+
+def settings(tmp_path: Path, actor: Path, **changes) -> RunConfig:
+    values = {
+        "name": "run",
+        "out": str(tmp_path / "runs"),
+        "model": {"path": str(actor)},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 8},
+        "sampling": {"max_new_tokens": 3, "responses_per_prompt": 2},
+        "engine": {"num_drafts": 0},
+        "companion": {"enabled": False},
+        "ppo": {"steps": STEPS, "prompts_per_step": 2, "threads": 1, "checkpoint_every": 1},
+    }
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    return build_config(values)
+
+
+class StopAt(NullProgress):
+    """Raises when the given step has ended."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.step, self.error = step, error
+
+    def step_finished(self, values) -> None:
+        if values["step"] == self.step:
+            raise self.error
+
+
+def test_ppo_runs_without_the_plugin(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the plugin must not be used")
+
+    for name in ("start", "prepare_heads", "__init__"):
+        monkeypatch.setattr(session.MedusaPlugin, name, never)
+    summary = run_ppo(settings(tmp_path, actor_folder))
+    assert summary["steps"] == STEPS and summary["status"] == "finished"
+    assert scene.events == ["ray up", "engine up", "engine down", "ray down"]
+    run_dir = tmp_path / "runs" / "run"
+    assert (run_dir / "actor" / "model.safetensors").is_file() and not (run_dir / "heads-final").exists()
+    assert not [p.name for p in run_dir.iterdir() if p.name.startswith(".")]
+
+
+def test_stopped_runs_close_everything_and_report(tmp_path: Path, actor_folder: Path, scene: Scene):
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(config, StopAt(1, KeyboardInterrupt()))
+    assert scene.events[-2:] == ["engine down", "ray down"]
+    assert read_run(config.run_dir).status == "interrupted"
+    assert json.loads((config.run_dir / "summary.json").read_text())["steps"] == 2
+    assert not (config.run_dir / "actor").exists()
+
+
+def test_failed_runs_close_everything_and_keep_what_was_finished(tmp_path: Path, actor_folder: Path, scene: Scene):
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(EngineError, match="gone"):
+        run_ppo(config, StopAt(0, EngineError("The engine is gone.")))
+    assert scene.events[-2:] == ["engine down", "ray down"]
+    run = read_run(config.run_dir)
+    assert run.status == "failed" and len(run.steps) == 1
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert "gone" in summary["extras"]["error"] and (config.run_dir / "report.html").is_file()
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, scene: Scene):
+    whole = settings(tmp_path / "whole", actor_folder)
+    run_ppo(whole)
+    config = settings(tmp_path / "cut", actor_folder)
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(config, StopAt(1, KeyboardInterrupt()))
+    summary = run_ppo(config, resume=True)
+    assert summary["steps"] == STEPS and scene.engine.policy_version == STEPS
+    names = ("reward_mean", "entropy", "policy_loss", "kl_reference", "actor_grad_norm")
+    expected, found = ([[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (whole, config))
+    assert found == expected
+
+
+def test_an_engine_that_does_not_start_ends_the_run_cleanly(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch):
+    def fail(*args: object) -> None:
+        raise EngineError("No engine today.")
+
+    monkeypatch.setattr(session, "make_engine", fail)
+    with pytest.raises(EngineError, match="No engine today"):
+        run_ppo(settings(tmp_path, actor_folder))
+    assert scene.events == ["ray up", "ray down"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"model": {"path": "/nowhere"}}, ModelError, "no such model folder"),
+        ({"data": {"path": "nothing.jsonl"}}, DataError, "no such data file"),
+        ({"data": {"path": "demo", "template": "{questoin}"}}, DataError, "Did you mean question"),
+        ({"data": {"path": "demo", "max_prompt_tokens": 1}}, DataError, "No prompt is usable"),
+        ({"ppo": {"reward": "nowhere:f"}}, ConfigError, "can't be imported"),
+        ({"ppo": {"reward": "/nowhere", "reward_kind": "model"}}, ModelError, "reward model"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(tmp_path: Path, actor_folder: Path, scene: Scene, changes, error, says):
+    config = settings(tmp_path, actor_folder, **changes)
+    with pytest.raises(error, match=says) as caught:
+        run_ppo(config)
+    assert isinstance(caught.value, MedusaError) and caught.value.exit_code == 2
+    assert not scene.events and not config.run_dir.exists()
+
+
+def test_nothing_to_resume_is_said_before_anything_starts(tmp_path: Path, actor_folder: Path, scene: Scene):
+    with pytest.raises(MedusaError, match="nothing to resume"):
+        run_ppo(settings(tmp_path, actor_folder), resume=True)
+    assert not scene.events
