@@ -31,6 +31,7 @@ from heads.errors import DataError
 from heads.losses import CHUNK_ELEMENTS
 from heads.modules import MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
+from heads.truncation import truncate_logits
 
 
 @dataclass(frozen=True)
@@ -208,11 +209,20 @@ def draft_logprobs_for_rows(
     lm_head_VD: torch.Tensor | None = None,
     *,
     temperatures: Sequence[float] = (1.0,),
+    top_k: int = 0,
+    top_p: float = 1.0,
     condition_MK: torch.Tensor | None = None,
     embedding_VD: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """log softmax(head logits / draft temperature) of the targets, float32, one `MK` for each temperature: `[len(temperatures), M, K]`."""
+    """log q of the targets, as the engine drafts, float32, one `MK` for each temperature: `[len(temperatures), M, K]`.
+
+    Args:
+        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD: as in `draft_ids_for_rows`.
+        targets_MK: int64 (`heads.targets.head_targets`).
+        temperatures: what head logits are divided by: sampling temperature x draft temperature.
+        top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
+    """
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.config.vocab_size)
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
     for start in range(0, hidden_MD.shape[0], rows):
@@ -221,9 +231,10 @@ def draft_logprobs_for_rows(
         factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
         for k in range(heads.config.num_heads):
             logits_CV = head_logits(factored, k, slice(None))
-            picked_C = logits_CV.gather(1, targets_MK[part, k].unsqueeze(1)).squeeze(1)
             for index, temperature in enumerate(temperatures):
-                out_QMK[index, part, k] = picked_C / temperature - (logits_CV / temperature).logsumexp(-1)
+                cut_CV = truncate_logits(logits_CV / temperature, top_k, top_p)
+                picked_C = cut_CV.gather(1, targets_MK[part, k].unsqueeze(1)).squeeze(1)
+                out_QMK[index, part, k] = picked_C - cut_CV.logsumexp(-1)
     return out_QMK
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import FactoredLogits, head_logits
+from heads.truncation import truncate_logits
 
 CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
 
@@ -81,24 +82,27 @@ class LossConfig:
 
 
 class Teacher(NamedTuple):
-    """The actor's own distribution of every target, not multiplied out: softmax(lm_head hidden[rows[n, k]] / temperature).
+    """The actor's own distribution of every target, not multiplied out: softmax(lm_head hidden[rows[n, k]] / temperature), cut.
 
     Attributes:
         hidden_MD: the actor's hidden states of the whole batch.
         rows_NK: int64, for row n and head k the row of `hidden_MD` that predicts the target (`heads.targets.head_teacher_rows`).
         lm_head_VD: the actor's lm_head.
-        temperature: sampling temperature of the rollouts.
+        temperature, top_k, top_p: how the rollouts were sampled.
     """
 
     hidden_MD: torch.Tensor
     rows_NK: torch.Tensor
     lm_head_VD: torch.Tensor
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
 
     def logprobs(self, head: int, rows: slice) -> torch.Tensor:
         """log p of one head's targets (index from 0), float32 `CV`."""
         hidden_CD = self.hidden_MD[self.rows_NK[rows, head]].to(self.lm_head_VD.dtype)
-        return F.log_softmax(F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature, dim=-1)
+        logits_CV = F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature
+        return F.log_softmax(truncate_logits(logits_CV, self.top_k, self.top_p), dim=-1)
 
 
 def head_cross_entropy(
@@ -167,7 +171,7 @@ def reference_head_loss(
         loss_NK = loss_NK + config.tv * (1 - (logq_NK - logprobs_NK.float()).clamp(max=0).exp())
     if config.kl and teacher_logits_NKV is not None:
         logp_NKV = F.log_softmax(teacher_logits_NKV.float(), dim=-1)
-        loss_NK = loss_NK + config.kl * (logp_NKV.exp() * (logp_NKV - logq_NKV)).sum(-1)
+        loss_NK = loss_NK + config.kl * torch.where(logp_NKV > -torch.inf, logp_NKV.exp() * (logp_NKV - logq_NKV), 0.0).sum(-1)
     if config.exact_tv and teacher_logits_NKV is not None:
         loss_NK = loss_NK + config.exact_tv * (1 - torch.minimum(F.softmax(teacher_logits_NKV.float(), dim=-1), logq_NKV.exp()).sum(-1))
     weight_NK = mask_NK.float()
@@ -330,7 +334,8 @@ def _row_losses(
         return loss_C, dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -pull_C.unsqueeze(1))
     p_CV = logp_CV.exp()
     if config.kl:
-        loss_C = loss_C + config.kl * (p_CV * (logp_CV - logq_CV)).sum(-1)
+        kl_CV = p_CV * (logp_CV - logq_CV)
+        loss_C = loss_C + config.kl * kl_CV.masked_fill_(p_CV == 0, 0.0).sum(-1)  # For tokens that were cut, 0 x -inf is 0.
     below_CV = logq_CV < logp_CV
     q_CV = logq_CV.exp_()
     below_CV = q_CV * below_CV  # q where it is below p, else 0: the part of sum min(p, q) that moves with q.

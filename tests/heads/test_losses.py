@@ -14,6 +14,7 @@ from heads.config import HeadsConfig
 from heads.errors import ConfigError
 from heads.losses import LossConfig, Teacher, head_cross_entropy, head_loss, reference_head_cross_entropy, reference_head_loss
 from heads.modules import MedusaHeads
+from heads.truncation import truncate_logits
 
 D, V, K, N = 16, 40, 3, 23
 CONFIGS = {
@@ -119,6 +120,21 @@ def test_the_temperature_of_the_rollouts(temperature: float) -> None:
     assert not torch.allclose(chunked_K, case.chunked(config))
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_kl_to_a_truncated_actor() -> None:
+    """With top-k and top-p the teacher is what was really sampled from; tokens that were cut add nothing."""
+    case, config = Case("medusa", "shared"), LossConfig(0.0, kl=1.0, exact_tv=0.5)
+    case.teacher = case.teacher._replace(top_k=6, top_p=0.9)
+    logits_NKV = F.linear(case.hidden_ND[case.teacher.rows_NK], case.lm_head_VD) / case.teacher.temperature
+    teacher_NKV = truncate_logits(logits_NKV.reshape(-1, V), 6, 0.9).reshape(N, K, V)
+    plain = case.heads(case.hidden_ND, case.lm_head_VD)
+    reference_K = reference_head_loss(plain, case.targets_NK, case.mask_NK, config, teacher_logits_NKV=teacher_NKV)
+    chunked_K = case.chunked(config)
+    assert bool(torch.isfinite(chunked_K).all())
+    torch.testing.assert_close(chunked_K, reference_K)
+    for ours, expected in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, N, 1000, None])
