@@ -63,8 +63,8 @@ def save_checkpoint(run_dir: Path, learner: Learner, position: Position, config:
         for name, state in _states(learner).items():
             save_state(temporary / f"{name}.safetensors", state)
         _take_companion(run_dir / COMPANION_FOLDER, temporary / COMPANION_FOLDER)
-        state = {"format_version": FORMAT_VERSION, **dataclasses.asdict(position), "config": config.model_dump(mode="json")}
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        position_json = {"format_version": FORMAT_VERSION, **dataclasses.asdict(position), "config": config.model_dump(mode="json")}
+        (temporary / STATE_FILE).write_text(json.dumps(position_json, indent=1) + "\n", encoding="utf-8")
         return replace_folder(temporary, run_dir / FOLDER)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

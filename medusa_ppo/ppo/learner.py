@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from heads.errors import RunError
 from medusa_ppo import metrics as names
@@ -47,7 +48,7 @@ class Scores:
 class Learner:
     """Actor, critic and reference with their optimizers."""
 
-    def __init__(self, actor: nn.Module, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(self, actor: PreTrainedModel, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
         """
         Args:
             actor: transformers causal LM, float32; the reference is copied from it now.
@@ -56,7 +57,8 @@ class Learner:
             seed: seed of the minibatch order.
             autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
         """
-        self.actor = actor.eval().requires_grad_(True)
+        self.actor = actor.eval()
+        self.actor.requires_grad_(True)
         self.critic = critic
         self.reference = frozen_copy(actor)
         self.config = config
@@ -84,6 +86,7 @@ class Learner:
             with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
                 stats = token_stats(self.actor, micro, sampling, entropy=True, kept=True, autocast=self.autocast)
             for values_M, into_SR in ((stats.logprobs_M, logprobs_SR), (stats.entropy_M, entropy_SR), (stats.log_kept_M, kept_SR)):
+                assert values_M is not None, "asked for above"
                 batch.unpack(values_M, micro, into_SR)
         for micro in micros:
             batch.unpack(token_stats(self.reference, micro, sampling, autocast=self.autocast).logprobs_M, micro, reference_SR)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from medusa_ppo.actors.hf import lm_head_weight
 from medusa_ppo.ppo.batch import MicroBatch
 from medusa_ppo.types import Sampling
 
@@ -72,13 +74,13 @@ class Critic(nn.Module):
     It shares nothing with the actor: own backbone, own optimizer, own gradient clip, so value errors never pull on the policy.
     """
 
-    def __init__(self, causal_lm: nn.Module) -> None:
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
         """
         Args:
-            causal_lm: a transformers causal LM whose body (without lm_head) is copied.
+            causal_lm: the model whose body (without lm_head) is copied.
         """
         super().__init__()
-        self.backbone = copy.deepcopy(causal_lm.base_model).requires_grad_(True)
+        self.backbone: nn.Module = copy.deepcopy(causal_lm.base_model).requires_grad_(True)
         weight = next(self.backbone.parameters())
         self.value_head = nn.Linear(_hidden_size(causal_lm), 1, device=weight.device)
         # Zero start: the first values are 0, not noise as large as the rewards.
@@ -93,9 +95,11 @@ class Critic(nn.Module):
         return self.value_head(hidden_BTD[micro.predict_mask_BT].float()).squeeze(-1)
 
 
-def frozen_copy(actor: nn.Module) -> nn.Module:
+def frozen_copy(actor: PreTrainedModel) -> PreTrainedModel:
     """The reference: a deep copy of the actor as it is now, that never gets a gradient."""
-    return copy.deepcopy(actor).requires_grad_(False).eval()
+    reference = copy.deepcopy(actor).eval()
+    reference.requires_grad_(False)
+    return reference
 
 
 def _response_logits(actor: nn.Module, micro: MicroBatch, autocast: bool) -> Tensor:
@@ -112,5 +116,5 @@ def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
 
 
-def _hidden_size(causal_lm: nn.Module) -> int:
-    return causal_lm.get_output_embeddings().weight.shape[1]
+def _hidden_size(causal_lm: PreTrainedModel) -> int:
+    return lm_head_weight(causal_lm).shape[1]

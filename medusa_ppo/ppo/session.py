@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.errors import MedusaError
@@ -81,18 +82,19 @@ class RunSession:
         actor_path = self._actor_path()
         tokenizer = load_tokenizer(actor_path)
         prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
-        actor = load_actor(actor_path, "float32").to(_device())
-        critic = Critic(load_actor(config.model.critic_path, "float32").to(_device()) if config.model.critic_path else actor)
+        actor = _load(actor_path)
+        critic = Critic(_load(config.model.critic_path) if config.model.critic_path else actor)
         learner = Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
         if resume:
             load_checkpoint(config.run_dir, learner)
+        heads_path = self._prepare_heads(actor)
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
         with self._phase(phases.RAY):
             self._stack.enter_context(
                 local_ray(cpus=config.engine.threads + config.companion.threads, queue_bytes=config.companion.queue_bytes)
             )
             self._signals.install()  # Ray has put a handler of its own in place.
-        engine, plugin = self._start_engine(actor_path, actor, resume)
+        engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype))
         if position.policy_version:
             sync(actor, position.policy_version)
@@ -140,19 +142,24 @@ class RunSession:
         with self._phase(phases.ACTOR):
             return str(ensure_demo_actor(lambda s: self._progress.phase_advanced(s.done, s.total, f"loss {s.loss:.3f}")))
 
-    def _start_engine(self, actor_path: str, actor: PreTrainedModel, resume: bool) -> tuple[RolloutEngine, MedusaPlugin | None]:
-        """The engine, with heads and plugin unless neither drafting nor the companion is wanted."""
+    def _prepare_heads(self, actor: PreTrainedModel) -> str:
+        """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""
+        if num_drafts(self._config) == 0 and not self._config.companion.enabled:
+            return ""
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-"))
+        return str(MedusaPlugin.prepare_heads(self._config, actor, Path(folder) / "heads"))
+
+    def _start_engine(
+        self, actor_path: str, heads_path: str, actor: PreTrainedModel, resume: bool
+    ) -> tuple[RolloutEngine, MedusaPlugin | None]:
         config = self._config
-        wanted = num_drafts(config) > 0 or config.companion.enabled
-        with self._phase(phases.ENGINE), tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-") as folder:
-            heads_path = MedusaPlugin.prepare_heads(config, actor, Path(folder) / "heads") if wanted else ""
+        with self._phase(phases.ENGINE):
             engine = make_engine(actor_path, heads_path, config.engine, config.seed)
             self._stack.callback(engine.close)
-            if not wanted:
+            if not heads_path:
                 return engine, None
-            plugin = MedusaPlugin.start(
-                config, actor, engine, config.run_dir, resume_from=companion_state(config.run_dir) if resume else ""
-            )
+            resume_from = companion_state(config.run_dir) if resume else ""
+            plugin = MedusaPlugin.start(config, actor, engine, config.run_dir, resume_from=resume_from)
             self._stack.callback(plugin.close)
             return engine, plugin
 
@@ -173,6 +180,13 @@ def save_actor(actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         replace_folder(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _load(path: str) -> PreTrainedModel:
+    """A model with float32 weights on this process's device (model.dtype says what products are computed in)."""
+    model = load_actor(path, "float32")
+    nn.Module.to(model, _device())
+    return model
 
 
 def _device() -> torch.device:

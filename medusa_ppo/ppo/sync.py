@@ -8,9 +8,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from heads.checkpoint import save_state
+from medusa_ppo.actors.hf import embedding_weight, lm_head_weight
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.types import SwapReceipt
 
@@ -32,7 +33,7 @@ class ActorSync:
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-actor-", dir=base))
 
-    def __call__(self, actor: nn.Module, version: int) -> SwapReceipt:
+    def __call__(self, actor: PreTrainedModel, version: int) -> SwapReceipt:
         """Put the actor's current weights into the engine; the engine is idle between two generate calls.
 
         Raises:
@@ -56,9 +57,9 @@ class ActorSync:
         self.close()
 
 
-def actor_state(actor: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def actor_state(actor: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """The actor's weights by their names in a checkpoint, on the CPU; a tied lm_head is left out, as in files of tied models."""
-    output, embedding = actor.get_output_embeddings(), actor.get_input_embeddings()
-    tied = {f"{name}.weight" for name, module in actor.named_modules() if module is output and output.weight is embedding.weight}
-    state = {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in tied}
+    output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
+    alias = {f"{name}.weight" for name, module in actor.named_modules() if tied and module is output}
+    state = {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}
     return {name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous() for name, tensor in state.items()}
