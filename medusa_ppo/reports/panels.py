@@ -195,9 +195,10 @@ class Panels:
 
     def others(self) -> list[Figure]:
         """Every other number in the lines, drawn as it is, so that nothing that was logged is out of sight."""
-        described, figures = m.describe(), []
+        described = m.describe()
+        figures: list[Figure] = []
         for name in other_metrics(self.run):
-            series = [self._series(self._own(name), "rollouts", name), *self._overlays(name)]
+            series = [self._series(self._own(name), "rollouts", name, connect=True), *self._overlays(name, connect=True)]
             hint = described.get(name, "Logged by this run; the report knows no more about it.")
             figures.append(self._lines(f"x-{len(figures)}", name, hint, series, height=SMALL_HEIGHT))
         return figures

@@ -151,7 +151,10 @@ class RunWriter:
         }
 
     def _resumed_meta(self, old: dict[str, Any], config: dict[str, Any], resume_step: int) -> dict[str, Any]:
-        meta = {**self._new_meta(config), **{k: old[k] for k in ("started_at", "extras", "resumed") if k in old}}
+        meta = self._new_meta(config)
+        meta.update({key: old[key] for key in ("started_at", "extras", "resumed") if key in old})
+        # What stopped the run before is no word on the run that goes on.
+        meta["extras"] = {key: value for key, value in meta.get("extras", {}).items() if key != "error"}
         meta["resumed"] = [*meta.get("resumed", []), {"step": resume_step, "at": _now()}]
         return meta
 

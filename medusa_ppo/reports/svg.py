@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from medusa_ppo.reports.grid import Binned, Grid, nice_ticks, step_ticks
-from medusa_ppo.reports.wording import FORMATS, ratio
+from medusa_ppo.reports.wording import FORMATS, ratio, short
 
 UNITS = 1000
 HEAT_LEVELS = 20
@@ -63,6 +63,9 @@ def fit_scale(series: Sequence[Series], height: int, floor: float | None) -> tup
     high = max((bound[1] for bound in bounds), default=1.0)
     if floor is not None:
         low, high = min(low, floor), max(high, floor + 1e-6)
+    if low == high and low >= 0:
+        # A metric that never moved: its axis starts at zero, and has some height even when it is zero.
+        low, high = 0.0, high or 1.0
     ticks = nice_ticks(low, high)
     return Scale(ticks[0], ticks[-1], height), ticks
 
@@ -200,7 +203,9 @@ def _frame(
 ) -> str:
     """Horizontal rules with their values, the step axis, and the data between."""
     rules = "".join(f'<line class="rule" x1="0" x2="100%" y1="{_px(scale.y(tick))}" y2="{_px(scale.y(tick))}"/>' for tick in ticks)
-    labels = "".join(f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(words(tick))}</text>' for tick in ticks)
+    labels = "".join(
+        f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>' for tick in ticks
+    )
     return _svg(
         key,
         title,

@@ -40,6 +40,13 @@ def plain(value: float | None) -> str:
     return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
 
 
+def short(text: str, value: float) -> str:
+    """A figure beside an axis, where there is room for about six characters: thousands and millions by their letter."""
+    if abs(value) < 10_000 or not text.replace(",", "").lstrip("-").isdigit():
+        return text
+    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"
+
+
 def signed(value: float | None) -> str:
     return NONE if value is None else f"{value:+.2f}"
 

@@ -63,3 +63,8 @@ def test_names_can_not_break_the_table() -> None:
 )
 def test_numbers_are_written_for_people(say, value, text) -> None:
     assert say(value) == text
+
+
+def test_figures_beside_an_axis_stay_short() -> None:
+    pairs = [("150,000", 150_000), ("2,500,000", 2_500_000), ("-10,000", -10_000), ("9,000", 9_000), ("12 %", 0.12), ("10.0 h", 36_000)]
+    assert [wording.short(text, value) for text, value in pairs] == ["150k", "2.5M", "-10k", "9,000", "12 %", "10.0 h"]

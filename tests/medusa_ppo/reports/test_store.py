@@ -83,12 +83,12 @@ def test_resume_cuts_the_steps_that_are_done_again(tmp_path: Path) -> None:
     first = RunWriter(tmp_path, {"seed": 1})
     started = first.meta["started_at"]
     write_steps(first, 0, 1, 2, 3)
-    first.finish("interrupted")
+    first.finish("failed", {"error": "no memory", "note": 1})
     with open(tmp_path / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 4, "ent')
     second = RunWriter(tmp_path, {"seed": 1}, resume_step=2)
     write_steps(second, 2, 3, 4)
-    second.finish()
+    assert second.finish()["extras"] == {"note": 1}
     run = read_run(tmp_path)
     assert run.step_numbers() == [0, 1, 2, 3, 4]
     assert run.status == "finished" and run.unreadable_lines == 0
