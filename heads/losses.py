@@ -26,6 +26,8 @@ from heads.truncation import truncate_logits
 
 CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
 
+WARM_UP_STEPS = 60  # Of a named loss without a part that pulls from afar.
+
 # (ce, tv, kl, exact_tv)
 NAMED_LOSSES = {
     "ce": (1.0, 0.0, 0.0, 0.0),
@@ -45,6 +47,8 @@ class LossConfig:
         tv: weight of 1 - min(1, q(y)/p(y)), whose mean over on-policy tokens is the total variation of p and q.
         kl: weight of KL(p || q) against the actor's own distribution.
         exact_tv: weight of 1 - sum min(p, q) against the actor's own distribution: what `tv` estimates from one token.
+        warm_up_steps: optimizer steps of plain cross-entropy before this loss begins. Total variation alone has next to no gradient
+            where q(y) is far below p(y), and heads that start as lm_head begin there.
         accept_until_fail: None: all positions weigh 1. A number f in 0..1: a position of head k weighs
             max(f, probability that the drafts of heads 1..k-1 are accepted there): of sampled drafts when behaviour
             log-probs are given, else of one-hot drafts (0 or 1).
@@ -55,6 +59,7 @@ class LossConfig:
     kl: float = 0.0
     exact_tv: float = 0.0
     accept_until_fail: float | None = None
+    warm_up_steps: int = 0
 
     def __post_init__(self) -> None:
         weights = (self.ce, self.tv, self.kl, self.exact_tv)
@@ -62,6 +67,10 @@ class LossConfig:
             raise ConfigError("A loss needs a positive weight.", given=weights, expected=">= 0, one of them > 0", do="Correct the weights.")
         if self.accept_until_fail is not None and not 0 <= self.accept_until_fail <= 1:
             raise ConfigError("The accept-until-fail floor is a share.", given=self.accept_until_fail, expected="0..1", do="Correct it.")
+
+    def at(self, step: int) -> LossConfig:
+        """The loss of an optimizer step (from 0): cross-entropy while warming up."""
+        return LossConfig() if step < self.warm_up_steps else self
 
     @property
     def needs_teacher(self) -> bool:
@@ -78,7 +87,8 @@ class LossConfig:
         """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name them."""
         if name not in NAMED_LOSSES:
             raise ConfigError("Unknown loss.", given=name, expected=" | ".join(NAMED_LOSSES), do="Choose one of these.")
-        return cls(*NAMED_LOSSES[name], accept_until_fail=accept_until_fail)
+        ce, tv, kl, exact_tv = NAMED_LOSSES[name]
+        return cls(ce, tv, kl, exact_tv, accept_until_fail, WARM_UP_STEPS if ce == kl == 0 else 0)
 
 
 class Teacher(NamedTuple):

@@ -171,7 +171,8 @@ class HeadsTrainer:
         for _ in range(epochs):
             picks = self._shuffle(sources)
             for start in range(0, picks.shape[0], self._config.batch_positions):
-                losses.append(self._step([source for source, _ in sources], picks[start : start + self._config.batch_positions]))
+                loss = self._loss.at(self.optimizer_steps + len(losses))
+                losses.append(self._step([source for source, _ in sources], picks[start : start + self._config.batch_positions], loss))
         return losses, int(sources[0][0].usable_N.numel())
 
     def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
@@ -185,7 +186,7 @@ class HeadsTrainer:
         pairs = torch.cat(picks)
         return pairs[torch.randperm(pairs.shape[0], generator=self._generator)]
 
-    def _step(self, sources: Sequence[Positions], picks_N2: torch.Tensor) -> torch.Tensor:
+    def _step(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """One optimizer step; returns the loss of each head. Sources are gathered one after the other: their order means nothing."""
         grouped = [(source, picks_N2[picks_N2[:, 0] == index, 1]) for index, source in enumerate(sources)]
         grouped = [(source, rows_N) for source, rows_N in grouped if rows_N.numel()]
@@ -201,9 +202,9 @@ class HeadsTrainer:
             factored,
             torch.cat([source.targets_MK[rows_N] for source, rows_N in grouped]).to(self.device),
             torch.cat([source.mask_MK[rows_N] for source, rows_N in grouped]).to(self.device),
-            self._loss,
+            loss,
             logprobs_NK=torch.cat([source.logprobs_MK[rows_N] for source, rows_N in grouped]).to(self.device),
-            teacher=self._teacher(grouped) if self._loss.needs_teacher else None,
+            teacher=self._teacher(grouped) if loss.needs_teacher else None,
             temperature=grouped[0][0].temperature,
         )
         self._optimizer.zero_grad(set_to_none=True)

@@ -236,6 +236,12 @@ def test_used_up_gradients_are_an_error() -> None:
         loss_K.sum().backward()
 
 
+def test_total_variation_warms_up_with_cross_entropy() -> None:
+    config = LossConfig.named("tv")
+    assert config.at(0) == config.at(config.warm_up_steps - 1) == LossConfig() and config.at(config.warm_up_steps) is config
+    assert LossConfig.named("ce_tv").at(0).tv == 1.0 and LossConfig.named("kl").at(0).kl == 1.0
+
+
 def test_missing_inputs_are_named() -> None:
     case = Case("medusa", "shared")
     with pytest.raises(ConfigError, match="log-probs"):
