@@ -88,6 +88,10 @@ class EngineConfig(Section):
     """CPU threads of the engine (CPU build)."""
     num_drafts: int = Field(-1, ge=-1)
     """Draft tokens per step; -1: all heads; 0: no drafting."""
+    draft_temperature: float = Field(0.0, ge=0)
+    """0: one-hot drafts; above: drafts sampled at this temperature times the request's own. Both are lossless."""
+    choose_drafts: bool = False
+    """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
 

@@ -44,6 +44,7 @@ class ColocatedEngine(base.RolloutEngine):
             if self.max_drafts:
                 self.heads_version = int(self._call("medusa_checksums")["heads_version"])
                 self.set_num_drafts(self.plan.num_drafts)
+                self.set_drafting(**self.plan.drafting)
         except MedusaError:
             self.close()
             raise
@@ -93,8 +94,8 @@ class ColocatedEngine(base.RolloutEngine):
             self._call("medusa_set_num_drafts", count)
         self.num_drafts = count
 
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature}
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
+        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose}
         self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
 
     def checksums(self) -> dict[str, str]:

@@ -50,8 +50,11 @@ class RolloutEngine(ABC):
         """Drafts per step from now on, 0 (no drafting) to `max_drafts`."""
 
     @abstractmethod
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
-        """One-hot or sampled drafts, and their draft temperature. Both are lossless; only acceptance differs."""
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
+        """One-hot or sampled drafts, their draft temperature, and whether the engine chooses the number of drafts for each step.
+
+        All of it is lossless; only acceptance and speed differ. What is left out stays as it is.
+        """
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:

@@ -14,7 +14,6 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -165,9 +164,8 @@ def uninstall() -> None:
 _PLACES: dict[str, tuple[Any, str]] = {}
 
 
-def _replace(holder: ModuleType | type, name: str, new: Any, mend: str = "") -> None:
-    place = f"{holder.__name__}.{name}"
-    _PLACES[place] = (holder, name)
+def _replace(holder: Any, name: str, new: Any, mend: str = "") -> None:
+    _PLACES[place := f"{holder.__name__}.{name}"] = (holder, name)
     INSTALLED.originals[place] = getattr(holder, name)
     setattr(holder, name, new)
     if mend:
@@ -354,7 +352,8 @@ def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_ours(self):
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-        self.drafter.before_step(sampled_token_ids)
+        drafted = [len(scheduler_output.scheduled_spec_decode_tokens.get(key, ())) for key in self.input_batch.req_ids]
+        self.drafter.before_step(sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens)
         drafts = original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         self.drafter.after_step(self.input_batch.req_ids, self.requests)
         return drafts

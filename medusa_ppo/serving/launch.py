@@ -39,6 +39,7 @@ class LaunchPlan:
         stop_ids: tokens that end a response, from the model's own files.
         max_drafts: drafts per step that the engine is built for; 0 without heads.
         num_drafts: drafts per step to begin with.
+        drafting: keyword arguments of `RolloutEngine.set_drafting` to begin with.
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
     """
@@ -47,6 +48,7 @@ class LaunchPlan:
     stop_ids: tuple[int, ...]
     max_drafts: int
     num_drafts: int
+    drafting: dict[str, Any]
     max_model_len: int
     vocab_size: int
 
@@ -93,8 +95,10 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
     args.update(config.extra)
+    sampled = config.draft_temperature > 0
+    drafting = {"sampled": sampled, "draft_temperature": config.draft_temperature if sampled else 1.0, "choose": config.choose_drafts}
     num_drafts = max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts)
-    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, num_drafts, config.max_model_len, vocab_size)
+    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, num_drafts, drafting, config.max_model_len, vocab_size)
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError, ConfigError, SwapError
 from heads.modules import MedusaHeads
+from medusa_ppo.serving.choice import DraftChooser
 from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
 from medusa_ppo.serving.internals import StockMedusaProposer, embedding_weight, lm_head_logits, request_sampling
 
@@ -50,6 +52,8 @@ class MedusaProposer(StockMedusaProposer):
         self.sampled = False
         self.draft_temperature = 1.0
         self.draft_probs = DraftProbs()
+        self.chooser: DraftChooser | None = None
+        self._step_began: float | None = None
         self._target: nn.Module | None = None
         self._embedding_VD: torch.Tensor | None = None
         self._last_ids: list[int] = []
@@ -90,6 +94,8 @@ class MedusaProposer(StockMedusaProposer):
         """
         hidden_BD = target_hidden_states
         count = min(num_speculative_tokens, self.num_drafts)
+        if self.chooser is not None:
+            count = min(count, self.chooser.choose(hidden_BD.shape[0]))
         if count == 0:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
         if self.heads is None:
@@ -110,11 +116,28 @@ class MedusaProposer(StockMedusaProposer):
 
     # ---- what the hooks in internals.py call --------------------------------------------------------------------------------
 
-    def before_step(self, sampled_token_ids: Sequence[Sequence[int]]) -> None:
-        """The tokens that were just sampled, by request; none for a request whose prompt isn't finished."""
+    def before_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
+        """What the step that just ended sampled, before the next drafts are made.
+
+        Args:
+            sampled_token_ids: new tokens by request; none for a request whose prompt isn't finished.
+            drafted: drafts that were verified, by request.
+            scheduled_tokens: tokens that the model computed, prompts included.
+        """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
         self._step_probs_BKV = None
+        if self.chooser is not None:
+            self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
+
+    def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
+        assert self.chooser is not None, "there is a chooser to teach"
+        now = time.perf_counter()
+        began, self._step_began = self._step_began, now
+        self.chooser.observe_acceptance(drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids])
+        only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and not self._unfinished
+        if began is not None and only_decodes and min(drafted) == max(drafted):
+            self.chooser.observe_step(len(drafted), drafted[0], now - began)
 
     def after_step(self, request_ids: Sequence[str], live_requests: Mapping[str, object]) -> None:
         """Keep this step's draft probabilities by request until they are verified."""
@@ -171,19 +194,34 @@ class MedusaProposer(StockMedusaProposer):
         return count
 
     def configure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Change `num_drafts`, `sampled` (draw drafts instead of taking the argmax) or `draft_temperature`; returns what holds now."""
-        known = ("num_drafts", "sampled", "draft_temperature")
-        unknown = [name for name in settings if name not in known]
+        """Change how drafts are made from the next step on; returns what holds now.
+
+        Settings: `num_drafts`; `sampled` (draw drafts instead of taking the argmax); `draft_temperature`; `choose` (find the number of
+        drafts, up to num_drafts, for each step). ConfigError for anything else.
+        """
+        known = ("num_drafts", "sampled", "draft_temperature", "choose")
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
-        if unknown or not 0 < temperature < float("inf"):
+        if any(name not in known for name in settings) or not 0 < temperature < float("inf"):
             raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
-        if settings.get("sampled") and self.heads is None:
+        if settings.get("sampled"):
             self._require_heads()
+        if settings.get("choose") and self.vllm_config.parallel_config.world_size > 1:
+            # Each rank would decide by its own clock, and the ranks would part.
+            raise ConfigError(
+                "The number of drafts can't be chosen per step with several ranks.", given="choose", expected="one rank", do="Set it."
+            )
         if "num_drafts" in settings:
             self.set_num_drafts(int(settings["num_drafts"]))
+        if "choose" in settings:
+            self.chooser = (self.chooser or DraftChooser(self.num_speculative_tokens)) if settings["choose"] else None
         self.sampled = bool(settings.get("sampled", self.sampled))
         self.draft_temperature = temperature
-        return {"num_drafts": self.num_drafts, "sampled": self.sampled, "draft_temperature": self.draft_temperature}
+        return {
+            "num_drafts": self.num_drafts,
+            "sampled": self.sampled,
+            "draft_temperature": temperature,
+            "choose": self.chooser is not None,
+        }
 
     def swap(self, path: str, version: int) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless all of it is right.
@@ -213,6 +251,8 @@ class MedusaProposer(StockMedusaProposer):
             if not torch.equal(value.cpu(), cast[name]):
                 raise SwapError("The swapped heads do not read back.", given=name, expected="the file's values", do="Restart the engine.")
         self.version, self.heads_checksum = version, digest
+        if self.chooser is not None:
+            self.chooser.heads_changed()
         return digest
 
     def _require_heads(self) -> MedusaHeads:

@@ -31,6 +31,7 @@ from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
+ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 25
 COUNTER_LINE = re.compile(
@@ -60,6 +61,7 @@ class ServerEngine(base.RolloutEngine):
             if self.max_drafts:
                 self.heads_version = int(self._call("medusa_checksums")["heads_version"])
                 self.set_num_drafts(min(self.plan.num_drafts, self.max_drafts))
+                self.set_drafting(**self.plan.drafting)
         except BaseException:
             self.close()
             raise
@@ -102,8 +104,8 @@ class ServerEngine(base.RolloutEngine):
             self._call("medusa_set_num_drafts", count)
         self.num_drafts = count
 
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature}
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
+        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose}
         self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
 
     def checksums(self) -> dict[str, str]:
@@ -159,7 +161,7 @@ class ServerEngine(base.RolloutEngine):
         return f"http://{config.host}:{port}"
 
     def _wait_until_healthy(self, *, started_here: bool) -> None:
-        deadline = time.monotonic() + (START_TIMEOUT_S if started_here else 10.0)
+        deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
         while time.monotonic() < deadline:
             if self._process is not None and self._process.poll() is not None:
                 raise EngineError(

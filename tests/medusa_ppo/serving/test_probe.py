@@ -14,7 +14,9 @@ def draw(logits_MV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.multinomial(probs_MV, 1, generator=torch.Generator().manual_seed(1))[:, 0]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(0.9, top_k=5), Sampling(0.8, 0.9, 10)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(0.9, top_k=5), Sampling(0.8, 0.9, 10)]
+)
 def test_honest_samples_pass_and_dishonest_ones_do_not(sampling: Sampling) -> None:
     logits_MV = 2 * torch.randn(4000, 50, generator=torch.Generator().manual_seed(0))
     ids_M = draw(logits_MV, sampling)

@@ -42,7 +42,8 @@ def emitted_joint(ids_BW: torch.Tensor, tables: list[torch.Tensor]) -> torch.Ten
 
 def joint_probs(tables: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(
-        [float(tables[0][a] * tables[1][a, b] * tables[2][a, b, c]) for a, b, c in itertools.product(range(V), repeat=3)], dtype=torch.float64
+        [float(tables[0][a] * tables[1][a, b] * tables[2][a, b, c]) for a, b, c in itertools.product(range(V), repeat=3)],
+        dtype=torch.float64,
     )
 
 

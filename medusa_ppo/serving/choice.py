@@ -1,0 +1,121 @@
+"""How many drafts a step should have: a small model of what a step costs and what its drafts bring, learned while serving.
+
+A step with B running sequences and k drafts each gives B (1 + a_1 + ... + a_k) tokens, where a_j is the share of draft runs that reach
+position j. It takes c_0 + c_1 B (k + 1) + c_2 B k seconds: a fixed part, the rows that the model computes, and the drafting. All c and
+a are estimated from the steps that happen anyway, with exponential forgetting, so they follow the heads, the policy and the machine.
+The k with the most tokens per second is taken, 0 included. Now and then one draft more is tried, so that no estimate goes stale; how often
+follows from what the trial costs: all trials together take about 1 % of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+FORGET_COST = 0.995
+MEMORY_RUNS = 200.0
+TRIAL_SHARE = 0.01
+TRIAL_STEPS = (12, 1000)
+FIRST_STEPS = 6
+NEW_HEADS_MEMORY = 0.05
+NEW_HEADS_TRIALS = 2
+RIDGE = 1e-6
+OUTLIER = 4.0
+
+
+@dataclass
+class StepCosts:
+    """Recursive least squares for the three costs; `weight` counts (forgotten) observations."""
+
+    gram: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
+    moment: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    weight: float = 0.0
+
+    @staticmethod
+    def features(batch: int, drafts: int) -> np.ndarray:
+        return np.array([1.0, batch * (drafts + 1), batch * drafts])
+
+    def observe(self, batch: int, drafts: int, seconds: float) -> None:
+        """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
+        row = self.features(batch, drafts) / seconds
+        self.gram = FORGET_COST * self.gram + np.outer(row, row)
+        self.moment = FORGET_COST * self.moment + row
+        self.weight = FORGET_COST * self.weight + 1.0
+
+    def predict(self, batch: int, drafts: Sequence[int]) -> np.ndarray:
+        """Seconds of a step for each number of drafts; more drafts never cost less."""
+        scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-30))
+        scaled = self.gram / np.outer(scale, scale) + RIDGE * np.eye(3)
+        costs = np.linalg.solve(scaled, self.moment / scale) / scale
+        seconds = np.array([self.features(batch, k) @ costs for k in drafts])
+        return np.maximum.accumulate(np.maximum(seconds, 1e-6))
+
+
+class DraftChooser:
+    """Chooses k for each step from the number of running sequences."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self.costs = StepCosts()
+        self.reached = np.zeros(max_drafts)
+        self.tried = np.zeros(max_drafts)
+        self._steps = 0
+        self._next_trial = 0
+        self._full_trials = 0
+        self._typical_s = 0.0
+
+    def observe_acceptance(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Drafts and accepted drafts of each request in one step."""
+        runs = np.asarray(accepted)[:, None] > np.arange(self.max_drafts)
+        offered = np.asarray(drafted)[:, None] > np.arange(self.max_drafts)
+        if offered.any():
+            # By runs and not by steps, so that a batch of 64 forgets as fast as 64 single steps.
+            kept = np.exp(-offered.sum(0) / MEMORY_RUNS)
+            self.reached *= kept
+            self.tried *= kept
+            self.reached += (runs & offered).sum(0)
+            self.tried += offered.sum(0)
+
+    def observe_step(self, batch: int, drafts: int, seconds: float) -> None:
+        """One pure decode step. Pauses (a swap, a wait for requests) are left out."""
+        if self._typical_s and seconds > OUTLIER * self._typical_s * max(1.0, drafts):
+            return
+        self._typical_s = 0.9 * self._typical_s + 0.1 * seconds if self._typical_s else seconds
+        self.costs.observe(batch, drafts, seconds)
+
+    def acceptance(self) -> np.ndarray:
+        """Share of runs that reach position 1..K; falling, and optimistic where nothing was tried yet."""
+        share = (self.reached + 0.5) / (self.tried + 1.0)
+        return np.minimum.accumulate(share)
+
+    def tokens_per_second(self, batch: int) -> np.ndarray:
+        """Expected for k = 0..K."""
+        tokens = batch * np.concatenate([[1.0], 1.0 + np.cumsum(self.acceptance())])
+        return tokens / self.costs.predict(batch, range(self.max_drafts + 1))
+
+    def heads_changed(self) -> None:
+        """New heads or a new actor: what was accepted so far says little, so the next steps try all positions."""
+        self.reached *= NEW_HEADS_MEMORY
+        self.tried *= NEW_HEADS_MEMORY
+        self._full_trials = NEW_HEADS_TRIALS
+
+    def choose(self, batch: int) -> int:
+        """Drafts of the next step for `batch` running sequences."""
+        self._steps += 1
+        if self._steps <= FIRST_STEPS or self.costs.weight < 3:
+            # All drafts and none in turn: the two ends fix the costs, and all drafts show the acceptance of every position.
+            return self.max_drafts if self._steps % 2 else 0
+        if self._full_trials:
+            self._full_trials -= 1
+            return self.max_drafts
+        rates = self.tokens_per_second(batch)
+        best = int(np.argmax(rates))
+        self._next_trial -= 1
+        if self._next_trial > 0 or best == self.max_drafts:
+            return best
+        # What a trial loses, in steps of the best kind.
+        loss = max(0.0, float(rates[best] / rates[best + 1]) - 1.0)
+        self._next_trial = int(np.clip(loss / TRIAL_SHARE, *TRIAL_STEPS))
+        return best + 1

@@ -1,0 +1,74 @@
+"""The chooser finds the best number of drafts on machines whose costs are known, and follows when they change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medusa_ppo.serving.choice import FIRST_STEPS, DraftChooser, StepCosts
+
+K = 4
+RNG = np.random.default_rng(0)
+
+
+def run(chooser: DraftChooser, batch: int, keep: float, costs: tuple[float, float, float], steps: int) -> tuple[list[int], float, float]:
+    """Serve `steps` steps; (choices, tokens, seconds). Each draft is accepted with probability `keep` after accepted ones."""
+    choices, tokens, seconds = [], 0.0, 0.0
+    for _ in range(steps):
+        k = chooser.choose(batch)
+        took = float(StepCosts.features(batch, k) @ np.array(costs)) * RNG.uniform(0.95, 1.05)
+        accepted = np.minimum(RNG.geometric(1 - keep, size=batch) - 1, k) if keep < 1 else np.full(batch, k)
+        chooser.observe_step(batch, k, took)
+        chooser.observe_acceptance([k] * batch, accepted.tolist())
+        choices.append(k)
+        tokens += batch + float(accepted.sum())
+        seconds += took
+    return choices, tokens, seconds
+
+
+def usual(choices: list[int]) -> int:
+    tail = choices[FIRST_STEPS + 20 :]
+    return max(set(tail), key=tail.count)
+
+
+@pytest.mark.parametrize(
+    ("keep", "costs", "expected"),
+    [
+        (0.9, (10.0, 0.01, 0.01), {4}),  # a fixed cost and good heads: all drafts
+        (0.02, (1.0, 1.0, 0.1), {0}),  # rows cost and heads are always wrong: none
+        (0.5, (40.0, 1.0, 0.0), {1, 2}),  # in between
+    ],
+)
+def test_the_best_number_is_found(keep: float, costs: tuple[float, float, float], expected: set[int]) -> None:
+    choices, _, _ = run(DraftChooser(K), 16, keep, costs, 400)
+    assert usual(choices) in expected
+
+
+def test_heads_that_are_always_wrong_cost_little() -> None:
+    costs = (2.0, 0.5, 0.05)
+    _, tokens, seconds = run(DraftChooser(K), 32, 0.0, costs, 2000)
+    plain = 32 / float(StepCosts.features(32, 0) @ np.array(costs))
+    assert tokens / seconds > 0.96 * plain
+
+
+def test_it_follows_heads_that_improve() -> None:
+    chooser, costs = DraftChooser(K), (4.0, 0.3, 0.02)
+    assert usual(run(chooser, 16, 0.02, costs, 400)[0]) == 0
+    chooser.heads_changed()
+    assert usual(run(chooser, 16, 0.95, costs, 400)[0]) == 4
+
+
+def test_the_tail_of_a_rollout_drafts_again() -> None:
+    """Costs learned at one batch size carry over to another: few sequences left, so drafts are nearly free."""
+    chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
+    assert usual(run(chooser, 64, 0.5, costs, 300)[0]) == 0
+    assert usual(run(chooser, 1, 0.5, costs, 300)[0]) >= 2
+
+
+def test_pauses_are_not_taken_for_steps() -> None:
+    chooser = DraftChooser(K)
+    for _ in range(20):
+        chooser.observe_step(8, 0, 0.01)
+    before = chooser.costs.predict(8, [0])[0]
+    chooser.observe_step(8, 0, 5.0)
+    assert chooser.costs.predict(8, [0])[0] == pytest.approx(before)

@@ -1,0 +1,362 @@
+"""The real engine: greedy equality, honest sampling, swaps and syncs that show in what is drafted and sampled."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from heads.checkpoint import checksum, save_state
+from heads.errors import ConfigError, EngineError, SwapError
+from medusa_ppo.serving import internals, plugin
+from medusa_ppo.serving.colocated import ColocatedEngine
+from medusa_ppo.serving.drafting import draft_tokens
+from medusa_ppo.serving.probe import honesty_z, sampled_rows
+from medusa_ppo.types import Counters, Rollouts, Sampling
+
+if TYPE_CHECKING:
+    from tests.medusa_ppo.serving.conftest import Actor
+
+pytestmark = pytest.mark.engine
+GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+
+
+def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in rollouts.responses]
+
+
+def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, version: int) -> str:
+    save_state(path, state)
+    receipt = engine.swap_heads(path, version)
+    assert receipt.version == version
+    assert receipt.checksum == checksum(state) == engine.checksums()["heads"]
+    return receipt.checksum
+
+
+def drafted(actor: Actor, heads: object, hidden_BD: torch.Tensor) -> list[list[int]]:
+    """What these heads must draft, computed outside the engine."""
+    return draft_tokens(
+        heads, hidden_BD, torch.zeros(len(hidden_BD), dtype=torch.int64), 4, lambda f: f @ actor.lm_head_VD.T
+    ).ids_BK.tolist()
+
+
+def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
+    report = engine.plugin_report()
+    assert report["pid"] == os.getpid()
+    assert report["drafter"] == "MedusaProposer"
+    assert {"temperatures of drafts", "top-k without drafts", "small AMX products"} <= set(report["mends"])
+
+
+def test_greedy_tokens_are_the_same_with_and_without_drafting(engine: ColocatedEngine, actor: Actor) -> None:
+    drafting = engine.generate(actor.prompts, GREEDY)
+    sampled_mode = None
+    results = {}
+    for count in (0, 2):
+        engine.set_num_drafts(count)
+        results[count] = engine.generate(actor.prompts, GREEDY)
+    engine.set_num_drafts(4)
+    engine.set_drafting(sampled=True)
+    sampled_mode = engine.generate(actor.prompts, GREEDY)
+    assert tokens(drafting) == tokens(results[0]) == tokens(results[2]) == tokens(sampled_mode)
+    assert sum(len(t) for t in tokens(drafting)) == 64 * 64
+    assert drafting.counters.accepted > 50
+    assert drafting.counters.accepted == sum(drafting.counters.accepted_per_position)
+    assert results[0].counters == Counters(accepted_per_position=(0, 0, 0, 0))
+    assert results[2].counters.draft_tokens == 2 * results[2].counters.drafts
+    assert results[2].counters.accepted_per_position[2:] == (0, 0)
+    assert (drafting.num_drafts, results[0].num_drafts) == (4, 0)
+
+
+@contextmanager
+def unmended() -> Iterator[None]:
+    """vLLM as it comes, under the running engine; our proposer stays with its heads."""
+    internals.uninstall()
+    try:
+        yield
+    finally:
+        plugin.register()
+
+
+SETTINGS = {
+    "T=1": Sampling(1.0, max_new_tokens=64, ignore_eos=True, seed=11),
+    "T=0.7": Sampling(0.7, max_new_tokens=64, ignore_eos=True, seed=12),
+    "top-p": Sampling(1.0, top_p=0.8, max_new_tokens=64, ignore_eos=True, seed=13),
+    "top-k": Sampling(0.9, top_k=10, max_new_tokens=64, ignore_eos=True, seed=14),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampling_with_drafts_is_honest(engine: ColocatedEngine, actor: Actor, name: str, sampled: bool) -> None:
+    sampling = SETTINGS[name]
+    engine.set_drafting(sampled=sampled)
+    rollouts = engine.generate(actor.prompts, sampling)
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert rollouts.counters.drafts > 2000
+    assert abs(honesty_z(logits_MV, ids_M, sampling)) < 3
+    if name in ("T=1", "T=0.7"):
+        expected_M = torch.log_softmax(logits_MV / sampling.temperature, -1).gather(1, ids_M[:, None])[:, 0]
+        seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
+        assert float((expected_M - seen_M).abs().max()) < 1e-3
+
+
+def test_without_the_mend_the_same_statistic_fails(engine: ColocatedEngine, actor: Actor) -> None:
+    sampling = SETTINGS["T=0.7"]
+    sampling = Sampling(sampling.temperature, max_new_tokens=32, ignore_eos=True)
+    with unmended():
+        rollouts = engine.generate(actor.prompts, sampling)
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert abs(honesty_z(logits_MV, ids_M, sampling)) > 10
+    again = engine.generate(actor.prompts, sampling)
+    assert abs(honesty_z(*sampled_rows(actor.model, again), sampling)) < 4
+
+
+def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: Actor) -> None:
+    """Only the guard is taken out, at the place where vLLM calls it."""
+    original = internals.INSTALLED.originals["vllm.v1.sample.rejection_sampler.apply_sampling_constraints"]
+    metadata = type("M", (), {"all_greedy": False, "temperature": torch.ones(2), "top_k": torch.tensor([3, 3]), "top_p": None})()
+    empty, ends = torch.empty(0, 8), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError):
+        original(empty.clone(), ends, metadata)
+    assert internals.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (0, 8)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, actor: Actor, sampled: bool) -> None:
+    engine.set_drafting(sampled=sampled)
+    seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
+    first, second = engine.generate(actor.prompts[:20], seeded), engine.generate(actor.prompts[:20], seeded)
+    assert first.responses == second.responses
+    assert [r.prompt_index for r in first.responses] == [i for i in range(20) for _ in range(2)]
+    assert all(a.token_ids != b.token_ids for a, b in zip(first.responses[::2], first.responses[1::2], strict=True))
+    free = Sampling(1.0, max_new_tokens=24)
+    assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(engine.generate(actor.prompts[:8], free))
+
+
+def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:
+    """More prompt tokens than one step takes: on the CPU build a seeded request there dies without the mend."""
+    long = [prompt * 4 for prompt in actor.prompts if len(prompt) < 100][:24]
+    limit = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert sum(map(len, long)) > limit
+    sampling = Sampling(1.0, max_new_tokens=8, seed=9)
+    first = engine.generate(long, sampling)
+    engine._llm.reset_prefix_cache()
+    assert first.responses == engine.generate(long, sampling).responses
+
+
+def test_responses_end_where_the_model_ends(engine: ColocatedEngine, actor: Actor) -> None:
+    rollouts = engine.generate(actor.prompts[:32], Sampling(0.7, max_new_tokens=200, seed=1))
+    reasons = {response.finish_reason for response in rollouts.responses}
+    assert "stop" in reasons
+    for response in rollouts.responses:
+        assert (response.token_ids[-1] == 0) == (response.finish_reason == "stop")
+        assert 0 not in response.token_ids[:-1]
+        assert len(response.logprobs) == len(response.token_ids)
+        assert max(response.logprobs) <= 0
+
+
+def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(engine: ColocatedEngine, actor: Actor) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=1.0, max_tokens=40, min_tokens=40, repetition_penalty=1.3, stop_token_ids=[0], detokenize=False, seed=3
+    )
+    requests = [{"prompt_token_ids": prompt} for prompt in actor.prompts[:16]]
+    outputs = engine._llm.generate(requests, params, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
+    repeated = engine._llm.generate(requests, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in repeated]
+
+
+def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    hidden_BD = torch.randn(6, actor.lm_head_VD.shape[1])
+    before = engine.generate(actor.prompts, GREEDY)
+    zero_drafts = engine.probe(hidden_BD.tolist(), [0] * 6)
+    other = actor.random_heads(seed=8)
+    swap(engine, other.trainable_state(), tmp_path / "a.safetensors", 1)
+    assert engine.probe(hidden_BD.tolist(), [0] * 6) == drafted(actor, other, hidden_BD) != zero_drafts
+    during = engine.generate(actor.prompts, GREEDY)
+    trained = heads_that_know(actor, before)
+    swap(engine, trained.trainable_state(), tmp_path / "b.safetensors", 2)
+    after = engine.generate(actor.prompts, GREEDY)
+    assert tokens(before) == tokens(during) == tokens(after)
+    assert after.counters.mean_acceptance_length > 1.5
+    assert after.counters.mean_acceptance_length > before.counters.mean_acceptance_length + 0.3
+    assert during.counters != before.counters
+    assert (before.heads_version, during.heads_version, after.heads_version) == (0, 1, 2)
+    zeros = {name: torch.zeros_like(value) for name, value in trained.trainable_state().items()}
+    swap(engine, zeros, tmp_path / "c.safetensors", 3)
+    assert engine.probe(hidden_BD.tolist(), [0] * 6) == zero_drafts
+    assert engine.generate(actor.prompts, GREEDY).counters == before.counters
+
+
+def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
+    """Heads trained for a few seconds on exactly these responses."""
+    heads = actor.random_heads(0, scale=0.0).requires_grad_(True)
+    hidden, targets = [], []
+    with torch.no_grad():
+        for response in rollouts.responses[:32]:
+            row = torch.tensor([[*rollouts.prompts[response.prompt_index], *response.token_ids]])
+            states = actor.model.model(input_ids=row).last_hidden_state[0]
+            start = len(rollouts.prompts[response.prompt_index]) - 1
+            for t in range(start, row.shape[1] - 5):
+                hidden.append(states[t])
+                targets.append(row[0, t + 2 : t + 6])
+    hidden_ND, targets_NK = torch.stack(hidden), torch.stack(targets)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=5e-3)
+    torch.manual_seed(0)
+    for _ in range(60):
+        rows = torch.randperm(len(hidden_ND))[:256]
+        logits_NKV = heads(hidden_ND[rows], actor.lm_head_VD)
+        loss = torch.nn.functional.cross_entropy(logits_NKV.flatten(0, 1), targets_NK[rows].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return heads.requires_grad_(False)
+
+
+def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    reference = engine.generate(actor.prompts[:16], GREEDY)
+    files = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for i, file in enumerate(files):
+        save_state(file, actor.random_heads(seed=i).trainable_state())
+    core = engine._llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(actor.prompts[:16]):
+        core.add_request(f"flight-{i}", {"prompt_token_ids": prompt}, params)
+    finished, steps = {}, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                finished[int(output.request_id.split("-")[1])] = tuple(output.outputs[0].token_ids)
+        steps += 1
+        if steps % 3 == 0:
+            engine.swap_heads(files[(steps // 3) % 2], steps)
+    assert steps > 12
+    assert [finished[i] for i in range(16)] == tokens(reference)
+
+
+def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    good = actor.random_heads(seed=4)
+    swap(engine, good.trainable_state(), tmp_path / "good.safetensors", 5)
+    hidden = torch.randn(3, actor.lm_head_VD.shape[1])
+    state = good.trainable_state()
+    name = "blocks.1.layers.0.weight"
+    nan = {**state, name: torch.full_like(state[name], torch.nan)}
+    cases = {
+        "missing": {key: value for key, value in state.items() if key != name},
+        "unknown": {**state, "blocks.9.layers.0.weight": state[name]},
+        "shape": {**state, name: state[name][:-1].clone()},
+        "dtype": {**state, name: state[name].to(torch.int32)},
+    }
+    for case, bad in cases.items():
+        save_state(tmp_path / f"{case}.safetensors", bad)
+        with pytest.raises(SwapError):
+            engine.swap_heads(tmp_path / f"{case}.safetensors", 6)
+    from safetensors.torch import save_file
+
+    save_file(nan, tmp_path / "nan.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes((tmp_path / "good.safetensors").read_bytes()[:-100])
+    (tmp_path / "text.safetensors").write_text("no tensors here")
+    for case in ("nan", "torn", "text", "absent"):
+        with pytest.raises(SwapError):
+            engine.swap_heads(tmp_path / f"{case}.safetensors", 6)
+    assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
+    assert engine.heads_version == 5
+    assert engine.checksums()["heads"] == checksum(state)
+
+
+def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    moved = copy.deepcopy(actor.model)
+    for parameter in moved.parameters():
+        parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    greedy_before = engine.generate(actor.prompts, GREEDY)
+    hidden = torch.randn(4, actor.lm_head_VD.shape[1])
+    save_state(tmp_path / "actor.safetensors", moved.state_dict())
+    receipt = engine.sync_actor(tmp_path / "actor.safetensors", 1)
+    assert receipt.checksum == checksum(moved.state_dict()) == engine.checksums()["actor"]
+    assert engine.policy_version == 1
+    sampling = Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=2)
+    rollouts = engine.generate(actor.prompts, sampling)
+    logits_MV, ids_M = sampled_rows(moved, rollouts)
+    seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
+    new_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+    old_M = sampled_rows(actor.model, rollouts)[0].log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+    assert float((new_M - seen_M).abs().max()) < 1e-3
+    assert float((old_M - seen_M).abs().mean()) > 0.05
+    assert tokens(engine.generate(actor.prompts, GREEDY)) != tokens(greedy_before)
+    # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every head.
+    assert engine.probe(hidden.tolist(), [0] * 4) == [[int(i)] * 4 for i in (hidden @ moved.lm_head.weight.T).argmax(-1)]
+
+
+def test_a_foreign_or_broken_actor_file_is_refused(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    state = actor.model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    for case, bad in {"missing": {k: v for k, v in state.items() if k != name}, "shape": {**state, name: state[name][:8].clone()}}.items():
+        save_state(tmp_path / f"{case}.safetensors", bad)
+        with pytest.raises(SwapError):
+            engine.sync_actor(tmp_path / f"{case}.safetensors", 1)
+    from safetensors.torch import save_file
+
+    save_file({**state, name: torch.full_like(state[name], torch.inf)}, tmp_path / "inf.safetensors")
+    with pytest.raises(SwapError, match="NaN or infinity"):
+        engine.sync_actor(tmp_path / "inf.safetensors", 1)
+    assert engine.policy_version == 0
+    first = engine.generate(actor.prompts[:4], GREEDY)
+    expected = [
+        actor.model.generate(torch.tensor([p]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(p) :]
+        for p in actor.prompts[:4]
+    ]
+    assert [t[:12] for t in tokens(first)] == [tuple(row.tolist()) for row in expected]
+
+
+def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
+    for count in (-1, 5):
+        with pytest.raises(ConfigError):
+            engine.set_num_drafts(count)
+
+
+def test_stock_vllm_drafts_the_same_from_a_native_folder(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    """vLLM without our plug-in loads the folder as method=medusa, and its greedy counters are those of our own proposer."""
+    from heads.checkpoint import save_heads
+
+    heads = actor.random_heads(seed=21, scale=0.02)
+    save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
+    swap(engine, heads.trainable_state(), tmp_path / "s.safetensors", 1)
+    ours = engine.generate(actor.prompts[:16], GREEDY)
+    env = os.environ | {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    arguments = [
+        sys.executable,
+        str(Path(__file__).with_name("stock_medusa.py")),
+        str(actor.path),
+        str(tmp_path / "heads"),
+        json.dumps(actor.prompts[:16]),
+    ]
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stock = json.loads(done.stdout.splitlines()[-1])
+    assert stock["drafter"] == "vllm.v1.spec_decode.medusa"
+    assert [tuple(t) for t in stock["tokens"]] == tokens(ours)
+    assert tuple(stock["accepted"]) == ours.counters.accepted_per_position
+    assert stock["drafts"] == ours.counters.drafts
+
+
+def test_a_closed_engine_says_so(actor: Actor, engine_config: object) -> None:
+    closed = object.__new__(ColocatedEngine)
+    closed._llm, closed.max_drafts = None, 4
+    with pytest.raises(EngineError, match="closed"):
+        closed.counters()
+    closed.close()
