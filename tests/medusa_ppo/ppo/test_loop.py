@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.ppo import loop
 from medusa_ppo.ppo.checkpoint import load_checkpoint, read_position
 from medusa_ppo.ppo.data import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
@@ -69,9 +71,9 @@ class Scene:
         prompts = PromptStream([Prompt(str(i), (i,), {}) for i in LETTERS], seed=config.seed)
         self.parts = Parts(prompts, Numbers(), self.learner, CallableReward(identity, "identity"), self.engine, self.sync, self.plugin)
 
-    def run(self, position=None, resume_step: int | None = None) -> list[dict]:
+    def run(self, position=None, resume_step: int | None = None, cls=PPOLoop) -> list[dict]:
         writer = RunWriter(self.config.run_dir, self.config.model_dump(mode="json"), resume_step=resume_step)
-        PPOLoop(self.config, self.parts, NullProgress(), position).run(writer)
+        cls(self.config, self.parts, NullProgress(), position).run(writer)
         writer.close()
         self.sync.close()
         return list(read_run(self.config.run_dir).steps)
@@ -159,6 +161,22 @@ def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sam
     assert [s[names.ACTOR_GRAD_NORM] for s in expected] == [s[names.ACTOR_GRAD_NORM] for s in found]
     assert len(recorder.batches) == 3, "one batch a step reached the companion"
     assert recorder.batches[0].hidden_MD.shape == (round(found[0][names.RESPONSE_LENGTH] * 16), 32)
+
+
+def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, sampling_engine):
+    """The loop's own source, without every line marked `# medusa`, is a PPO loop that gives the same weights."""
+    source = Path(loop.__file__).read_text()
+    kept = [line for line in source.splitlines() if not line.endswith("# medusa")]
+    assert len(kept) <= len(source.splitlines()) - 10
+    assert "plugin" not in "".join(kept).split('"""', 2)[2].replace("# medusa", "")
+    stripped = types.ModuleType("loop_without_plugin")
+    exec(compile("\n".join(kept), "loop_without_plugin", "exec"), stripped.__dict__)
+    found = []
+    for name, cls in (("whole", PPOLoop), ("stripped", stripped.PPOLoop)):
+        scene = Scene(settings(tmp_path / name), tiny_actor(), sampling_engine)
+        scene.run(cls=cls)
+        found.append(scene.weights())
+    assert torch.equal(*found)
 
 
 def test_gradients_with_and_without_the_plugin_are_the_same_bits(tmp_path: Path, tiny_actor, sampling_engine, monkeypatch):
