@@ -256,6 +256,8 @@ def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
     arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in plan.engine_args.items():
         flag = name.replace("_", "-")
+        if name == "disable_log_stats":
+            continue  # This flag has no negative form, and statistics are on without it.
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -58,15 +58,13 @@ def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> N
 
 def test_greedy_tokens_are_the_same_with_and_without_drafting(engine: ColocatedEngine, actor: Actor) -> None:
     drafting = engine.generate(actor.prompts, GREEDY)
-    sampled_mode = None
-    results = {}
-    for count in (0, 2):
-        engine.set_num_drafts(count)
-        results[count] = engine.generate(actor.prompts, GREEDY)
-    engine.set_num_drafts(4)
+    engine.set_num_drafts(0)
+    results = {0: engine.generate(actor.prompts, GREEDY)}
+    engine.set_num_drafts(2)
     engine.set_drafting(sampled=True)
-    sampled_mode = engine.generate(actor.prompts, GREEDY)
-    assert tokens(drafting) == tokens(results[0]) == tokens(results[2]) == tokens(sampled_mode)
+    results[2] = engine.generate(actor.prompts[:16], GREEDY)
+    assert tokens(drafting) == tokens(results[0])
+    assert tokens(results[2]) == tokens(results[0])[:16]
     assert sum(len(t) for t in tokens(drafting)) == 64 * 64
     assert drafting.counters.accepted > 50
     assert drafting.counters.accepted == sum(drafting.counters.accepted_per_position)
@@ -87,10 +85,10 @@ def unmended() -> Iterator[None]:
 
 
 SETTINGS = {
-    "T=1": Sampling(1.0, max_new_tokens=64, ignore_eos=True, seed=11),
-    "T=0.7": Sampling(0.7, max_new_tokens=64, ignore_eos=True, seed=12),
-    "top-p": Sampling(1.0, top_p=0.8, max_new_tokens=64, ignore_eos=True, seed=13),
-    "top-k": Sampling(0.9, top_k=10, max_new_tokens=64, ignore_eos=True, seed=14),
+    "T=1": Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=11),
+    "T=0.7": Sampling(0.7, max_new_tokens=48, ignore_eos=True, seed=12),
+    "top-p": Sampling(1.0, top_p=0.8, max_new_tokens=48, ignore_eos=True, seed=13),
+    "top-k": Sampling(0.9, top_k=10, max_new_tokens=48, ignore_eos=True, seed=14),
 }
 
 
@@ -99,9 +97,9 @@ SETTINGS = {
 def test_sampling_with_drafts_is_honest(engine: ColocatedEngine, actor: Actor, name: str, sampled: bool) -> None:
     sampling = SETTINGS[name]
     engine.set_drafting(sampled=sampled)
-    rollouts = engine.generate(actor.prompts, sampling)
+    rollouts = engine.generate(actor.prompts[:40], sampling)
     logits_MV, ids_M = sampled_rows(actor.model, rollouts)
-    assert rollouts.counters.drafts > 2000
+    assert rollouts.counters.drafts > 1000
     assert abs(honesty_z(logits_MV, ids_M, sampling)) < 3
     if name in ("T=1", "T=0.7"):
         expected_M = torch.log_softmax(logits_MV / sampling.temperature, -1).gather(1, ids_M[:, None])[:, 0]
@@ -113,10 +111,10 @@ def test_without_the_mend_the_same_statistic_fails(engine: ColocatedEngine, acto
     sampling = SETTINGS["T=0.7"]
     sampling = Sampling(sampling.temperature, max_new_tokens=32, ignore_eos=True)
     with unmended():
-        rollouts = engine.generate(actor.prompts, sampling)
+        rollouts = engine.generate(actor.prompts[:32], sampling)
     logits_MV, ids_M = sampled_rows(actor.model, rollouts)
     assert abs(honesty_z(logits_MV, ids_M, sampling)) > 10
-    again = engine.generate(actor.prompts, sampling)
+    again = engine.generate(actor.prompts[:32], sampling)
     assert abs(honesty_z(*sampled_rows(actor.model, again), sampling)) < 4
 
 
@@ -134,9 +132,9 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
 def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, actor: Actor, sampled: bool) -> None:
     engine.set_drafting(sampled=sampled)
     seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
-    first, second = engine.generate(actor.prompts[:20], seeded), engine.generate(actor.prompts[:20], seeded)
+    first, second = engine.generate(actor.prompts[:10], seeded), engine.generate(actor.prompts[:10], seeded)
     assert first.responses == second.responses
-    assert [r.prompt_index for r in first.responses] == [i for i in range(20) for _ in range(2)]
+    assert [r.prompt_index for r in first.responses] == [i for i in range(10) for _ in range(2)]
     assert all(a.token_ids != b.token_ids for a, b in zip(first.responses[::2], first.responses[1::2], strict=True))
     free = Sampling(1.0, max_new_tokens=24)
     assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(engine.generate(actor.prompts[:8], free))
@@ -154,7 +152,7 @@ def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) ->
 
 
 def test_responses_end_where_the_model_ends(engine: ColocatedEngine, actor: Actor) -> None:
-    rollouts = engine.generate(actor.prompts[:32], Sampling(0.7, max_new_tokens=200, seed=1))
+    rollouts = engine.generate(actor.prompts[:12], Sampling(0.7, max_new_tokens=200, seed=1))
     reasons = {response.finish_reason for response in rollouts.responses}
     assert "stop" in reasons
     for response in rollouts.responses:
@@ -180,15 +178,15 @@ def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(engine
 def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
     torch.manual_seed(3)
     hidden_BD = torch.randn(6, actor.lm_head_VD.shape[1])
-    before = engine.generate(actor.prompts, GREEDY)
+    before = engine.generate(actor.prompts[:16], GREEDY)
     zero_drafts = engine.probe(hidden_BD.tolist(), [0] * 6)
     other = actor.random_heads(seed=8)
     swap(engine, other.trainable_state(), tmp_path / "a.safetensors", 1)
     assert engine.probe(hidden_BD.tolist(), [0] * 6) == drafted(actor, other, hidden_BD) != zero_drafts
-    during = engine.generate(actor.prompts, GREEDY)
+    during = engine.generate(actor.prompts[:16], GREEDY)
     trained = heads_that_know(actor, before)
     swap(engine, trained.trainable_state(), tmp_path / "b.safetensors", 2)
-    after = engine.generate(actor.prompts, GREEDY)
+    after = engine.generate(actor.prompts[:16], GREEDY)
     assert tokens(before) == tokens(during) == tokens(after)
     assert after.counters.mean_acceptance_length > 1.5
     assert after.counters.mean_acceptance_length > before.counters.mean_acceptance_length + 0.3
@@ -197,7 +195,7 @@ def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngin
     zeros = {name: torch.zeros_like(value) for name, value in trained.trainable_state().items()}
     swap(engine, zeros, tmp_path / "c.safetensors", 3)
     assert engine.probe(hidden_BD.tolist(), [0] * 6) == zero_drafts
-    assert engine.generate(actor.prompts, GREEDY).counters == before.counters
+    assert engine.generate(actor.prompts[:16], GREEDY).counters == before.counters
 
 
 def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
@@ -205,7 +203,7 @@ def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
     heads = actor.random_heads(0, scale=0.0).requires_grad_(True)
     hidden, targets = [], []
     with torch.no_grad():
-        for response in rollouts.responses[:32]:
+        for response in rollouts.responses:
             row = torch.tensor([[*rollouts.prompts[response.prompt_index], *response.token_ids]])
             states = actor.model.model(input_ids=row).last_hidden_state[0]
             start = len(rollouts.prompts[response.prompt_index]) - 1
@@ -257,7 +255,7 @@ def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, 
     nan = {**state, name: torch.full_like(state[name], torch.nan)}
     cases = {
         "missing": {key: value for key, value in state.items() if key != name},
-        "unknown": {**state, "blocks.9.layers.0.weight": state[name]},
+        "unknown": {**state, "blocks.9.layers.0.weight": state[name].clone()},
         "shape": {**state, name: state[name][:-1].clone()},
         "dtype": {**state, name: state[name].to(torch.int32)},
     }
@@ -283,21 +281,21 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine,
     moved = copy.deepcopy(actor.model)
     for parameter in moved.parameters():
         parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    greedy_before = engine.generate(actor.prompts, GREEDY)
+    greedy_before = engine.generate(actor.prompts[:12], GREEDY)
     hidden = torch.randn(4, actor.lm_head_VD.shape[1])
     save_state(tmp_path / "actor.safetensors", moved.state_dict())
     receipt = engine.sync_actor(tmp_path / "actor.safetensors", 1)
     assert receipt.checksum == checksum(moved.state_dict()) == engine.checksums()["actor"]
     assert engine.policy_version == 1
     sampling = Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=2)
-    rollouts = engine.generate(actor.prompts, sampling)
+    rollouts = engine.generate(actor.prompts[:24], sampling)
     logits_MV, ids_M = sampled_rows(moved, rollouts)
     seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
     new_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
     old_M = sampled_rows(actor.model, rollouts)[0].log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
     assert float((new_M - seen_M).abs().max()) < 1e-3
     assert float((old_M - seen_M).abs().mean()) > 0.05
-    assert tokens(engine.generate(actor.prompts, GREEDY)) != tokens(greedy_before)
+    assert tokens(engine.generate(actor.prompts[:12], GREEDY)) != tokens(greedy_before)
     # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every head.
     assert engine.probe(hidden.tolist(), [0] * 4) == [[int(i)] * 4 for i in (hidden @ moved.lm_head.weight.T).argmax(-1)]
 

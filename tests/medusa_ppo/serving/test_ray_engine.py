@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import ray
+import torch
 
-from heads.checkpoint import checksum, save_state
+from heads.checkpoint import checksum, save_heads, save_state
+from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, EngineError, SwapError
+from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving.make import make_engine
+from medusa_ppo.serving.probe import honesty_z, sampled_rows
 from medusa_ppo.serving.ray_engine import RayEngine
 from medusa_ppo.types import Sampling
 
@@ -76,6 +80,34 @@ def test_rollouts_swaps_errors_and_death(actor: Actor, engine_config: EngineConf
             engine.generate(actor.prompts[:2], sampling)
     with pytest.raises(EngineError, match="closed"):
         engine.counters()
+
+
+@pytest.mark.parametrize("kind", ["hydra"])
+def test_conditioned_heads_draft_step_by_step(
+    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(actor.lm_head_VD.shape[1], actor.lm_head_VD.shape[0], 3, kind=kind)).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.05)
+    save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
+    config = engine_config.model_copy(update={"draft_temperature": 0.8, "choose_drafts": True})
+    with RayEngine(actor.path, tmp_path / "heads", config) as engine:
+        assert engine.plugin_report()["kind"] == kind
+        hidden_BD, last_B = torch.randn(5, actor.lm_head_VD.shape[1]), torch.tensor([5, 900, 17, 3, 1999])
+        table_VD = actor.model.get_input_embeddings().weight.detach()
+        drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
+        condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
+        expected = heads(hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=table_VD).argmax(-1)
+        assert torch.equal(drafts_BK, expected)
+        sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True, seed=6)
+        rollouts = engine.generate(actor.prompts[:40], sampling)
+        assert rollouts.counters.drafts > 0
+        assert abs(honesty_z(*sampled_rows(actor.model, rollouts), sampling)) < 3
+        greedy = Sampling(0.0, max_new_tokens=40, ignore_eos=True)
+        chosen = engine.generate(actor.prompts[:16], greedy)
+        engine.set_num_drafts(0)
+        assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [r.token_ids for r in chosen.responses]
 
 
 def test_without_ray(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
