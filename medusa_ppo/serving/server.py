@@ -38,8 +38,8 @@ COUNTER_LINE = re.compile(
     r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total\{([^}]*)\} (\S+)$", re.MULTILINE
 )
 POSITION = re.compile(r'position="(\d+)"')
-# The `vllm` command of the CPU wheel does not start; the module does.
-MODULE = "vllm.entrypoints.openai.api_server"
+CALL_TIMEOUT_S = 600.0
+SERVE = "medusa_ppo.serving.serve"
 
 
 class ServerEngine(base.RolloutEngine):
@@ -50,7 +50,9 @@ class ServerEngine(base.RolloutEngine):
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = Path(os.devnull)
-        self._client = httpx.Client(base_url=config.url or self._start(config), timeout=None, limits=httpx.Limits(max_connections=None))
+        self._client = httpx.Client(
+            base_url=config.url or self._start(config), timeout=CALL_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
+        )
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
             self._wait_until_healthy(started_here=not config.url)
@@ -150,7 +152,7 @@ class ServerEngine(base.RolloutEngine):
         env = os.environ | actor_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
         # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        command = [sys.executable, "-m", MODULE, *server_arguments(self.plan, config.host, port)]
+        command = [sys.executable, "-m", SERVE, *server_arguments(self.plan, config.host, port)]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -201,7 +203,9 @@ class ServerEngine(base.RolloutEngine):
     def _complete(self, prompt_index: int, prompt: list[int], seed: int | None, sampling: Sampling) -> Response:
         body = base.sampling_arguments(sampling, self.plan.stop_ids, seed)
         body |= {"model": self._model_name, "prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        choice = self._post("/v1/completions", json={name: value for name, value in body.items() if value is not None}).json()["choices"][0]
+        choice = self._post(
+            "/v1/completions", timeout=None, json={name: value for name, value in body.items() if value is not None}
+        ).json()["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if len(token_ids) != len(logprobs):
             raise EngineError(
@@ -254,6 +258,8 @@ class ServerEngine(base.RolloutEngine):
 def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
     """Command line of the server: the engine's arguments as flags."""
     arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
+    if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
+        arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
     for name, value in plan.engine_args.items():
         flag = name.replace("_", "-")
         if name == "disable_log_stats":

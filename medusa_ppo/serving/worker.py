@@ -39,7 +39,7 @@ class MedusaWorker:
         return {
             "pid": os.getpid(),
             "vllm": vllm_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "mends": mends,
             "drafter": type(drafter).__name__ if drafter is not None else "",
             "kind": heads.config.kind if heads is not None else "",
