@@ -137,7 +137,7 @@ class CompanionConfig(Section):
     gate_confidence: float = Field(0.9, gt=0.5, lt=1)
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""
     draft_temperature: float = Field(0.0, ge=0)
-    """Draft temperature that candidates are judged at; 0: one-hot drafts."""
+    """Draft temperature that candidates are judged at, times the rollouts' own; 0: one-hot. A run sets it to the engine's."""
     checkpoint_every: int = Field(1, ge=0)
     """Batches between two saves of the companion's whole state in the run's folder; 0: never."""
     max_restarts: int = Field(100, ge=0)

@@ -121,7 +121,7 @@ class MedusaPlugin:
         if config.companion.enabled:
             companion = CompanionClient.start(
                 heads.config,
-                config.companion,
+                config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
                 lm_head_weight(model).detach(),
                 seed=config.seed,
                 run_dir=run_dir,
@@ -225,6 +225,8 @@ class MedusaPlugin:
         if self._heads is None:
             raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
         installed = self._installed
+        if installed is not None and not Path(installed.path).is_file() and self._companion is not None:
+            installed = self._companion.newest(0)  # Swaps failed for so long that the file is gone: the newest are the next best.
         if installed is not None:
             self._heads.load_trainable_state(load_state(installed.path))
         save_heads(folder, self._heads, lm_head_VD=self._lm_head_VD, version=installed.version if installed else 0)

@@ -51,6 +51,7 @@ class CompanionClient:
         self._poll_since = 0.0
         self._last = CompanionStatus()
         self._error = ""
+        self._told: set[str] = set()
         self._lost = 0
         self._closed = False
         self._remove_folder = weakref.finalize(self, shutil.rmtree, publish_dir, ignore_errors=True)
@@ -157,7 +158,9 @@ class CompanionClient:
                 self._last = status
             if not guard.failed:
                 self._notice(status.error)
-                self._error = ""
+                if not status.error:
+                    self._error = ""
+                    self._told.clear()
                 return dataclasses.replace(status, batches_dropped=status.batches_dropped + self._lost)
         dropped = self._last.batches_dropped + self._lost
         return dataclasses.replace(self._last, alive=False, batches_dropped=dropped, error=self._error or "closed")
@@ -256,8 +259,9 @@ class CompanionClient:
             self._fail(error)
 
     def _fail(self, error: str) -> None:
-        if error != self._error:
+        if error not in self._told:
             logger.warning("Companion: %s", error)
+            self._told.add(error)
         self._error = error
         if self._config.on_error == "raise":
             raise CompanionError(

@@ -23,6 +23,8 @@ from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
+MAX_WEIGHT = 1e4  # Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may look sound here.
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -80,7 +82,7 @@ def replay(
         hidden_MD,
         targets_MK.to(device),
         lm_head_VD,
-        temperatures=(draft_temperature,),
+        temperatures=(holdout.temperature * draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
         condition_MK=condition_MK,
         embedding_VD=embedding_VD,
     )
@@ -128,12 +130,14 @@ def judge(
 
 
 def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
-    """Why these heads may not even be replayed: other sizes, or values that are not finite. Empty when nothing is wrong."""
+    """Why these heads may not even be replayed: other sizes, values that are not finite, or huge. Empty when nothing is wrong."""
     if candidate.config != serving.config:
         return f"The candidate has other sizes than the serving heads: {candidate.config}."
     for name, tensor in candidate.trainable_state().items():
         if not bool(torch.isfinite(tensor).all()):
             return f"The candidate's {name} holds values that are not finite."
+        if float(tensor.abs().max()) > MAX_WEIGHT:
+            return f"The candidate's {name} exploded: a weight of {float(tensor.abs().max()):.1e}."
     return ""
 
 

@@ -121,7 +121,7 @@ class Learner:
             self.frozen,
             self.lm_head_VD,
             holdout,
-            GateRule(self._config.gate_confidence, self._config.draft_temperature),
+            GateRule(self._config.gate_confidence, self._config.draft_temperature * batch.temperature),
             embedding_VD=self.trainer.embedding_VD,
         )
         self._obey(verdict)

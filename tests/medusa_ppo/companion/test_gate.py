@@ -83,7 +83,7 @@ def test_poison_never_passes(chain, how: str, kind: str) -> None:
     good = trained(task, kind=kind)
     for temperature in (0.0, 1.0):
         for serving in (good, zero_heads(task, kind)):
-            for seed in range(4):
+            for seed in range(2):
                 torch.manual_seed(seed)
                 rule = GateRule(0.9, temperature)
                 verdict = judge(poison(good, how), serving, good, task.lm_head_VD, task.batch(30), rule, embedding_VD=task.lm_head_VD)
@@ -122,6 +122,6 @@ def test_rarely_wrong_when_nothing_differs(chain) -> None:
     """Two equally good sets of heads, trained on different data: the gate may pick one now and then, not most of the time."""
     task = chain(sure=0.8)
     left, right = trained(task, 25), trained(task, 25)
-    passed = sum(judge(left, right, None, task.lm_head_VD, task.batch(20), RULE).publish for _ in range(40))
-    turned = sum(judge(right, left, None, task.lm_head_VD, task.batch(20), RULE).publish for _ in range(40))
-    assert min(passed, turned) <= 10
+    passed = sum(judge(left, right, None, task.lm_head_VD, task.batch(20), RULE).publish for _ in range(25))
+    turned = sum(judge(right, left, None, task.lm_head_VD, task.batch(20), RULE).publish for _ in range(25))
+    assert min(passed, turned) <= 6

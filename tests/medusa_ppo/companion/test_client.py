@@ -1,0 +1,174 @@
+"""The companion in a real Ray actor: batches, versions, crashes. One actor for the peaceful tests, others where they are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.checkpoint import checksum, load_state
+from heads.config import HeadsConfig
+from heads.errors import CompanionError
+from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.config import CompanionConfig
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def start(task, run_dir: Path | str = "", **settings) -> CompanionClient:
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+    return CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir)
+
+
+def pid_of(client: CompanionClient) -> int:
+    return int(client._incarnation.split("-")[0])
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., CompanionClient]]:
+    clients: list[CompanionClient] = []
+
+    def make(*arguments, **settings) -> CompanionClient:
+        clients.append(start(*arguments, **settings))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> None:
+    task = chain(dtype=torch.bfloat16)
+    client = client_of(task, tmp_path)
+    folder = client._publish_dir
+    assert client.newest(0) is None
+    for _ in range(12):
+        client.submit(task.batch())
+        client.update_lm_head(task.lm_head_VD, task.policy_version)
+    assert client.drain(60)
+    status = client.status()
+    assert status.alive and status.batches_trained == 12 and status.batches_dropped == 0 and status.error == ""
+    published = client.newest(0)
+    assert published is not None and published.version == status.versions_published >= 3
+    assert client.newest(published.version) is None
+    assert checksum(load_state(published.path)) == published.checksum
+    assert published.mean_acceptance_length > 1.5
+    assert Path(published.path).parent == folder
+    assert client.save(tmp_path / "saved") and any((tmp_path / "saved").iterdir())
+    client.close()
+    client.close()
+    assert not folder.exists()
+    assert not client.status().alive and client.newest(0) is None and not client.drain(1)
+    client.submit(task.batch())
+    assert client.status().batches_dropped == 1
+    assert until(lambda: not Path(f"/proc/{pid_of(client)}").exists(), 20)
+
+
+def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
+    """Two companions, the same batches, drained after each: the same versions with the same bytes at the same steps."""
+
+    def run() -> list[tuple[int, str]]:
+        task, seen = chain(), []
+        client = client_of(task)
+        for _ in range(5):
+            client.submit(task.batch())
+            assert client.drain(60)
+            published = client.newest(0, 60)
+            seen.append((published.version, published.checksum) if published else (0, ""))
+        return seen
+
+    first = run()
+    assert first == run() and first[-1][0] > 0
+
+
+def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of) -> None:
+    task = chain()
+    client = client_of(task, max_restarts=0)
+    client.submit(task.batch())
+    assert client.drain(60) and client.status().batches_trained == 1
+    os.kill(pid_of(client), signal.SIGKILL)
+    assert until(lambda: not client.status().alive)
+    for _ in range(3):
+        client.submit(task.batch())
+        client.update_lm_head(task.lm_head_VD, 1)
+        assert client.newest(0) is None
+    status = client.status()
+    assert not status.alive and status.error and status.batches_trained == 1
+    assert until(lambda: client.newest(0) is None and client.status().batches_dropped == 3)
+    assert not client.drain(1) and not client.save("/nowhere")
+
+
+def test_killed_companion_raises_when_asked_to(chain, client_of) -> None:
+    task = chain()
+    client = client_of(task, max_restarts=0, on_error="raise")
+    os.kill(pid_of(client), signal.SIGKILL)
+    with pytest.raises(CompanionError, match="disable"):
+        until(lambda: client.status() is None)
+    with pytest.raises(CompanionError):
+        until(lambda: client.newest(0) is not None)
+
+
+def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_path: Path) -> None:
+    task = chain()
+    client = client_of(task, tmp_path)
+    for _ in range(6):
+        client.submit(task.batch())
+    assert client.drain(60)
+    before = client.newest(0)
+    assert before is not None
+    for trained in (6, 7):
+        os.kill(pid_of(client), signal.SIGKILL)
+        pid = pid_of(client)
+        assert until(lambda: client.newest(0) is not None and pid_of(client) != pid)  # noqa: B023
+        assert client.newest(0).version >= before.version and client.status().alive
+        assert client.status().batches_trained == trained
+        client.submit(task.batch())
+        assert client.drain(60)
+        assert client.status().batches_trained == trained + 1
+    assert client.newest(0).version >= before.version
+
+
+def test_stopped_companion_costs_a_short_poll_and_is_started_again(chain, client_of, tmp_path: Path) -> None:
+    """SIGSTOP: alive, but it answers nothing. Batches are bounded on our side, and after `hang_s` it is ended and started again."""
+    task = chain()
+    batch = task.batch()
+    client = client_of(task, tmp_path, hang_s=1.0, queue_bytes=4 * batch.nbytes)
+    pid = pid_of(client)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(10):
+        client.submit(batch)
+    assert len(client._flying) <= 4
+    assert client.status(0.2).alive is False and "no answer in time" in client.status(0.2).error
+    assert client.newest(0) is None
+    assert until(lambda: client.newest(0) is None and client.status(0.5).alive, 60)
+    client.newest(0, 5)
+    assert pid_of(client) != pid and client.status().batches_dropped >= 6
+
+
+def test_a_batch_that_does_not_fit_is_told(chain, client_of) -> None:
+    client = client_of(chain())
+    client.submit(chain(hidden=20).batch())
+    assert client.drain(60)
+    assert client.newest(0) is None and "hidden size 20" in client.status().error and client.status().alive
+
+
+def test_a_companion_that_can_not_start_says_so(chain) -> None:
+    task = chain()
+    heads = HeadsConfig(task.hidden + 1, task.vocab, num_heads=3, lm_head="own")
+    with pytest.raises(CompanionError, match="did not start"):
+        CompanionClient.start(heads, CompanionConfig(), task.lm_head_VD, seed=0)

@@ -1,0 +1,184 @@
+"""The service without Ray: queue, training thread, published files, saved state, restart after a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.checkpoint import checksum, load_heads, load_state
+from heads.config import HeadsConfig
+from medusa_ppo.companion.service import STATE_FILE, CompanionService, PackedTables, ServiceArguments
+from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_batch, unpack_tensor
+from medusa_ppo.config import CompanionConfig
+
+
+def arguments_for(task, folder: Path, name: str = "a", resume_from: str = "", **settings) -> ServiceArguments:
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "niceness": 0, **settings})
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+    return ServiceArguments(heads, config, 0, None, str(folder / name / "run"), str(folder / name / "shm"), resume_from)
+
+
+def tables_of(task) -> PackedTables:
+    return PackedTables(pack_tensor(task.lm_head_VD))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_tensors_cross_unchanged_and_uncopied(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).view(3, 4).to(dtype)
+    packed = pack_tensor(tensor)
+    back = unpack_tensor(packed)
+    assert torch.equal(back, tensor) and back.dtype == dtype
+    assert back.data_ptr() == tensor.data_ptr() == packed.array.__array_interface__["data"][0]
+    packed.array.setflags(write=False)  # as it comes out of Ray's store
+    assert torch.equal(unpack_tensor(packed), tensor)
+
+
+def test_batches_cross_unchanged(chain) -> None:
+    batch = chain(dtype=torch.bfloat16).batch()
+    back = unpack_batch(pack_batch(batch))
+    for field in dataclasses.fields(batch):
+        left, right = getattr(batch, field.name), getattr(back, field.name)
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_publishes_files_that_say_what_the_checksum_says(chain, tmp_path: Path) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    assert service.newest(0).published is None
+    for _ in range(12):
+        service.submit(pack_batch(task.batch()), tables_of(task))
+    assert service.drain(60)
+    status = service.status()
+    assert status.alive and status.batches_received == status.batches_trained == 12 and status.error == ""
+    assert status.versions_published >= 4 and status.versions_published + status.candidates_rejected == 12
+    assert status.train_s > 0 and status.queue_bytes == 0 and len(status.losses) == 3
+    published = service.newest(0).published
+    assert published.version == status.versions_published and service.newest(published.version).published is None
+    assert checksum(load_state(published.path)) == published.checksum
+    assert published.mean_acceptance_length == pytest.approx(status.candidate.mean_acceptance_length, abs=1.0) and (
+        published.mean_acceptance_length > 1.5
+    )
+    files = sorted(p.name for p in (tmp_path / "a" / "shm").glob("heads-*"))
+    native = sorted(p.name for p in (tmp_path / "a" / "run" / "heads").iterdir())
+    assert len(files) == len(native) == 3 and native[-1] == f"v{published.version:06d}"
+    heads, metadata = load_heads(tmp_path / "a" / "run" / "heads" / native[-1], hidden_size=task.hidden, vocab_size=task.vocab)
+    assert metadata.version == published.version and checksum(heads.trainable_state()) == published.checksum
+    service.close()
+    assert not service.status().alive
+
+
+def test_a_bad_batch_does_not_end_the_companion(chain, tmp_path: Path) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    service.submit(pack_batch(chain(hidden=20).batch()))
+    assert service.drain(60)
+    assert "hidden size 20" in service.status().error and service.status().batches_trained == 0
+    service.submit(pack_batch(task.batch()))
+    assert service.drain(60)
+    assert service.status().error == "" and service.status().batches_trained == 1 and service.status().alive
+    service.close()
+
+
+def test_queue_is_bounded_and_drain_counts_what_was_dropped(chain, tmp_path: Path) -> None:
+    task = chain()
+    batch = task.batch()
+    service = CompanionService(arguments_for(task, tmp_path, queue_bytes=3 * batch.nbytes, epochs=1), tables_of(task))
+    with service._state_lock:  # a slow companion: it can't begin
+        for _ in range(20):
+            service.submit(pack_batch(batch))
+            assert service.status().queue_bytes <= 3 * batch.nbytes
+        assert service.status().batches_dropped in (16, 17)
+        assert not service.drain(0.05)
+    assert service.drain(60)
+    status = service.status()
+    assert status.batches_trained + status.batches_dropped == 20
+    service.close()
+
+
+def test_new_tables_are_used(chain, tmp_path: Path) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    task.drift()
+    service.submit(pack_batch(task.batch()), tables_of(task))
+    assert service.drain(60)
+    assert torch.equal(service._learner.lm_head_VD, task.lm_head_VD)
+    service.close()
+
+
+def run_batches(service: CompanionService, batches) -> None:
+    for batch in batches:
+        service.submit(pack_batch(batch))
+    assert service.drain(60)
+
+
+def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None:
+    task = chain()
+    batches = [task.batch() for _ in range(8)]
+    straight = CompanionService(arguments_for(task, tmp_path, "straight"), tables_of(task))
+    run_batches(straight, batches)
+    first = CompanionService(arguments_for(task, tmp_path, "first"), tables_of(task))
+    run_batches(first, batches[:3])
+    first.save(str(tmp_path / "saved"))
+    first.close()
+    second = CompanionService(arguments_for(task, tmp_path, "second", resume_from=str(tmp_path / "saved")), tables_of(task))
+    if first.newest(0).published is not None:
+        assert second.newest(0).published.checksum == first.newest(0).published.checksum
+    run_batches(second, batches[3:])
+    assert second.newest(0).published.checksum == straight.newest(0).published.checksum
+    left, right = straight._learner.state_dict(), second._learner.state_dict()
+    assert all(torch.equal(value, right[name]) for name, value in left.items()) and left.keys() == right.keys()
+    assert second.status().batches_received == 8
+    straight.close()
+    second.close()
+
+
+def test_a_second_start_with_the_same_arguments_goes_on(chain, tmp_path: Path) -> None:
+    """What Ray does after a crash: the same constructor again, in a new process."""
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    first = CompanionService(arguments, tables_of(task))
+    run_batches(first, [task.batch() for _ in range(6)])
+    published = first.newest(0).published
+    first._queue.close()
+    second = CompanionService(arguments, tables_of(task))
+    assert second.status().batches_trained == 6 and second.newest(0).published.version == published.version
+    assert second.newest(0).published.checksum == published.checksum
+    task.drift()  # something new to learn
+    for _ in range(8):
+        second.submit(pack_batch(task.batch()), tables_of(task))
+    assert second.drain(60) and second.newest(0).published.version > published.version
+    second.close()
+
+
+def test_versions_never_go_back_when_the_saved_state_is_older(chain, tmp_path: Path) -> None:
+    task = chain()
+    arguments = arguments_for(task, tmp_path, checkpoint_every=0)
+    first = CompanionService(arguments, tables_of(task))
+    run_batches(first, [task.batch() for _ in range(6)])
+    published = first.newest(0).published
+    assert published.version > 1 and not (tmp_path / "a" / "run" / "companion" / STATE_FILE).exists()
+    first._queue.close()
+    second = CompanionService(arguments, tables_of(task))
+    assert second.newest(0).published.version == published.version and second.newest(0).published.checksum == published.checksum
+    run_batches(second, [task.batch() for _ in range(12)])
+    assert second.status().versions_published >= published.version
+    second.close()
+
+
+def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    with service._state_lock:
+        service.submit(pack_batch(task.batch()))
+        deadline = time.monotonic() + 10
+        while service.status().train_s == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first = service.status().train_s
+        time.sleep(0.05)
+        assert service.status().train_s > first > 0
+    service.drain(60)
+    service.close()
