@@ -23,6 +23,7 @@ NEW_HEADS_MEMORY = 0.05
 NEW_HEADS_TRIALS = 2
 RIDGE = 1e-6
 OUTLIER = 4.0
+MOST_OUTLIERS = 3
 
 
 @dataclass
@@ -64,7 +65,7 @@ class DraftChooser:
         self._steps = 0
         self._next_trial = 0
         self._full_trials = 0
-        self._typical_s = 0.0
+        self._outliers = 0
 
     def observe_acceptance(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Drafts and accepted drafts of each request in one step."""
@@ -79,10 +80,12 @@ class DraftChooser:
             self.tried += offered.sum(0)
 
     def observe_step(self, batch: int, drafts: int, seconds: float) -> None:
-        """One pure decode step. Pauses (a swap, a wait for requests) are left out."""
-        if self._typical_s and seconds > OUTLIER * self._typical_s * max(1.0, drafts):
-            return
-        self._typical_s = 0.9 * self._typical_s + 0.1 * seconds if self._typical_s else seconds
+        """One pure decode step. Pauses (a swap, a wait for requests) are left out: far longer than expected, but not again and again."""
+        if self.costs.weight >= 3 and seconds > OUTLIER * float(self.costs.predict(batch, [drafts])[0]):
+            self._outliers += 1
+            if self._outliers <= MOST_OUTLIERS:
+                return
+        self._outliers = 0
         self.costs.observe(batch, drafts, seconds)
 
     def acceptance(self) -> np.ndarray:

@@ -72,3 +72,12 @@ def test_pauses_are_not_taken_for_steps() -> None:
     before = chooser.costs.predict(8, [0])[0]
     chooser.observe_step(8, 0, 5.0)
     assert chooser.costs.predict(8, [0])[0] == pytest.approx(before)
+
+
+def test_a_machine_that_became_slower_is_believed() -> None:
+    chooser = DraftChooser(K)
+    for _ in range(20):
+        chooser.observe_step(8, 0, 0.01)
+    for _ in range(2000):
+        chooser.observe_step(8, 0, 0.1)
+    assert chooser.costs.predict(8, [0])[0] == pytest.approx(0.1, rel=0.2)
