@@ -182,7 +182,21 @@ def train(
     from medusa_ppo.offline.train import TrainOptions, plan_training, train_heads
 
     options = TrainOptions(
-        model, data, out, kind, num_heads, loss, template, column, max_train_tokens, max_minutes, epochs, learning_rate, temperature, max_new_tokens, seed
+        model,
+        data,
+        out,
+        kind,
+        num_heads,
+        loss,
+        template,
+        column,
+        max_train_tokens,
+        max_minutes,
+        epochs,
+        learning_rate,
+        temperature,
+        max_new_tokens,
+        seed,
     )
     if dry_run:
         for name, value in plan_training(options):
@@ -192,7 +206,9 @@ def train(
 
     with OfflineProgress(console) as progress:
         result = train_heads(options, progress)
-    console.print(f"Heads: {out}   replay mean acceptance length {result['replay_mean_acceptance_length']:.3f}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Heads: {out}   replay mean acceptance length {result['replay_mean_acceptance_length']:.3f}", highlight=False, soft_wrap=True
+    )
 
 
 @app.command("eval")
@@ -202,7 +218,9 @@ def evaluate(
     heads: Annotated[Path, typer.Option(help="Native heads directory.")],
     data: Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")],
     template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")] = "",
-    engine: Annotated[Literal["replay", "vllm"], typer.Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters.")] = "replay",
+    engine: Annotated[
+        Literal["replay", "vllm"], typer.Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters.")
+    ] = "replay",
     draft: Annotated[Literal["one-hot", "sampled"], typer.Option(help="How drafts are drawn.")] = "one-hot",
     draft_temperature: Annotated[float, typer.Option(help="Temperature of sampled drafts.")] = 1.0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
@@ -230,7 +248,10 @@ def evaluate(
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     low, high = result["confidence_interval"]
     positions = "  ".join(f"{value:.3f}" for value in result["acceptance_per_position"])
-    console.print(f"mean acceptance length   {result['mean_acceptance_length']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {engine})", highlight=False)
+    console.print(
+        f"mean acceptance length   {result['mean_acceptance_length']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {engine})",
+        highlight=False,
+    )
     console.print(f"acceptance per position  {positions}", highlight=False)
     console.print(f"tokens generated         {result['generated_tokens']} at {result['tokens_per_s']:.0f} tokens/s", highlight=False)
 
@@ -250,7 +271,9 @@ def report(
     from medusa_ppo.reports import html as pages
 
     if follow:
-        pages.follow(run, html, compare=compare, on_refresh=lambda path: console.print(f"Refreshed {path}", highlight=False, soft_wrap=True))
+        pages.follow(
+            run, html, compare=compare, on_refresh=lambda path: console.print(f"Refreshed {path}", highlight=False, soft_wrap=True)
+        )
         return
     path = pages.write_report(run, html, compare=compare)
     console.print(f"Report: {path}", highlight=False, soft_wrap=True)

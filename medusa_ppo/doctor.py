@@ -103,7 +103,9 @@ def _vllm() -> Check:
 def _entry_point() -> Check:
     names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
     found = "registered" if "medusa_ppo" in names else f"not among {names or 'none'}"
-    return Check("Plug-in registered", "medusa_ppo" in names, found, "Install this package (make setup): vLLM finds the plug-in by its entry point.")
+    return Check(
+        "Plug-in registered", "medusa_ppo" in names, found, "Install this package (make setup): vLLM finds the plug-in by its entry point."
+    )
 
 
 def _ray() -> Check:
@@ -113,11 +115,18 @@ def _ray() -> Check:
     )
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment, check=False
+        )
     except subprocess.TimeoutExpired:
         return Check("Ray starts", False, f"no answer in {PROBE_TIMEOUT_S} s", "Look for left-over Ray processes: ray status, ray stop")
     ok = done.returncode == 0 and done.stdout.strip().endswith("42")
-    return Check("Ray starts", ok, "a local cluster ran a task" if ok else _last_line(done.stderr), "Look for left-over Ray processes: ray status, ray stop")
+    return Check(
+        "Ray starts",
+        ok,
+        "a local cluster ran a task" if ok else _last_line(done.stderr),
+        "Look for left-over Ray processes: ray status, ray stop",
+    )
 
 
 def _engine() -> Iterator[Check]:
@@ -135,12 +144,15 @@ def _engine() -> Iterator[Check]:
     report = json.loads(done.stdout.strip().splitlines()[-1])
     yield Check("Engine starts", True, f"vLLM {report['vllm']}, worker process {report['pid']}")
     yield Check(
-        "Plug-in loaded", report["active"], f"mends: {', '.join(report['mends']) or 'none needed'}", "Unset VLLM_PLUGINS, or let it name medusa_ppo."
+        "Plug-in loaded",
+        report["active"],
+        f"mends: {', '.join(report['mends']) or 'none needed'}",
+        "Unset VLLM_PLUGINS, or let it name medusa_ppo.",
     )
     yield Check(
         "Honest sampling",
         abs(report["z"]) < report["limit"],
-        f"drafting at temperature {report['temperature']}: {report['tokens']} tokens, {report['z']:+.2f} standard errors from the model's own expectation",
+        f"{report['tokens']} tokens drafted at temperature {report['temperature']}: {report['z']:+.2f} standard errors off",
         "Do not trust any figure at temperature > 0 here: the sampler is wrong. Report this with the lines above.",
     )
 

@@ -55,13 +55,13 @@ class Counters:
         """Unconditional: accepted at position k / draft steps."""
         return tuple(n / self.drafts if self.drafts else 0.0 for n in self.accepted_per_position)
 
-    def __add__(self, other: "Counters") -> "Counters":
+    def __add__(self, other: Counters) -> Counters:
         return self._zip(other, 1)
 
-    def __sub__(self, other: "Counters") -> "Counters":
+    def __sub__(self, other: Counters) -> Counters:
         return self._zip(other, -1)
 
-    def _zip(self, other: "Counters", sign: int) -> "Counters":
+    def _zip(self, other: Counters, sign: int) -> Counters:
         width = max(len(self.accepted_per_position), len(other.accepted_per_position))
         left = self.accepted_per_position + (0,) * (width - len(self.accepted_per_position))
         right = other.accepted_per_position + (0,) * (width - len(other.accepted_per_position))
@@ -151,12 +151,17 @@ class RolloutBatch:
         parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S)
         return sum(t.numel() * t.element_size() for t in parts)
 
-    def select(self, sequences_S: torch.Tensor) -> "RolloutBatch":
+    def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
         """The batch of the given sequences (int64 indices), in that order."""
         ends = self.lengths_S.cumsum(0)
         rows = torch.cat([torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()])
         return RolloutBatch(
-            self.hidden_MD[rows], self.response_ids_M[rows], self.logprobs_M[rows], self.lengths_S[sequences_S], self.policy_version, self.temperature
+            self.hidden_MD[rows],
+            self.response_ids_M[rows],
+            self.logprobs_M[rows],
+            self.lengths_S[sequences_S],
+            self.policy_version,
+            self.temperature,
         )
 
 

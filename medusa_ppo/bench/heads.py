@@ -70,7 +70,12 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
             row = _train_and_judge(bench, kind, loss, train, holdout, lm_head_VD, embedding_VD)
             rows.append(row)
             advance(1, f"{kind} {loss}: one-hot {row['one_hot']:.3f}, sampled {row['sampled']:.3f}")
-    return {"train_tokens": train.response_ids_M.numel(), "held_out_tokens": holdout.response_ids_M.numel(), "epochs": bench.epochs, "rows": rows}
+    return {
+        "train_tokens": train.response_ids_M.numel(),
+        "held_out_tokens": holdout.response_ids_M.numel(),
+        "epochs": bench.epochs,
+        "rows": rows,
+    }
 
 
 def _train_and_judge(
@@ -102,7 +107,9 @@ def _train_and_judge(
     }
 
 
-def _sampled(heads: MedusaHeads, holdout: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor) -> Iterator[tuple[float, float]]:
+def _sampled(
+    heads: MedusaHeads, holdout: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor
+) -> Iterator[tuple[float, float]]:
     for temperature in DRAFT_TEMPERATURES:
         result = replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
         yield result.mean_acceptance_length, temperature
@@ -112,7 +119,15 @@ def table(result: dict[str, Any]) -> Sequence[Sequence[str]]:
     """Header and rows for people."""
     header = ["kind", "loss", "parameters", "one-hot", "sampled", "draft temp.", "tokens/s"]
     rows = [
-        [r["kind"], r["loss"], f"{r['parameters'] / 1e6:.2f} M", f"{r['one_hot']:.3f}", f"{r['sampled']:.3f}", f"{r['draft_temperature']:.1f}", f"{r['train_tokens_per_s']:.0f}"]
+        [
+            r["kind"],
+            r["loss"],
+            f"{r['parameters'] / 1e6:.2f} M",
+            f"{r['one_hot']:.3f}",
+            f"{r['sampled']:.3f}",
+            f"{r['draft_temperature']:.1f}",
+            f"{r['train_tokens_per_s']:.0f}",
+        ]
         for r in result["rows"]
     ]
     return [header, *rows]

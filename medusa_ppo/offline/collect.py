@@ -38,7 +38,11 @@ def write_responses(
     tokens = 0
     start = 0
     while (tokens < max_tokens) if max_tokens else (start < len(prompts)):
-        picked = [prompts[i % len(prompts)] for i in range(start, start + PROMPTS_PER_ROUND)] if max_tokens else prompts[start : start + PROMPTS_PER_ROUND]
+        picked = (
+            [prompts[i % len(prompts)] for i in range(start, start + PROMPTS_PER_ROUND)]
+            if max_tokens
+            else prompts[start : start + PROMPTS_PER_ROUND]
+        )
         settings = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, sampling.responses_per_prompt, seed + len(rounds)
         )
@@ -53,7 +57,10 @@ def write_responses(
 def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
     """Flatten rollouts; empty responses teach nothing and are left out."""
     return [
-        Sample(tuple(rollouts.prompts[r.prompt_index]), r.token_ids, r.logprobs) for rollouts in rounds for r in rollouts.responses if r.token_ids
+        Sample(tuple(rollouts.prompts[r.prompt_index]), r.token_ids, r.logprobs)
+        for rollouts in rounds
+        for r in rollouts.responses
+        if r.token_ids
     ]
 
 
@@ -73,7 +80,9 @@ def samples_from_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase,
         if max_tokens and tokens >= max_tokens:
             break
     if not samples:
-        raise DataError("No text is long enough to train on.", given=f"{len(texts)} texts", expected="at least two tokens each", do="Check --column.")
+        raise DataError(
+            "No text is long enough to train on.", given=f"{len(texts)} texts", expected="at least two tokens each", do="Check --column."
+        )
     return samples
 
 

@@ -18,7 +18,7 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.offline.collect import hidden_batch, samples_of, total_counters, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
-from medusa_ppo.offline.setting import Setting, engine_config, read_setting
+from medusa_ppo.offline.setting import Setting, engine_config, read_setting, running_engine
 from medusa_ppo.types import Rollouts, Sampling
 
 

@@ -23,7 +23,14 @@ class OfflineProgress:
         self._console = console or Console()
         self._live = not quiet and self._console.is_terminal
         self._quiet = quiet
-        columns = (SpinnerColumn(), TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, disable=not self._live)
 
     def __enter__(self) -> OfflineProgress:

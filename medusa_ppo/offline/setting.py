@@ -46,12 +46,19 @@ def read_setting(model: str, data: str, template: str, max_new_tokens: int, limi
     prompts: list[tuple[int, ...]] = []
     longest = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
     if longest < 1:
-        raise DataError("No room for a prompt.", given=f"--max-new-tokens {max_new_tokens}", expected=f"less than {context}", do="Ask for fewer tokens.")
+        raise DataError(
+            "No room for a prompt.", given=f"--max-new-tokens {max_new_tokens}", expected=f"less than {context}", do="Ask for fewer tokens."
+        )
     if template:
         every = [tuple(tokenizer(text).input_ids) for text in render_prompts(rows, template=template)]
         prompts = [ids for ids in every if 0 < len(ids) <= longest]
         if not prompts:
-            raise DataError("No prompt is usable.", given=f"{len(every)} prompts", expected=f"1 to {longest} tokens each", do="Check --template and --data.")
+            raise DataError(
+                "No prompt is usable.",
+                given=f"{len(every)} prompts",
+                expected=f"1 to {longest} tokens each",
+                do="Check --template and --data.",
+            )
         return Setting(tokenizer, rows, prompts, context, len(every) - len(prompts))
     return Setting(tokenizer, rows, prompts, context, 0)
 
@@ -87,5 +94,7 @@ def out_folder(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError("The output folder can't be made.", given=f"{out}: {error.strerror}", expected="a writable folder", do="Choose another --out.") from None
+        raise DataError(
+            "The output folder can't be made.", given=f"{out}: {error.strerror}", expected="a writable folder", do="Choose another --out."
+        ) from None
     return out

@@ -25,7 +25,7 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.collect import Sample, hidden_batch, samples_from_texts, samples_of, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
-from medusa_ppo.offline.setting import Setting, engine_config, out_folder, read_setting, texts_of
+from medusa_ppo.offline.setting import Setting, engine_config, out_folder, read_setting, running_engine, texts_of
 from medusa_ppo.types import RolloutBatch, Sampling
 
 HOLDOUT_FRACTION = 0.1
@@ -67,7 +67,12 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
         ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
         ("heads, optimizer, gradients", f"{parameters * FLOAT_BYTES * (2 + ADAM_STATES) / 2**20:.0f} MiB"),
         ("hidden states", f"{hidden_bytes / 2**20:.0f} MiB for {options.max_train_tokens} tokens"),
-        ("source", f"{len(setting.prompts)} prompts, responses by the model" if options.template else f"column {options.column!r} of {len(setting.rows)} rows"),
+        (
+            "source",
+            f"{len(setting.prompts)} prompts, responses by the model"
+            if options.template
+            else f"column {options.column!r} of {len(setting.rows)} rows",
+        ),
         ("optimizer steps", str(options.epochs * -(-options.max_train_tokens // CompanionConfig().batch_positions))),
         ("output", str(options.out)),
     ]
@@ -89,7 +94,9 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> dict[str, A
     with progress.phase("Hidden states", len(samples)) as advance:
         batch = hidden_batch(model, samples, options.temperature, advance)
     train, holdout = _split(batch, options.seed)
-    progress.say(f"{train.lengths_S.numel()} responses to train on ({train.response_ids_M.numel()} tokens), {holdout.lengths_S.numel()} held out")
+    progress.say(
+        f"{train.lengths_S.numel()} responses to train on ({train.response_ids_M.numel()} tokens), {holdout.lengths_S.numel()} held out"
+    )
     return _train(options, model, train, holdout, out, progress)
 
 

@@ -30,7 +30,18 @@ def test_help_shows_an_example(command: str) -> None:
 def test_a_missing_model_folder_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "1+1?"}) + "\n")
-    output = run("train", "--model", str(tmp_path / "no-model"), "--data", str(data), "--template", "{question}", "--out", str(tmp_path / "o"), code=2)
+    output = run(
+        "train",
+        "--model",
+        str(tmp_path / "no-model"),
+        "--data",
+        str(data),
+        "--template",
+        "{question}",
+        "--out",
+        str(tmp_path / "o"),
+        code=2,
+    )
     assert "no-model" in output and "do this" in output and "Traceback" not in output
 
 
@@ -64,7 +75,9 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 def test_debug_shows_the_traceback_and_plain_runs_do_not() -> None:
     code = "import sys; from medusa_ppo.cli import main; sys.argv = ['medusa-ppo', *sys.argv[1:]]; main()"
     plain = subprocess.run([sys.executable, "-c", code, "ppo", "--config", "none.yaml"], capture_output=True, text=True, check=False)
-    debug = subprocess.run([sys.executable, "-c", code, "ppo", "--config", "none.yaml", "--debug"], capture_output=True, text=True, check=False)
+    debug = subprocess.run(
+        [sys.executable, "-c", code, "ppo", "--config", "none.yaml", "--debug"], capture_output=True, text=True, check=False
+    )
     assert plain.returncode == debug.returncode == 2
     assert "Traceback" not in plain.stderr and "Traceback" in debug.stderr
     assert "none.yaml" in plain.stderr

@@ -10,7 +10,7 @@ from medusa_ppo.bench.pairs import run_rounds
 def test_ratios_cancel_a_machine_that_slows_down() -> None:
     order: list[str] = []
 
-    def arm(name: str, factor: float):  # noqa: ANN202
+    def arm(name: str, factor: float):
         def work(number: int) -> float:
             order.append(name)
             return factor * 100 / (number + 5)
