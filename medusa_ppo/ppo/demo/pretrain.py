@@ -39,21 +39,21 @@ class Recipe:
     Attributes:
         seed: of the weights and of the text.
         steps: optimizer steps.
-        batch_size: documents per step.
+        batch_size: documents per step. Small on purpose: copying is learned in a number of steps, not of tokens.
         learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to zero.
         slip_rate: share of the steps of a solution with a wrong result, see task.py.
         init_range: standard deviation of the initial weights.
     """
 
     seed: int = 0
-    steps: int = 400
-    batch_size: int = 16
-    learning_rate: float = 3e-3
-    warmup_steps: int = 20
+    steps: int = 1000
+    batch_size: int = 6
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
     slip_rate: float = 0.1
     hidden_size: int = 384
     intermediate_size: int = 1024
-    num_layers: int = 2
+    num_layers: int = 3
     num_heads: int = 6
     init_range: float = 0.02
     max_positions: int = 1024
@@ -123,7 +123,7 @@ def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM
         num_key_value_heads=recipe.num_heads,
         max_position_embeddings=recipe.max_positions,
         initializer_range=recipe.init_range,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=end_id,
         pad_token_id=end_id,

@@ -28,18 +28,17 @@ SPLITS = ("pretrain", "train", "eval")
 _SHARES = (11, 4, 1)
 """How many of 16 questions belong to each."""
 
-LARGEST = 99
+LARGEST = 30
 """No intermediate result is larger."""
 
-SLIPS = (-10, -1, 1, 10)
-"""By how much a slip is off: the mistakes of a carry and of a count."""
+SLIPS = (-2, -1, 1, 2)
+"""By how much a slip is off: a miscount."""
 
 NAMES = (
     ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
     ("Nina", "she"), ("Paul", "he"), ("Emma", "she"), ("Jack", "he"),
 )  # fmt: skip
 OBJECTS = ("pens", "apples", "books", "cards", "coins", "shells", "stamps", "marbles", "cookies", "stickers", "buttons", "beads")
-CONTAINERS = ("boxes", "bags", "baskets", "jars")
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Clause:
-    """One sentence about a number of things (the solution repeats it word for word), and the sign of the step it asks for."""
+    """What happens to a number of things (the solution repeats it word for word), and the sign of the step it asks for."""
 
     text: str
     sign: str
 
 
 _STARTS = (
-    _Clause("{name} has {a} {containers} with {n} {things} each", "*"),
+    _Clause("{name} has {a} old {things} and {n} new {things}", "+"),
     _Clause("{name} has {a} red {things} and {n} blue {things}", "+"),
 )
 _CHANGES = (
@@ -126,9 +125,9 @@ def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[di
 
 
 def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem:
-    """One problem: a start (containers, or two colours), then one or two changes."""
+    """One problem: a start (two colours, or old and new), then one or two changes."""
     (name, pronoun), (friend, _) = rng.sample(NAMES, 2)
-    words = {"name": name, "pronoun": pronoun, "friend": friend, "things": rng.choice(OBJECTS), "containers": rng.choice(CONTAINERS)}
+    words = {"name": name, "pronoun": pronoun, "friend": friend, "things": rng.choice(OBJECTS)}
     first = _draw_operand(rng)
     words["a"] = str(first)
     steps = [_draw_start(rng, first)]
@@ -152,14 +151,14 @@ def _draw_start(rng: random.Random, first: int) -> _Step:
 def _draw_change(rng: random.Random, value: int) -> _Step:
     """A change after which the result lies between 1 and LARGEST."""
     while True:
-        clause, operand = rng.choice(_CHANGES), rng.randint(2, 19)
+        clause, operand = rng.choice(_CHANGES), _draw_operand(rng)
         result = _compute(value, clause.sign, operand)
         if 1 <= result <= LARGEST:
             return _Step(clause, operand, result)
 
 
 def _compute(left: int, sign: str, right: int) -> int:
-    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+    return left + right if sign == "+" else left - right
 
 
 def _solve(first: int, steps: list[_Step], words: dict[str, str], slips: random.Random, slip_rate: float) -> tuple[list[str], int]:
@@ -171,7 +170,7 @@ def _solve(first: int, steps: list[_Step], words: dict[str, str], slips: random.
         if slips.random() < slip_rate:
             off = value - step.result
             ahead = [later.result + off for later in steps[number - 1 :]]
-            value += slips.choice([by for by in SLIPS if 1 <= min(ahead) + by and max(ahead) + by <= LARGEST] or [0])
+            value += slips.choice([by for by in SLIPS if min(ahead) + by >= 1 and max(ahead) + by <= LARGEST] or [0])
         clause = step.clause.text.format(**words, n=step.operand)
         lines.append(
             f"{_ORDER[number - 1]} {clause}, so now there are {left} {step.clause.sign} {step.operand} = {value} {words['things']}."

@@ -1,7 +1,7 @@
-"""The demo actor's tokenizer: one token for each word of the task and for each digit, bytes for everything else.
+"""The demo actor's tokenizer: one token for each word of the task and for each number up to 99, bytes for everything else.
 
 The vocabulary is a list, not the outcome of a training run: the end token, the 256 bytes, and the words of the task's
-templates with and without a space in front. A word that is not on the list is spelled in bytes, so any text goes through and
+templates and the numbers, with the space in front of them. A word that is not on the list is spelled in bytes, so any text goes through and
 comes back unchanged. The small vocabulary keeps the sampler cheap.
 """
 
@@ -21,6 +21,13 @@ _WORDS_FROM = 4000
 """Problems whose words make the vocabulary; the templates have no word that is rarer."""
 
 
+_SPACE = "\u0120"
+"""How the byte-level form writes a space."""
+
+_NUMBERS = 100
+"""Numbers below are one token each; larger ones are spelled digit by digit."""
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, the same on every call."""
     vocabulary = {token: number for number, token in enumerate([END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words()])}
@@ -32,7 +39,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    """Words and numbers with the space before them: then what to copy directly follows the word that it is found by."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def _words() -> list[str]:
@@ -43,4 +51,5 @@ def _words() -> list[str]:
         found = problem(index, seed=0)
         for text in (f"Question: {found.question}\nAnswer:", found.solution):
             seen.update(piece for piece, _ in splitter.pre_tokenize_str(text))
-    return sorted(piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece))
+    words = {piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece)}
+    return sorted(words) + [f"{_SPACE}{number}" for number in range(_NUMBERS)]
