@@ -134,6 +134,14 @@ class CompanionConfig(Section):
     """Byte budget of waiting batches; when it is full the oldest goes and is counted."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, but its time is no longer hidden."""
+    replay_versions: int = Field(0, ge=0)
+    """Policy versions for which a batch is trained on again beside newer ones; 0: each batch once."""
+    replay_decay: float = Field(0.5, gt=0, le=1)
+    """Share of a replayed batch's positions that is left with each policy version."""
+    replay_bytes: int = Field(1024**3, ge=1)
+    """Byte budget of the batches kept for replay."""
+    save_replay: bool = False
+    """Write replayed batches (their hidden states) to disk with the companion's state, so that a resumed run repeats to the bit."""
     gate_confidence: float = Field(0.9, gt=0.5, lt=1)
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""
     draft_temperature: float = Field(0.0, ge=0)
@@ -227,7 +235,7 @@ class RunConfig(Section):
         return Path(self.out) / self.name
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> "RunConfig":
+    def _fields_agree(self) -> RunConfig:
         _check_agreement(self)
         return self
 
@@ -293,21 +301,32 @@ def preset(name: str) -> Path:
     for folder in (Path(__file__).resolve().parent.parent / "configs", Path(sys.prefix) / "share" / "medusa-ppo" / "configs"):
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
-    raise ConfigError("The preset does not exist.", given=name, expected="a file in configs/", do="Run from a checkout, or pass --config FILE.")
+    raise ConfigError(
+        "The preset does not exist.", given=name, expected="a file in configs/", do="Run from a checkout, or pass --config FILE."
+    )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise ConfigError("The configuration file does not exist.", given=path, expected=", ".join(near) or "a YAML file", do="Check --config.")
+        raise ConfigError(
+            "The configuration file does not exist.", given=path, expected=", ".join(near) or "a YAML file", do="Check --config."
+        )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("The configuration file is not YAML.", given=f"{path}: {error}", expected="a mapping of sections", do="Correct the file.") from None
+        raise ConfigError(
+            "The configuration file is not YAML.", given=f"{path}: {error}", expected="a mapping of sections", do="Correct the file."
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError("The configuration file must hold a mapping.", given=type(values).__name__, expected="section: {key: value}", do=f"Correct {path}.")
+        raise ConfigError(
+            "The configuration file must hold a mapping.",
+            given=type(values).__name__,
+            expected="section: {key: value}",
+            do=f"Correct {path}.",
+        )
     return values
 
 
@@ -318,13 +337,17 @@ def _apply_override(values: dict[str, Any], pair: str) -> None:
     try:
         value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError:
-        raise ConfigError("The value of an override is not YAML.", given=pair, expected="a number, text, true/false", do="Quote the value.") from None
+        raise ConfigError(
+            "The value of an override is not YAML.", given=pair, expected="a number, text, true/false", do="Quote the value."
+        ) from None
     node = values
     *parents, leaf = key.split(".")
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError("An override goes through a key that is not a section.", given=pair, expected="section.key=value", do="Check the key.")
+            raise ConfigError(
+                "An override goes through a key that is not a section.", given=pair, expected="section.key=value", do="Check the key."
+            )
         node = child
     node[leaf] = value
 
@@ -347,7 +370,10 @@ def _translate(error: ValidationError) -> ConfigError:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         keys = known_keys()
-        near = difflib.get_close_matches(key, keys, n=MAX_SUGGESTIONS) or [k for k in keys if k.split(".")[-1] == key.split(".")[-1]][:MAX_SUGGESTIONS]
+        near = (
+            difflib.get_close_matches(key, keys, n=MAX_SUGGESTIONS)
+            or [k for k in keys if k.split(".")[-1] == key.split(".")[-1]][:MAX_SUGGESTIONS]
+        )
         return ConfigError(
             "Unknown configuration key.",
             given=f"{key} = {first['input']!r}",

@@ -12,6 +12,7 @@ from heads.config import HeadsConfig
 from heads.errors import CheckpointError
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import GateRule, Verdict, judge
+from medusa_ppo.companion.replay_buffer import ReplayBuffer
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import ReplayRow, RolloutBatch
@@ -64,6 +65,7 @@ class Learner:
         self._seed = seed
         candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.trainer = HeadsTrainer(candidate, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device)
+        self.replay = ReplayBuffer(config.replay_versions, config.replay_decay, config.replay_bytes)
         self.serving = self._copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
@@ -107,10 +109,11 @@ class Learner:
         if not bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all()):
             return LearnReport(TrainReport(), None, False, "The batch holds hidden states or log-probs that are not finite.")
         training, holdout = self._split(batch)
-        report = self.trainer.train_batch(training)
+        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version))
         if report.problem:
             logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
             return LearnReport(report, None, False, report.problem)
+        self.replay.add(training)
         self.last_loss, self.last_losses = report.loss, report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
@@ -169,11 +172,13 @@ class Learner:
     # ---- state ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that later batches depend on. Flat, tensors only."""
+        """A copy of everything that later batches depend on (replayed batches only with `save_replay`). Flat, tensors only."""
         state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
         state |= {f"serving.{name}": value for name, value in self.serving.trainable_state().items()}
         if self.frozen is not None:
             state |= {f"frozen.{name}": value for name, value in self.frozen.trainable_state().items()}
+        if self._config.save_replay:
+            state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
         if self.last_losses:
             state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
@@ -198,6 +203,7 @@ class Learner:
         self.frozen = self._copy(self.serving) if frozen else None
         if self.frozen is not None:
             self.frozen.load_trainable_state(frozen)
+        self.replay.load_state_dict(_under(state, "replay."))
         for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]

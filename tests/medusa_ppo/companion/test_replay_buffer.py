@@ -1,0 +1,82 @@
+"""Older batches join with a share that falls with age, within the byte budget, and survive a restart when asked to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from heads.checkpoint import load_state, save_state
+from heads.config import HeadsConfig
+from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.replay_buffer import ReplayBuffer
+from medusa_ppo.config import CompanionConfig
+
+
+def test_share_falls_with_age_and_old_batches_go(chain) -> None:
+    task = chain()
+    buffer = ReplayBuffer(2, 0.5, 1 << 30)
+    for version in (3, 4, 4, 5):
+        buffer.add(dataclasses.replace(task.batch(), policy_version=version))
+    assert [(b.policy_version, share) for b, share in buffer.older(5)] == [(3, 0.25), (4, 0.5), (4, 0.5), (5, 1.0)]
+    assert [b.policy_version for b, _ in buffer.older(6)] == [4, 4, 5]
+    assert buffer.older(20) == [] and len(buffer) == 0
+
+
+def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
+    task = chain()
+    batch = task.batch()
+    buffer = ReplayBuffer(100, 0.5, 3 * batch.nbytes)
+    for version in range(10):
+        buffer.add(dataclasses.replace(batch, policy_version=version))
+        assert buffer.nbytes <= 3 * batch.nbytes
+    assert [b.policy_version for b, _ in buffer.older(10)] == [7, 8, 9]
+    off, tight = ReplayBuffer(0, 0.5, 1 << 30), ReplayBuffer(5, 0.5, batch.nbytes - 1)
+    off.add(batch)
+    tight.add(batch)
+    assert len(off) == len(tight) == 0
+
+
+def learner_of(task, **settings) -> Learner:
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, **settings})
+    return Learner(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
+
+
+def test_learner_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
+    task = chain()
+    once, again = learner_of(task, replay_versions=0), learner_of(task)
+    batches = [task.batch() for _ in range(3)]
+    for batch in batches:
+        once.learn(batch)
+        again.learn(batch)
+    assert again.optimizer_steps > once.optimizer_steps and again.trained_tokens == once.trained_tokens
+    kept = sum(batch.lengths_S.numel() for batch, _ in again.replay.older(0))
+    assert kept == sum(round(0.8 * batch.lengths_S.numel()) for batch in batches)
+
+
+def test_resumed_with_replay_is_the_same_to_the_bit(chain, tmp_path) -> None:
+    task = chain(dtype=torch.bfloat16)
+    batches = []
+    for _ in range(6):
+        batches.append(task.batch())
+        task.policy_version += 1
+    straight, first, second = (learner_of(task, save_replay=True) for _ in range(3))
+    for batch in batches:
+        straight.learn(batch)
+    for batch in batches[:3]:
+        first.learn(batch)
+    save_state(tmp_path / "state.safetensors", first.state_dict())
+    second.load_state_dict(load_state(tmp_path / "state.safetensors"))
+    for batch in batches[3:]:
+        second.learn(batch)
+    left, right = straight.state_dict(), second.state_dict()
+    assert left.keys() == right.keys() and any(name.startswith("replay.") for name in left)
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def test_hidden_states_stay_off_the_disk_by_default(chain) -> None:
+    task = chain()
+    learner = learner_of(task)
+    learner.learn(task.batch())
+    assert len(learner.replay) == 1 and not any("hidden" in name for name in learner.state_dict())
