@@ -146,6 +146,8 @@ class CompanionConfig(Section):
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""
     draft_temperature: float = Field(0.0, ge=0)
     """Draft temperature that candidates are judged at, times the rollouts' own; 0: one-hot. A run sets it to the engine's."""
+    upper_mark_every: int = Field(0, ge=0)
+    """Batches between two upper marks: heads fitted on that very batch, the most that training could reach; 0: never."""
     checkpoint_every: int = Field(1, ge=0)
     """Batches between two saves of the companion's whole state in the run's folder; 0: never."""
     max_restarts: int = Field(100, ge=0)

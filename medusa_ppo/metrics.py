@@ -19,9 +19,11 @@ ACCEPTED = "accepted"  # Draft tokens accepted, counted by vLLM.
 REPLAY_SERVING = "replay_mal_serving"  # Replay estimate of the serving heads on this step's holdout.
 REPLAY_CANDIDATE = "replay_mal_candidate"  # Replay estimate of the newly trained heads on this step's holdout.
 REPLAY_FROZEN = "replay_mal_frozen"  # Replay estimate of the first published heads on this step's holdout.
+REPLAY_UPPER = "replay_mal_upper"  # Replay estimate of heads fitted on that very batch, holdout included (some steps only).
+REPLAY_POLICY_VERSION = "replay_policy_version"  # Version of the actor whose rollouts the replay estimates were made on.
 
 TOKENS_PER_S = "rollout_tokens_per_s"  # Response tokens per second of this step's generation.
-PAIR_DRAFTING_TOKENS_PER_S = "pair_drafting_tokens_per_s"  # The same prompts with drafting, timed in turn with the next (paired steps only).
+PAIR_DRAFTING_TOKENS_PER_S = "pair_drafting_tokens_per_s"  # The same prompts with drafting, timed in turn with plain (paired steps).
 PAIR_PLAIN_TOKENS_PER_S = "pair_plain_tokens_per_s"  # The same prompts without drafting (paired steps only).
 PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
 

@@ -348,5 +348,12 @@ def _companion_figures(status: CompanionStatus) -> dict[str, Any]:
     }
     if status.last_loss == status.last_loss:  # not NaN: something was trained
         values[names.COMPANION_LOSS] = status.last_loss
-    rows = ((names.REPLAY_SERVING, status.serving), (names.REPLAY_CANDIDATE, status.candidate), (names.REPLAY_FROZEN, status.frozen))
+    if status.serving is not None:
+        values[names.REPLAY_POLICY_VERSION] = status.last_policy_version
+    rows = (
+        (names.REPLAY_SERVING, status.serving),
+        (names.REPLAY_CANDIDATE, status.candidate),
+        (names.REPLAY_FROZEN, status.frozen),
+        (names.REPLAY_UPPER, status.upper),
+    )
     return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

@@ -211,6 +211,7 @@ class CompanionStatus:
     serving: ReplayRow | None = None
     candidate: ReplayRow | None = None
     frozen: ReplayRow | None = None
+    upper: ReplayRow | None = None
     error: str = ""
     losses: tuple[float, ...] = field(default=())
 

@@ -11,7 +11,7 @@ import torch
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import GateRule, Verdict, judge
+from medusa_ppo.companion.gate import GateRule, Verdict, judge, replay
 from medusa_ppo.companion.replay_buffer import ReplayBuffer
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
@@ -19,6 +19,7 @@ from medusa_ppo.types import ReplayRow, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
+UPPER_MARK_EPOCHS = 4  # Times the configured epochs: enough to fit one batch, and rare enough not to matter.
 COUNTERS = ("version", "fresh", "candidates_rejected", "rollbacks", "last_policy_version", "published_policy_version", "batches_seen")
 
 
@@ -128,7 +129,20 @@ class Learner:
             embedding_VD=self.trainer.embedding_VD,
         )
         self._obey(verdict)
+        if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
+            self.rows["upper"] = self._upper_mark(batch, holdout)
         return LearnReport(report, verdict, verdict.publish)
+
+    def _upper_mark(self, batch: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
+        """Replay, on the holdout, of a copy of the candidate fitted on the whole batch, holdout included. It is thrown away."""
+        copy = self._copy(self.trainer.heads).requires_grad_(True)
+        config = self._config.model_copy(update={"epochs": UPPER_MARK_EPOCHS * self._config.epochs})
+        embedding_VD = self.trainer.embedding_VD
+        fitted = HeadsTrainer(copy, self.lm_head_VD, config, self._seed, embedding_VD=embedding_VD, device=self.trainer.device)
+        fitted.train_batch(batch)
+        temperature = self._config.draft_temperature * batch.temperature
+        result = replay(fitted.heads, holdout, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
+        return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)
 
     def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Serve a version that was published after the state now loaded was saved; training goes on from that state."""

@@ -160,6 +160,7 @@ class CompanionService:
             serving=learner.rows.get("serving"),
             candidate=learner.rows.get("candidate"),
             frozen=learner.rows.get("frozen"),
+            upper=learner.rows.get("upper"),
             error=self._error,
             losses=learner.last_losses,
         )

@@ -169,3 +169,16 @@ def test_starts_from_given_heads(chain) -> None:
     for name, value in learner.serving.trainable_state().items():
         assert torch.equal(value, state[name])
     assert learner.learn(task.batch()).verdict.serving.mean_acceptance_length > 2.2
+
+
+def test_upper_mark_is_above_the_serving_heads_and_changes_nothing(chain) -> None:
+    task = chain(sure=0.8)
+    plain, marked = make(task), make(task, upper_mark_every=2)
+    for step in range(4):
+        batch = task.batch()
+        plain.learn(batch)
+        marked.learn(batch)
+        assert ("upper" in marked.rows) == (step % 2 == 1)
+    assert marked.rows["upper"].mean_acceptance_length > marked.rows["serving"].mean_acceptance_length
+    left, right = plain.state_dict(), marked.state_dict()
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
