@@ -52,7 +52,8 @@ class MedusaProposer(StockMedusaProposer):
         self.sampled = False
         self.draft_temperature = 1.0
         self.draft_probs = DraftProbs()
-        self.chooser: DraftChooser | None = None
+        self.choose = False
+        self.chooser = DraftChooser(self.num_drafts)
         self._step_began: float | None = None
         self._target: nn.Module | None = None
         self._embedding_VD: torch.Tensor | None = None
@@ -94,7 +95,7 @@ class MedusaProposer(StockMedusaProposer):
         """
         hidden_BD = target_hidden_states
         count = min(num_speculative_tokens, self.num_drafts)
-        if self.chooser is not None:
+        if self.choose:
             count = min(count, self.chooser.choose(hidden_BD.shape[0]))
         if count == 0:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
@@ -127,11 +128,10 @@ class MedusaProposer(StockMedusaProposer):
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
         self._step_probs_BKV = None
-        if self.chooser is not None:
+        if self.choose:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
 
     def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
-        assert self.chooser is not None, "there is a chooser to teach"
         now = time.perf_counter()
         began, self._step_began = self._step_began, now
         self.chooser.observe_acceptance(drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids])
@@ -212,15 +212,16 @@ class MedusaProposer(StockMedusaProposer):
             )
         if "num_drafts" in settings:
             self.set_num_drafts(int(settings["num_drafts"]))
-        if "choose" in settings:
-            self.chooser = (self.chooser or DraftChooser(self.num_speculative_tokens)) if settings["choose"] else None
+        # What was learned about costs stays when the choice is switched off and on again.
+        self.choose = bool(settings.get("choose", self.choose))
+        self._step_began = None
         self.sampled = bool(settings.get("sampled", self.sampled))
         self.draft_temperature = temperature
         return {
             "num_drafts": self.num_drafts,
             "sampled": self.sampled,
             "draft_temperature": temperature,
-            "choose": self.chooser is not None,
+            "choose": self.choose,
         }
 
     def swap(self, path: str, version: int) -> str:
@@ -251,8 +252,7 @@ class MedusaProposer(StockMedusaProposer):
             if not torch.equal(value.cpu(), cast[name]):
                 raise SwapError("The swapped heads do not read back.", given=name, expected="the file's values", do="Restart the engine.")
         self.version, self.heads_checksum = version, digest
-        if self.chooser is not None:
-            self.chooser.heads_changed()
+        self.chooser.heads_changed()
         return digest
 
     def _require_heads(self) -> MedusaHeads:

@@ -17,7 +17,7 @@ def main(model: str, heads: str, prompts: str) -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,
-        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 27,
         disable_log_stats=False,
         speculative_config={"method": "medusa", "model": heads, "num_speculative_tokens": 4},
     )
