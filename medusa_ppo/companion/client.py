@@ -157,9 +157,8 @@ class CompanionClient:
                 status: CompanionStatus = ray.get(self._call("status", CONTROL), timeout=timeout_s)
                 self._last = status
             if not guard.failed:
-                self._notice(status.error)
+                self._error = ""
                 if not status.error:
-                    self._error = ""
                     self._told.clear()
                 return dataclasses.replace(status, batches_dropped=status.batches_dropped + self._lost)
         dropped = self._last.batches_dropped + self._lost

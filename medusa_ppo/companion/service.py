@@ -66,7 +66,7 @@ class ServiceArguments:
 
 @dataclass(frozen=True)
 class Answer:
-    """Reply to a poll: a newer version if there is one, and what went wrong last."""
+    """Reply to a poll: a newer version if there is one, and what failed last (a batch that was merely skipped is no failure)."""
 
     published: PublishedHeads | None
     error: str
@@ -101,7 +101,8 @@ class CompanionService:
         self._dropped_before = 0
         self._train_s = 0.0
         self._busy_since: float | None = None
-        self._error = ""
+        self._error = ""  # What failed with the last batch.
+        self._note = ""  # Why the last batch was of no use, though nothing failed.
         self._begin(arguments)
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
         self._thread.start()
@@ -161,7 +162,7 @@ class CompanionService:
             candidate=learner.rows.get("candidate"),
             frozen=learner.rows.get("frozen"),
             upper=learner.rows.get("upper"),
-            error=self._error,
+            error=self._error or self._note,
             losses=learner.last_losses,
         )
 
@@ -193,7 +194,7 @@ class CompanionService:
                 with self._state_lock:
                     self._use_tables()
                     report = self._learner.learn(batch)
-                self._error = report.problem
+                self._error, self._note = "", report.problem
                 self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
                 if report.published:
                     self._publish()
