@@ -7,7 +7,7 @@ The first run samples rollouts and keeps them in --cache; later runs with the sa
 ones are sampled). Each run adds one JSON line to --results: settings, mean acceptance length one-hot and at each draft temperature, the
 95 % interval, seconds.
 
-Measured with these settings (hydra, K = 4, gsm8k-4m, 91,944 positions, 473 held-out rollouts, one gradient clip for all heads):
+Measured with a prototype of this script (hydra, K = 4, gsm8k-4m, 91,944 positions, 473 held-out rollouts, one gradient clip for all heads):
 ce_tv 1.593 one-hot and 1.927 sampled (draft temperature 1.0); tv 1.557 and 1.889 (1.0). One epoch of kl: 1.534 and 1.786 (0.8).
 
 Held-out prompts are the last --holdout rows of the data; they are never trained on.

@@ -299,7 +299,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss_K * ctx.inverse_K
 
     @staticmethod
-    def backward(ctx: Any, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("The gradients of a chunked loss are used up by the first backward pass.")
         scale_K = grad_K.float() * ctx.inverse_K
