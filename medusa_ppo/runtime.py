@@ -14,9 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from heads.errors import RunError
+
 logger = logging.getLogger(__name__)
 
 MIB = 1024**2
+START_ATTEMPTS = 2
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -51,15 +54,7 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="mppo-"))
     keep = False
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, cpus, 2),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_object_store_bytes(queue_bytes),
-            _temp_dir=str(folder),
-        )
+        _start(folder, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
         yield
     except Exception:
         keep = True
@@ -70,6 +65,31 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
             logger.error("Ray's logs are kept in %s", folder)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: Path, cpus: int, store_bytes: int) -> None:
+    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss once. Raises RunError."""
+    import ray
+
+    for left in reversed(range(START_ATTEMPTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=store_bytes,
+                _temp_dir=str(folder),
+            )
+            return
+        except Exception as error:  # Ray raises a bare Exception here, and ValueError and OSError for what it is given
+            ray.shutdown()
+            if not left:
+                given = f"{type(error).__name__}: {error}"
+                do = "Free memory or cores and try again; Ray's logs say more."
+                raise RunError("Ray did not start.", given=given, expected="a local Ray within 30 s", do=do) from error
+            logger.warning("Ray did not start; trying once more: %s", error)
 
 
 def _object_store_bytes(queue_bytes: int) -> int:

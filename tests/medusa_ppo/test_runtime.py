@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from heads.errors import RunError
 from medusa_ppo import runtime
 from medusa_ppo.runtime import stop_signals
 
@@ -59,3 +61,24 @@ def test_the_object_store_has_room_but_not_more_than_a_quarter(monkeypatch: pyte
     assert runtime._object_store_bytes(10**9) == 5 * 10**8
     monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12))
     assert runtime._object_store_bytes(10**9) == 10**9 + 128 * runtime.MIB
+
+
+@pytest.mark.parametrize(("failures", "starts"), [(1, True), (2, False)])
+def test_ray_gets_a_second_chance_to_start(failures: int, starts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import ray
+
+    calls = []
+
+    def init(**arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    if starts:
+        runtime._start(tmp_path, 2, 1)
+    else:
+        with pytest.raises(RunError, match="Ray did not start"):
+            runtime._start(tmp_path, 2, 1)
+    assert len(calls) == 2 and calls[0] == calls[1]
