@@ -38,7 +38,7 @@ __all__ = [
     "INSTALLED",
     "StockMedusaProposer",
     "check_contract",
-    "embedding_weight",
+    "embedding_module",
     "install",
     "lm_head_logits",
     "request_sampling",
@@ -386,11 +386,11 @@ def lm_head_logits(target_model: Any, features_ND: torch.Tensor) -> torch.Tensor
     return target_model.compute_logits(features_ND)
 
 
-def embedding_weight(target_model: Any) -> torch.Tensor:
-    """The engine's own embedding table `[V, D]`, which follows every actor sync."""
+def embedding_module(target_model: Any) -> Any:
+    """The engine's own embedding layer; read its `weight` (padded rows at the end) anew each time, a sync may replace the tensor."""
     for name, module in target_model.named_modules():
         if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(module, "weight"):
-            return module.weight
+            return module
     raise UnsupportedVersionError(
         "The actor's embedding table was not found in vLLM's model.",
         given=type(target_model).__name__,

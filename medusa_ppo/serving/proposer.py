@@ -24,7 +24,7 @@ from heads.errors import CheckpointError, ConfigError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.serving.choice import DraftChooser
 from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
-from medusa_ppo.serving.internals import StockMedusaProposer, embedding_weight, lm_head_logits, request_sampling
+from medusa_ppo.serving.internals import StockMedusaProposer, embedding_module, lm_head_logits, request_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class MedusaProposer(StockMedusaProposer):
         self.chooser = DraftChooser(self.num_drafts)
         self._step_began: float | None = None
         self._target: nn.Module | None = None
-        self._embedding_VD: torch.Tensor | None = None
+        self._embedding: Any = None
         self._last_ids: list[int] = []
         self._unfinished: list[int] = []
         self._step_probs_BKV: torch.Tensor | None = None
@@ -83,7 +83,17 @@ class MedusaProposer(StockMedusaProposer):
         self.model = self.heads
         self._target = target_model
         if heads.config.kind == "hydra":
-            self._embedding_VD = embedding_weight(target_model)
+            self._embedding = self._whole_embedding(target_model)
+
+    def _whole_embedding(self, target_model: nn.Module) -> Any:
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            raise ConfigError(
+                "Heads of kind hydra read the whole embedding table, which tensor parallelism cuts up.",
+                given=f"tensor_parallel_size={self.vllm_config.parallel_config.tensor_parallel_size}",
+                expected=1,
+                do="Use heads of kind medusa or markov, or one rank.",
+            )
+        return embedding_module(target_model)
 
     def propose(
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
@@ -164,7 +174,7 @@ class MedusaProposer(StockMedusaProposer):
             last_ids_B,
             count,
             lambda features_ND: lm_head_logits(target, features_ND),
-            embedding_VD=self._embedding_VD,
+            embedding_VD=None if self._embedding is None else self._embedding.weight[: heads.config.vocab_size],
             sampling=sampling,
             draft_temperature=self.draft_temperature,
         )

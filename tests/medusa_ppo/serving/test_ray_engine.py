@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -100,6 +101,20 @@ def test_conditioned_heads_draft_step_by_step(
         condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
         expected = heads(hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=table_VD).argmax(-1)
         assert torch.equal(drafts_BK, expected)
+        # The engine's embedding and lm_head are used where they are: a synced actor changes what the same heads draft.
+        moved = copy.deepcopy(actor.model)
+        for parameter in moved.parameters():
+            parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
+        save_state(tmp_path / "moved.safetensors", moved.state_dict())
+        engine.sync_actor(tmp_path / "moved.safetensors", 1)
+        drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
+        condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
+        new_table_VD = moved.get_input_embeddings().weight
+        logits_BKV = heads(hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=new_table_VD)
+        assert torch.equal(drafts_BK, logits_BKV.argmax(-1))
+        assert not torch.equal(drafts_BK, heads(hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=table_VD).argmax(-1))
+        save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
+        engine.sync_actor(tmp_path / "actor.safetensors", 2)
         sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True, seed=6)
         rollouts = engine.generate(actor.prompts[:40], sampling)
         assert rollouts.counters.drafts > 0
