@@ -14,7 +14,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind. Elsewhere: nothing."""
+    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind. Elsewhere: nothing.
+
+    Linux means the parent's thread: the engine has to be made in a thread that lives as long as it is used.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
