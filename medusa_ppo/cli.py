@@ -100,7 +100,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 @_command
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="PPO steps.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")] = None,
 ) -> None:
     """Run the whole job on an embedded example: about 10 minutes on two cores, nothing to prepare.
 
