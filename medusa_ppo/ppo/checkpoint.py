@@ -194,7 +194,10 @@ def _load_moments(optimizer: torch.optim.Optimizer, module: nn.Module, state: di
 
 
 def replace_folder(new: Path, target: Path) -> Path:
-    """Put `new` (made by mkdtemp, so ours alone) in the place of `target`, readable as usual. Two renames: a reader finds the old folder aside if it comes in between."""
+    """Put `new` (from mkdtemp, so ours alone) in the place of `target`, readable as usual.
+
+    Two renames: a reader finds the old folder aside if it comes in between.
+    """
     new.chmod(0o755)
     old = target.with_name(f".{target.name}.old")
     if target.exists():
