@@ -62,7 +62,7 @@ class ColocatedEngine(base.RolloutEngine):
             )
             for i in range(len(prompts) * repeat)
         ]
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
+        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
         before = self.counters()
         started = time.perf_counter()
         with _engine_errors("generating"):
@@ -105,7 +105,7 @@ class ColocatedEngine(base.RolloutEngine):
     def counters(self) -> Counters:
         return read_counters(self._running().get_metrics()) if self.max_drafts else Counters()
 
-    def plugin_report(self) -> dict[str, object]:
+    def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:

@@ -61,6 +61,7 @@ class Chooser:
             ids_B = logits_BV.argmax(-1)
         else:
             probs_BV = draft_distribution(logits_BV, self.sampling, self.draft_temperature)
+            assert self.sampling.temperature_B is not None, "a batch of greedy requests is not sampled"
             ids_B = draw(logits_BV, probs_BV, self.uniforms_BK[:, len(self.ids)], self.sampling.temperature_B)
             self.probs.append(probs_BV)
         self.ids.append(ids_B)
@@ -94,7 +95,7 @@ def draft_tokens(
     chooser = Chooser(sampling, draft_temperature, batch, count, hidden_BD.device)
     state = heads.start_draft(hidden_BD)
     ready_BKV = _logits_known_ahead(heads, state.base_BKD, count, lm_head)
-    if heads.config.kind == "medusa" and chooser.sampling is None:
+    if heads.config.kind == "medusa" and chooser.sampling is None and ready_BKV is not None:
         return Draft(ready_BKV.argmax(-1))
     for k in range(count):
         if ready_BKV is not None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from heads.errors import ConfigError, DataError, SwapError
 from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
@@ -65,7 +66,7 @@ class RolloutEngine(ABC):
         """vLLM's acceptance counters since the engine started."""
 
     @abstractmethod
-    def plugin_report(self) -> dict[str, object]:
+    def plugin_report(self) -> dict[str, Any]:
         """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
 
     @abstractmethod
@@ -131,7 +132,7 @@ def check_file(path: str | Path, what: str) -> str:
     return str(file)
 
 
-def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, object]:
+def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, Any]:
     """Arguments of one request under the names of both vLLM's SamplingParams and its HTTP API."""
     return {
         "temperature": sampling.temperature,

@@ -286,7 +286,7 @@ def _rule(sampling_metadata: Any) -> verify.Rule:
 def _constrain(logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
     """Temperature, top-k and top-p of each request on all its rows. Leaves its input as it is."""
 
-    def spread(values_B: torch.Tensor | None) -> torch.Tensor | None:
+    def spread(values_B: torch.Tensor | None) -> Any:
         return None if values_B is None else torch.repeat_interleave(values_B, rows_B, output_size=logits_NV.shape[0])
 
     temperature_B = sampling_metadata.temperature

@@ -45,6 +45,8 @@ class MedusaProposer(StockMedusaProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.model: Any = None
         self.heads: MedusaHeads | None = None
         self.version = 0
         self.heads_checksum = ""

@@ -72,7 +72,7 @@ class RayEngine(base.RolloutEngine):
             )
         gpus = float(plan.engine_args.get("tensor_parallel_size", 1)) if ray.cluster_resources().get("GPU") else 0.0
         # No CPU is reserved: the engine and the companion share the node's cores, by design of the colocated mode.
-        options = {
+        options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": config.memory_fraction if gpus == 1.0 else gpus,
             "runtime_env": {"env_vars": actor_environment(config, has_gpu=gpus > 0)},
@@ -108,7 +108,7 @@ class RayEngine(base.RolloutEngine):
     def counters(self) -> Counters:
         return self._call("counters")
 
-    def plugin_report(self) -> dict[str, object]:
+    def plugin_report(self) -> dict[str, Any]:
         return self._call("plugin_report")
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:

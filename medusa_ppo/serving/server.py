@@ -73,11 +73,13 @@ class ServerEngine(base.RolloutEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
-        jobs = [(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i)) for i in range(len(prompts) * repeat)]
+        jobs: list[tuple[int, list[int], int | None]] = [
+            (i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i)) for i in range(len(prompts) * repeat)
+        ]
         before = self.counters()
         started = time.perf_counter()
         with ThreadPoolExecutor(min(len(jobs), self._workers), thread_name_prefix="medusa-ppo-http") as pool:
-            responses = tuple(pool.map(lambda job: self._complete(*job, sampling), jobs))
+            responses = tuple(pool.map(lambda job: self._complete(job[0], job[1], job[2], sampling), jobs))
         seconds = time.perf_counter() - started
         rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
         return base.with_versions(rollouts, self)
@@ -117,7 +119,7 @@ class ServerEngine(base.RolloutEngine):
     def counters(self) -> Counters:
         return parse_counters(self._get("/metrics").text) if self.max_drafts else Counters()
 
-    def plugin_report(self) -> dict[str, object]:
+    def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
@@ -189,7 +191,7 @@ class ServerEngine(base.RolloutEngine):
             return "no log"
         return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
-    def _check_served(self, report: dict[str, object], with_heads: bool) -> None:
+    def _check_served(self, report: dict[str, Any], with_heads: bool) -> None:
         if with_heads and not report["kind"]:
             raise EngineError(
                 "The server does not draft with native heads.",

@@ -65,7 +65,7 @@ class MedusaWorker:
         names = self._medusa_check_actor_file(path)
         digest = checksum(dict(_tensors(path, list(_header(Path(path))))))
         with torch.inference_mode():
-            self.reload_weights(weights_iterator=_tensors(path, names))
+            self.reload_weights(weights_iterator=_tensors(path, names))  # type: ignore[attr-defined]
         self._medusa_check_lm_head(path, names)
         self._medusa_actor = (int(version), digest)
         return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
