@@ -49,6 +49,7 @@ class CompanionClient:
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._poll_since = 0.0
+        self._grace_until = 0.0
         self._last = CompanionStatus()
         self._error = ""
         self._told: set[str] = set()
@@ -215,8 +216,9 @@ class CompanionClient:
             timeout_s = 0.0
         ready, _ = ray.wait([self._poll], timeout=timeout_s)
         if not ready:
-            if time.monotonic() - self._poll_since > self._config.hang_s:
+            if time.monotonic() - self._poll_since > self._config.hang_s and time.monotonic() > self._grace_until:
                 self._poll = None
+                self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to come up.
                 self._fail(f"The companion has not answered for {self._config.hang_s:.0f} s; it is ended and started again.")
                 ray.kill(self._actor, no_restart=False)
             return None
