@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -175,9 +176,10 @@ class StepClock:
         return (time.monotonic() - self._began) / self._done * (self._total - self._done) if self._done else float("nan")
 
     def left_text(self) -> str:
-        if self.left_s != self.left_s:
+        left_s = self.left_s
+        if math.isnan(left_s):
             return "?"
-        minutes, seconds = divmod(round(self.left_s), 60)
+        minutes, seconds = divmod(round(left_s), 60)
         return f"{minutes}:{seconds:02d}"
 
 

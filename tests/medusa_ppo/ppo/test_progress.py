@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -80,3 +81,11 @@ def test_time_left(monkeypatch: pytest.MonkeyPatch):
         now[0] += 15
         clock.finished()
     assert clock.left_text() == "1:30"
+
+
+def test_time_left_is_known_after_the_first_step() -> None:
+    clock = StepClock()
+    clock.start(0, 5)
+    assert clock.left_text() == "?"
+    clock.finished()
+    assert re.fullmatch(r"\d+:\d\d", clock.left_text())
