@@ -46,15 +46,15 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 1000
+    steps: int = 1200
     batch_size: int = 6
     learning_rate: float = 2e-3
     warmup_steps: int = 50
-    slip_rate: float = 0.1
-    hidden_size: int = 384
-    intermediate_size: int = 1024
+    slip_rate: float = 0.2
+    hidden_size: int = 320
+    intermediate_size: int = 896
     num_layers: int = 3
-    num_heads: int = 6
+    num_heads: int = 5
     init_range: float = 0.02
     max_positions: int = 1024
 

@@ -28,7 +28,7 @@ SPLITS = ("pretrain", "train", "eval")
 _SHARES = (11, 4, 1)
 """How many of 16 questions belong to each."""
 
-LARGEST = 30
+LARGEST = 20
 """No intermediate result is larger."""
 
 SLIPS = (-2, -1, 1, 2)
