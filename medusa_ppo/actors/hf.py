@@ -41,7 +41,7 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
     torch_dtype = _dtype(dtype)
     _check_is_causal(name)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=torch_dtype,
             use_safetensors=_use_safetensors(name),
@@ -51,6 +51,7 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
         )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
         raise _unusable(name, "The actor can't be loaded.", error) from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
@@ -161,7 +162,7 @@ class HiddenTap:
 
 
 def _unwrap(model: nn.Module) -> Any:
-    inner = model
+    inner: Any = model
     while isinstance(getattr(inner, "module", None), nn.Module):  # DistributedDataParallel and its like
         inner = inner.module
     if not isinstance(inner, PreTrainedModel):

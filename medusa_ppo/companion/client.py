@@ -293,7 +293,7 @@ class _Guard:
 
 def _remote_class(config: CompanionConfig) -> Any:
     """The service as a Ray actor class: batches come in one after the other, questions are answered beside them."""
-    return ray.remote(
+    return ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
         num_cpus=0,
         num_gpus=config.num_gpus,
         max_restarts=config.max_restarts,

@@ -113,10 +113,12 @@ def judge(
     fault = find_fault(candidate, serving)
     if fault:
         return Verdict(False, True, fault)
-    settings = {"embedding_VD": embedding_VD, "draft_temperature": rule.draft_temperature}
-    of_serving = replay(serving, holdout, lm_head_VD, **settings)
-    of_candidate = replay(candidate, holdout, lm_head_VD, **settings)
-    of_frozen = of_serving if frozen is None else replay(frozen, holdout, lm_head_VD, **settings)
+
+    def measure(heads: MedusaHeads) -> ReplayResult:
+        return replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=rule.draft_temperature)
+
+    of_serving, of_candidate = measure(serving), measure(candidate)
+    of_frozen = of_serving if frozen is None else measure(frozen)
     rows = (_row(of_serving), _row(of_candidate), _row(of_frozen))
     if not of_candidate.drafts:
         return Verdict(False, False, "The holdout has no draft step: its responses are one token long.", *rows)

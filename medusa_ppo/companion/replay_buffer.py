@@ -64,4 +64,5 @@ class ReplayBuffer:
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature = state[f"{index}.meta"].tolist()
-            self._batches.append(RolloutBatch(*(state[f"{index}.{name}"] for name in FIELDS), int(version), temperature))
+            hidden_MD, ids_M, logprobs_M, lengths_S = (state[f"{index}.{name}"] for name in FIELDS)
+            self._batches.append(RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, int(version), temperature))

@@ -258,8 +258,9 @@ class HeadsTrainer:
             self.heads.load_trainable_state({name[6:]: value.to(self.device) for name, value in state.items() if name.startswith("heads.")})
             optimizer = self._fresh_optimizer()
             for name, parameter in self._named.items():
-                moments = {moment: state.get(f"optimizer.{name}.{moment}") for moment in MOMENTS}
-                if all(value is not None for value in moments.values()):
+                keys = {moment: f"optimizer.{name}.{moment}" for moment in MOMENTS}
+                if all(key in state for key in keys.values()):
+                    moments = {moment: state[key] for moment, key in keys.items()}
                     optimizer.state[parameter] = {
                         moment: value.clone() if moment == "step" else value.to(self.device, copy=True) for moment, value in moments.items()
                     }
