@@ -126,7 +126,7 @@ class RunSession:
 
     def _write_partial_report(self, error: BaseException | None) -> None:
         assert self._writer is not None
-        stopped = isinstance(error, KeyboardInterrupt)
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Ray turns a signal during its start into SystemExit
         if not stopped:
             logger.error("The run failed; what was finished is in %s", self._config.run_dir)
         try:
