@@ -65,7 +65,8 @@ def truncate(logits_MV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 @torch.no_grad()
 def sampled_rows(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own logits_MV at every sampled position of some rollouts, and ids_M of what was sampled there."""
-    logits, ids = [], []
+    logits: list[torch.Tensor] = []
+    ids: list[int] = []
     for response in rollouts.responses:
         prompt = rollouts.prompts[response.prompt_index]
         row_1T = torch.tensor([[*prompt, *response.token_ids]])

@@ -80,7 +80,8 @@ class RayEngine(base.RolloutEngine):
         }
         heads = str(Path(heads_path).resolve()) if heads_path else None
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
-        self._host: Any = ray.remote(**options)(EngineHost).remote(model, heads, config.model_dump(), seed)
+        actor: Any = ray.remote(**options)(EngineHost)
+        self._host: Any = actor.remote(model, heads, config.model_dump(), seed)
         try:
             self._unpack(self._get(self._host.start.remote(), "starting", START_TIMEOUT_S))
         except MedusaError:

@@ -93,7 +93,8 @@ def train_actor(
         partial: file that holds an unfinished training; read if it is there, written every SAVE_EVERY_S, left there at the end.
         threads: CPU threads; the number before is put back.
     """
-    model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id).to(device)
+    model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides torch's signature
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     first = _load_partial(partial, model, optimizer) if partial is not None else 0
     losses: list[float] = []
