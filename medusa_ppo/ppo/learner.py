@@ -31,8 +31,7 @@ from medusa_ppo.types import Sampling
 Tap = Callable[[nn.Module, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
 
 ADAM_BETAS = (0.9, 0.95)
-# PPO's usual value, a thousand times AdamW's: gradients are small here, and a weight that has next to none must not move a full step.
-ADAM_EPSILON = 1e-5
+ADAM_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)

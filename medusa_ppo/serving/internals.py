@@ -113,6 +113,7 @@ def check_contract(contract: tuple[tuple[str, str, tuple[str, ...]], ...] = CONT
         except (ImportError, AttributeError) as error:
             faults.append(f"{module_name}:{qualified} is missing ({error})")
             continue
+        target = INSTALLED.originals.get(f"{module_name}.{qualified}", target)  # Ours may stand there by now.
         if parameters:
             known = inspect.signature(inspect.unwrap(target)).parameters
             missing = [name for name in parameters if name not in known]

@@ -1,4 +1,4 @@
-"""Fixtures for everything that needs a Ray cluster: one small local one for the whole test session."""
+"""Fixtures for everything that needs a Ray cluster: one small local one for each module of tests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
-    """A local Ray with two CPUs and 300 MB of shared memory, without dashboard; ended with the session."""
+    """A local Ray with two CPUs and 300 MB of shared memory, without dashboard; ended with the module, since others start their own."""
     import ray
 
     started = not ray.is_initialized()
