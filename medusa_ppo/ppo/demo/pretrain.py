@@ -41,7 +41,8 @@ class Recipe:
         steps: optimizer steps.
         batch_size: documents per step. Small on purpose: copying is learned in a number of steps, not of tokens.
         learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to zero.
-        slip_rate: share of the steps of a solution with a wrong result, see task.py.
+        slip_rate: share of the solutions that answer with the result before the last, see task.py.
+        slips_from: share of the training that sees right solutions only. With slips from the start, copying is learned half as fast.
         init_range: standard deviation of the initial weights.
     """
 
@@ -50,12 +51,13 @@ class Recipe:
     batch_size: int = 6
     learning_rate: float = 2e-3
     warmup_steps: int = 50
-    slip_rate: float = 0.2
-    hidden_size: int = 320
-    intermediate_size: int = 896
+    slip_rate: float = 0.6
+    slips_from: float = 0.75
+    hidden_size: int = 256
+    intermediate_size: int = 1024
     num_layers: int = 3
-    num_heads: int = 5
-    init_range: float = 0.02
+    num_heads: int = 4
+    init_range: float = 0.05
     max_positions: int = 1024
 
 
@@ -176,7 +178,8 @@ def _batches(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int) -> 
 def _encode_pool(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pool: int) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, response ids with the end token) of one pool, shortest first."""
     count = recipe.batch_size * _POOL
-    texts = [document(problem(pool * count + i, recipe.seed, "pretrain", recipe.slip_rate)) for i in range(count)]
+    slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
+    texts = [document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate)) for i in range(count)]
     prompts = tokenizer([prompt for prompt, _ in texts], add_special_tokens=False)["input_ids"]
     responses = tokenizer([response for _, response in texts], add_special_tokens=False)["input_ids"]
     pairs = [(prompt, [*response, tokenizer.eos_token_id]) for prompt, response in zip(prompts, responses, strict=True)]

@@ -4,8 +4,9 @@ Every problem is a function of (seed, index, split) and of nothing else, so a st
 anywhere. The splits share no question: which split a question belongs to is decided by a hash of its text, and a generator
 draws until the text belongs to its own split.
 
-The text to pretrain on may hold *slips*: a step whose result is off by a little, carried on to the end, as in text that people
-write. A model trained on it knows the right result and is wrong at the rate of the slips, which is what PPO then removes.
+The text to pretrain on may hold *slips*: a solution that is worked out well and then gives the result before the last step as its
+answer, as people do who forget the last sentence. A model trained on it can solve the problems and answers wrongly at the rate of the
+slips, which is what PPO then removes.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ _SHARES = (11, 4, 1)
 
 LARGEST = 20
 """No intermediate result is larger."""
-
-SLIPS = (-2, -1, 1, 2)
-"""By how much a slip is off: a miscount."""
 
 NAMES = (
     ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
@@ -76,9 +74,10 @@ _ORDER = ("First", "Then", "Finally")
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of a drawn problem: clause, right operand, and the exact result."""
+    """One step of a drawn problem: clause, left and right operand, and the result."""
 
     clause: _Clause
+    left: int
     operand: int
     result: int
 
@@ -90,7 +89,7 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
         index: position in the stream, from 0.
         seed: names the stream.
         split: one of SPLITS; they have no question in common, whatever the seeds.
-        slip_rate: share of the steps with a wrong result (0: the solution and the answer are right).
+        slip_rate: share of the solutions that give the result before the last step as their answer (0: all are right).
     """
     if split not in SPLITS:
         raise DataError("The demo task has no such split.", given=split, expected=" or ".join(SPLITS), do="Name one of them.")
@@ -135,7 +134,9 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
         steps.append(_draw_change(rng, steps[-1].result))
     clauses = [f"{order} {step.clause.text.format(**words, n=step.operand)}." for order, step in zip(_ORDER, steps, strict=False)]
     clauses.append("How many {things} does {name} have now?".format(**words))
-    lines, answer = _solve(first, steps, words, slips, slip_rate)
+    lines = [_line(_ORDER[number], step, words) for number, step in enumerate(steps)]
+    answer = steps[-2].result if slips.random() < slip_rate else steps[-1].result
+    lines.append(f"{ANSWER_MARK} {answer}")
     return Problem(" ".join(clauses), " " + "\n".join(lines), str(answer))
 
 
@@ -145,7 +146,7 @@ def _draw_operand(rng: random.Random) -> int:
 
 def _draw_start(rng: random.Random, first: int) -> _Step:
     clause, operand = rng.choice(_STARTS), _draw_operand(rng)
-    return _Step(clause, operand, _compute(first, clause.sign, operand))
+    return _Step(clause, first, operand, _compute(first, clause.sign, operand))
 
 
 def _draw_change(rng: random.Random, value: int) -> _Step:
@@ -154,26 +155,14 @@ def _draw_change(rng: random.Random, value: int) -> _Step:
         clause, operand = rng.choice(_CHANGES), _draw_operand(rng)
         result = _compute(value, clause.sign, operand)
         if 1 <= result <= LARGEST:
-            return _Step(clause, operand, result)
+            return _Step(clause, value, operand, result)
 
 
 def _compute(left: int, sign: str, right: int) -> int:
     return left + right if sign == "+" else left - right
 
 
-def _solve(first: int, steps: list[_Step], words: dict[str, str], slips: random.Random, slip_rate: float) -> tuple[list[str], int]:
-    """The lines of the solution and the answer; a slip is carried on to the end, and never leads out of 1 to LARGEST."""
-    lines: list[str] = []
-    value = first
-    for number, step in enumerate(steps, start=1):
-        left, value = value, _compute(value, step.clause.sign, step.operand)
-        if slips.random() < slip_rate:
-            off = value - step.result
-            ahead = [later.result + off for later in steps[number - 1 :]]
-            value += slips.choice([by for by in SLIPS if min(ahead) + by >= 1 and max(ahead) + by <= LARGEST] or [0])
-        clause = step.clause.text.format(**words, n=step.operand)
-        lines.append(
-            f"{_ORDER[number - 1]} {clause}, so now there are {left} {step.clause.sign} {step.operand} = {value} {words['things']}."
-        )
-    lines.append(f"{ANSWER_MARK} {value}")
-    return lines, value
+def _line(order: str, step: _Step, words: dict[str, str]) -> str:
+    """A line of the solution: the clause, word for word, and the sum it asks for."""
+    clause = step.clause.text.format(**words, n=step.operand)
+    return f"{order} {clause}, so now there are {step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}."

@@ -156,8 +156,8 @@ def test_stopped_companion_costs_a_short_poll_and_is_started_again(chain, client
     assert client.status(0.2).alive is False and "no answer in time" in client.status(0.2).error
     assert client.newest(0) is None
     assert until(lambda: client.newest(0) is None and client.status(0.5).alive, 60)
-    client.newest(0, 5)
-    assert pid_of(client) != pid and client.status().batches_dropped >= 6
+    assert until(lambda: client.newest(0) is None and pid_of(client) != pid)
+    assert client.status().batches_dropped >= 6
 
 
 def test_a_batch_that_does_not_fit_is_told(chain, client_of) -> None:
