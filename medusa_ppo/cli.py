@@ -135,7 +135,9 @@ def ppo(
 def _ppo(config: RunConfig, resume: bool) -> None:
     from medusa_ppo.ppo.loop import run_ppo
     from medusa_ppo.ppo.progress import make_progress
+    from medusa_ppo.runtime import quiet_libraries
 
+    quiet_libraries()
     with make_progress(console) as progress:
         summary = run_ppo(config, progress, resume=resume)
     _print_summary(summary, config.run_dir)
@@ -203,7 +205,9 @@ def train(
             console.print(f"{name:<28}{value}", highlight=False, soft_wrap=True)
         return
     from medusa_ppo.offline.progress import OfflineProgress
+    from medusa_ppo.runtime import quiet_libraries
 
+    quiet_libraries()
     with OfflineProgress(console) as progress:
         result = train_heads(options, progress)
     console.print(
@@ -238,7 +242,9 @@ def evaluate(
     """
     from medusa_ppo.offline.evaluate import EvalOptions, evaluate_heads
     from medusa_ppo.offline.progress import OfflineProgress
+    from medusa_ppo.runtime import quiet_libraries
 
+    quiet_libraries()
     options = EvalOptions(
         model, heads, data, template, engine, draft, draft_temperature, temperature, top_p, top_k, max_new_tokens, limit, seed
     )

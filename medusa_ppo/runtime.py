@@ -27,6 +27,13 @@ RAY_ENVIRONMENT = {
 }
 
 
+def quiet_libraries() -> None:
+    """No progress bars of transformers between our own; for commands, which show their progress themselves."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that is set, else a local one of ours.

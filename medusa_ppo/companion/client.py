@@ -45,6 +45,7 @@ class CompanionClient:
         self._config = config
         self._publish_dir = publish_dir
         self._tables = tables
+        self._first_tables = tables  # A companion that is started again is built from them; Ray frees what nobody holds.
         self._incarnation = incarnation
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
@@ -97,7 +98,7 @@ class CompanionClient:
             str(Path(resume_from).resolve()) if resume_from else "",
         )
         tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
-        actor = _remote_class(companion_config).remote(arguments, tables)
+        actor = _remote_class(companion_config).remote(arguments, [tables])
         try:
             incarnation = ray.get(actor.ready.options(concurrency_group=CONTROL).remote(), timeout=START_TIMEOUT_S)
         except RayError as error:
@@ -291,6 +292,13 @@ class _Guard:
         return True
 
 
+class _HostedService(CompanionService):
+    """The service with its tables fetched from the object store, so that the client and not the constructor call keeps them there."""
+
+    def __init__(self, arguments: ServiceArguments, tables: list[ray.ObjectRef]) -> None:
+        super().__init__(arguments, ray.get(tables[0]))
+
+
 def _remote_class(config: CompanionConfig) -> Any:
     """The service as a Ray actor class: batches come in one after the other, questions are answered beside them."""
     return ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
@@ -300,7 +308,7 @@ def _remote_class(config: CompanionConfig) -> Any:
         max_task_retries=0,
         concurrency_groups={INTAKE: 1, CONTROL: 4},
         runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
-    )(CompanionService)
+    )(_HostedService)
 
 
 def _pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> PackedTables:

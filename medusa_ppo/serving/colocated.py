@@ -31,7 +31,7 @@ ENVIRONMENT = {
 COUNTER = "vllm:spec_decode_num_"
 
 
-class ColocatedEngine(base.RolloutEngine):
+class ColocatedEngine(base.WorkerEngine):
     """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our proposer."""
 
     def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
@@ -72,11 +72,6 @@ class ColocatedEngine(base.RolloutEngine):
         rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
         return base.with_versions(rollouts, self)
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        receipt = self._receipt("medusa_swap_heads", base.check_file(path, "new heads"), version)
-        self.heads_version = version
-        return receipt
-
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
         started = time.perf_counter()
         receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version)
@@ -88,29 +83,8 @@ class ColocatedEngine(base.RolloutEngine):
         self.policy_version = version
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
-    def set_num_drafts(self, count: int) -> None:
-        base.check_num_drafts(count, self.max_drafts)
-        if self.max_drafts:
-            self._call("medusa_set_num_drafts", count)
-        self.num_drafts = count
-
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose}
-        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
-
-    def checksums(self) -> dict[str, str]:
-        answer = self._call("medusa_checksums")
-        return {"heads": answer["heads"], "actor": answer["actor"]}
-
     def counters(self) -> Counters:
         return read_counters(self._running().get_metrics()) if self.max_drafts else Counters()
-
-    def plugin_report(self) -> dict[str, Any]:
-        return self._call("medusa_plugin_report")
-
-    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
-        """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
-        return self._call("medusa_probe", hidden, last_ids)["drafts"]
 
     def close(self) -> None:
         llm, self._llm = self._llm, None
@@ -127,10 +101,6 @@ class ColocatedEngine(base.RolloutEngine):
         with _engine_errors(f"calling {method}"):
             answers = self._running().collective_rpc(method, args=args)
         return first_of(answers)
-
-    def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:
-        answer = self._call(method, path, version)
-        return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
 
 
 def _start(engine_args: dict[str, Any]) -> LLM:

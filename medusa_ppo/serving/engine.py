@@ -70,6 +70,10 @@ class RolloutEngine(ABC):
         """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
 
     @abstractmethod
+    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
+        """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
+
+    @abstractmethod
     def close(self) -> None:
         """End the engine and everything it started; harmless when called again."""
 
@@ -78,6 +82,43 @@ class RolloutEngine(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class WorkerEngine(RolloutEngine):
+    """What engines have in common that reach our worker extension by a call of their own (`_call`)."""
+
+    @abstractmethod
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of the worker extension on all workers; the first answer, after looking for errors in each."""
+
+    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+        receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version)
+        self.heads_version = version
+        return receipt
+
+    def set_num_drafts(self, count: int) -> None:
+        check_num_drafts(count, self.max_drafts)
+        if self.max_drafts:
+            self._call("medusa_set_num_drafts", count)
+        self.num_drafts = count
+
+    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
+        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose}
+        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
+
+    def checksums(self) -> dict[str, str]:
+        answer = self._call("medusa_checksums")
+        return {"heads": answer["heads"], "actor": answer["actor"]}
+
+    def plugin_report(self) -> dict[str, Any]:
+        return self._call("medusa_plugin_report")
+
+    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
+        return self._call("medusa_probe", hidden, last_ids)["drafts"]
+
+    def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:
+        answer = self._call(method, path, version)
+        return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
 
 
 def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int) -> None:

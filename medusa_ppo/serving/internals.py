@@ -26,7 +26,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
 from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 
-from heads.errors import UnsupportedVersionError
+from heads.errors import LossyError, UnsupportedVersionError
 from medusa_ppo.serving import verify
 from medusa_ppo.serving.drafting import RequestSampling
 from medusa_ppo.serving.versions import require_vllm
@@ -219,7 +219,9 @@ def _torch_rejection_sample(original: Callable[..., torch.Tensor]) -> Callable[.
         **__: Any,
     ) -> torch.Tensor:
         if synthetic_mode:
-            raise NotImplementedError("synthetic acceptance would change the distribution of the sampled tokens")
+            raise LossyError(
+                "Synthetic acceptance changes the distribution of the sampled tokens.", given="on", expected="off", do="Unset it."
+            )
         bonus_B = bonus_token_ids.view(-1).to(torch.int64)
         if max_spec_len == 0:
             return bonus_B.unsqueeze(1).to(torch.int32)

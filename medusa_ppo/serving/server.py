@@ -42,7 +42,7 @@ CALL_TIMEOUT_S = 600.0
 SERVE = "medusa_ppo.serving.serve"
 
 
-class ServerEngine(base.RolloutEngine):
+class ServerEngine(base.WorkerEngine):
     """An OpenAI-compatible vLLM server, asked with token ids."""
 
     def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
@@ -84,11 +84,6 @@ class ServerEngine(base.RolloutEngine):
         rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
         return base.with_versions(rollouts, self)
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        receipt = self._receipt("medusa_swap_heads", base.check_file(path, "new heads"), version)
-        self.heads_version = version
-        return receipt
-
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
         file = base.check_file(path, "the actor's weights")
         started = time.perf_counter()
@@ -102,29 +97,8 @@ class ServerEngine(base.RolloutEngine):
         self.policy_version = version
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
-    def set_num_drafts(self, count: int) -> None:
-        base.check_num_drafts(count, self.max_drafts)
-        if self.max_drafts:
-            self._call("medusa_set_num_drafts", count)
-        self.num_drafts = count
-
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose}
-        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
-
-    def checksums(self) -> dict[str, str]:
-        answer = self._call("medusa_checksums")
-        return {"heads": answer["heads"], "actor": answer["actor"]}
-
     def counters(self) -> Counters:
         return parse_counters(self._get("/metrics").text) if self.max_drafts else Counters()
-
-    def plugin_report(self) -> dict[str, Any]:
-        return self._call("medusa_plugin_report")
-
-    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
-        """As `ColocatedEngine.probe`."""
-        return self._call("medusa_probe", hidden, last_ids)["drafts"]
 
     def close(self) -> None:
         """End the process group that was started here; a server that was attached to runs on."""
@@ -221,10 +195,6 @@ class ServerEngine(base.RolloutEngine):
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         answers = self._post("/collective_rpc", json={"method": method, "args": list(args)}).json()["results"]
         return first_of(answers)
-
-    def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:
-        answer = self._call(method, path, version)
-        return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
 
     def _get(self, path: str) -> httpx.Response:
         return self._request("GET", path)

@@ -18,7 +18,7 @@ def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.30.1", "1.0.0"])
 def test_another_vllm_is_a_fault_with_a_next_step(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(doctor, "vllm_distribution", lambda: ("vllm", version))
+    monkeypatch.setattr(doctor, "vllm_version", lambda: version)
     check = next(c for c in doctor.run_checks(quick=True) if c.name == "vLLM")
     assert not check.ok and version in check.found and "make setup" in check.do
 

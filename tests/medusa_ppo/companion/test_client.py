@@ -128,6 +128,7 @@ def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_p
     client = client_of(task, tmp_path)
     for _ in range(6):
         client.submit(task.batch())
+        client.update_lm_head(task.lm_head_VD, task.policy_version)  # The tables it was started with are needed again.
     assert client.drain(60)
     before = client.newest(0)
     assert before is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,16 +26,6 @@ if TYPE_CHECKING:
     from tests.medusa_ppo.serving.conftest import Actor
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    started = not ray.is_initialized()
-    if started:
-        ray.init(include_dashboard=False, num_cpus=2, object_store_memory=128 * 1024**2, log_to_driver=False)
-    yield
-    if started:
-        ray.shutdown()
 
 
 def test_start_up_errors_come_before_a_process(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
