@@ -123,6 +123,7 @@ class RolloutBatch:
         lengths_S: int64, response tokens of each sequence; they sum to M.
         policy_version: version of the actor that wrote the responses and gave the states.
         temperature: temperature the behaviour log-probs were taken at.
+        prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one prompt are much alike.
     """
 
     hidden_MD: torch.Tensor
@@ -131,6 +132,7 @@ class RolloutBatch:
     lengths_S: torch.Tensor
     policy_version: int = 0
     temperature: float = 1.0
+    prompts_S: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = self.hidden_MD.shape[0]
@@ -143,6 +145,13 @@ class RolloutBatch:
                 given=f"hidden {rows}, ids {self.response_ids_M.shape[0]}, logprobs {self.logprobs_M.shape[0]}, lengths sum to {total}",
                 expected="one row per response token",
                 do="Hand in one hidden state and one log-prob for each response token.",
+            )
+        if self.prompts_S is not None and self.prompts_S.shape != self.lengths_S.shape:
+            raise DataError(
+                "Each sequence needs its prompt.",
+                given=f"{self.prompts_S.numel()} prompt numbers, {self.lengths_S.numel()} sequences",
+                expected="one for each sequence, or None",
+                do="Leave prompts_S out.",
             )
 
     @property
@@ -162,7 +171,23 @@ class RolloutBatch:
             self.lengths_S[sequences_S],
             self.policy_version,
             self.temperature,
+            None if self.prompts_S is None else self.prompts_S[sequences_S],
         )
+
+    def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
+        """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
+
+        Returns:
+            (training, holdout); the holdout is None where there is one prompt only.
+        """
+        prompts_S = torch.arange(self.lengths_S.numel()) if self.prompts_S is None else self.prompts_S
+        groups = prompts_S.unique()
+        if groups.numel() < 2:
+            return self, None
+        held = min(max(1, round(fraction * groups.numel())), groups.numel() - 1)
+        order = groups[torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))]
+        held_S = torch.isin(prompts_S, order[:held])
+        return self.select((~held_S).nonzero()[:, 0]), self.select(held_S.nonzero()[:, 0])
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Learner:
         self.batches_seen += 1
         if not bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all()):
             return LearnReport(TrainReport(), None, False, "The batch holds hidden states or log-probs that are not finite.")
-        training, holdout = self._split(batch)
+        training, holdout = batch.hold_out(self._config.holdout_fraction, self._seed * 1_000_003 + self.batches_seen)
         report = self.trainer.train_batch(training, self.replay.older(batch.policy_version))
         if report.problem:
             logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
@@ -118,7 +118,7 @@ class Learner:
         self.last_loss, self.last_losses = report.loss, report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
-            return LearnReport(report, None, False, "A batch of one response leaves nothing to judge the heads on.")
+            return LearnReport(report, None, False, "A batch of one prompt leaves nothing to judge the heads on.")
         verdict = judge(
             self.trainer.heads,
             self.serving,
@@ -167,16 +167,6 @@ class Learner:
                 logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
                 self.trainer.reset_to(self.serving.trainable_state())
                 self.rollbacks += 1
-
-    def _split(self, batch: RolloutBatch) -> tuple[RolloutBatch, RolloutBatch | None]:
-        """Training and holdout responses; the choice depends on the seed and the number of batches only."""
-        sequences = batch.lengths_S.numel()
-        if sequences < 2:
-            return batch, None
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.batches_seen)
-        order_S = torch.randperm(sequences, generator=generator)
-        held = min(max(1, round(self._config.holdout_fraction * sequences)), sequences - 1)
-        return batch.select(order_S[held:].sort().values), batch.select(order_S[:held].sort().values)
 
     def _copy(self, heads: MedusaHeads) -> MedusaHeads:
         twin = _bare_heads(heads.config, self._seed).to(self.trainer.device).requires_grad_(False)

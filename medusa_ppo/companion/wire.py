@@ -35,6 +35,7 @@ class PackedBatch:
     lengths: PackedTensor
     policy_version: int
     temperature: float
+    prompts: PackedTensor | None = None
 
 
 def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
@@ -62,6 +63,7 @@ def pack_batch(batch: RolloutBatch) -> PackedBatch:
         pack_tensor(batch.lengths_S),
         batch.policy_version,
         batch.temperature,
+        None if batch.prompts_S is None else pack_tensor(batch.prompts_S),
     )
 
 
@@ -74,4 +76,5 @@ def unpack_batch(packed: PackedBatch) -> RolloutBatch:
         unpack_tensor(packed.lengths),
         packed.policy_version,
         packed.temperature,
+        None if packed.prompts is None else unpack_tensor(packed.prompts),
     )

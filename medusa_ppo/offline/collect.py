@@ -23,11 +23,13 @@ PROMPTS_PER_ROUND = 128
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: what was given, what was written, and its behaviour log-probs (None: take the actor's own)."""
+    """One sequence: what was given, what was written, its behaviour log-probs (None: take the actor's own), and its prompt's number
+    (None: nothing else answers the same prompt)."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
+    prompt: int | None = None
 
 
 def write_responses(
@@ -56,12 +58,14 @@ def write_responses(
 
 def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
     """Flatten rollouts; empty responses teach nothing and are left out."""
-    return [
-        Sample(tuple(rollouts.prompts[r.prompt_index]), r.token_ids, r.logprobs)
-        for rollouts in rounds
-        for r in rollouts.responses
-        if r.token_ids
-    ]
+    numbers: dict[tuple[int, ...], int] = {}
+    samples = []
+    for rollouts in rounds:
+        for response in rollouts.responses:
+            prompt = tuple(rollouts.prompts[response.prompt_index])
+            if response.token_ids:
+                samples.append(Sample(prompt, response.token_ids, response.logprobs, numbers.setdefault(prompt, len(numbers))))
+    return samples
 
 
 def samples_from_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int) -> list[Sample]:
@@ -105,6 +109,7 @@ def hidden_batch(model: PreTrainedModel, samples: Sequence[Sample], temperature:
         logprobs_M=torch.cat([logprobs[i] for i in count]),
         lengths_S=torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64),
         temperature=temperature,
+        prompts_S=None if any(s.prompt is None for s in samples) else torch.tensor([s.prompt for s in samples], dtype=torch.int64),
     )
 
 

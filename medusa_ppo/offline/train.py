@@ -129,12 +129,11 @@ def _collect(options: TrainOptions, setting: Setting, progress: OfflineProgress)
 
 
 def _split(batch: RolloutBatch, seed: int) -> tuple[RolloutBatch, RolloutBatch]:
-    count = batch.lengths_S.numel()
-    if count < 2:
-        raise DataError("Too few responses to keep some out of training.", given=count, expected="at least 2", do="Give more data.")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    held = max(1, int(count * HOLDOUT_FRACTION))
-    return batch.select(order[held:]), batch.select(order[:held])
+    train, holdout = batch.hold_out(HOLDOUT_FRACTION, seed)
+    if holdout is None:
+        count = batch.lengths_S.numel()
+        raise DataError("Too few prompts to keep some out of training.", given=f"{count} responses", expected="2 prompts", do="Give more.")
+    return train, holdout
 
 
 def _parts(batch: RolloutBatch, epochs: int, seed: int) -> Iterator[RolloutBatch]:

@@ -34,9 +34,15 @@ COUNTER = "vllm:spec_decode_num_"
 class ColocatedEngine(base.WorkerEngine):
     """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our proposer."""
 
-    def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
-        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to start."""
-        self.plan: LaunchPlan = plan_launch(model_path, heads_path, config, seed)
+    def __init__(
+        self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, plan: LaunchPlan | None = None
+    ) -> None:
+        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to start.
+
+        Args:
+            plan: a start that was planned elsewhere, in the place of what the other arguments would give.
+        """
+        self.plan = plan or plan_launch(model_path, heads_path, config, seed)
         self._llm: LLM | None = _start(self.plan.engine_args)
         self.max_drafts = self.plan.max_drafts
         try:
@@ -84,7 +90,8 @@ class ColocatedEngine(base.WorkerEngine):
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
     def counters(self) -> Counters:
-        return read_counters(self._running().get_metrics()) if self.max_drafts else Counters()
+        drafts = self.plan.engine_args.get("speculative_config") is not None
+        return read_counters(self._running().get_metrics()) if drafts else Counters()
 
     def close(self) -> None:
         llm, self._llm = self._llm, None

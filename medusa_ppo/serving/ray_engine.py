@@ -14,7 +14,7 @@ from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
-from medusa_ppo.serving.launch import plan_launch
+from medusa_ppo.serving.launch import LaunchPlan, plan_launch
 from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
 
 START_TIMEOUT_S = 600.0
@@ -25,13 +25,14 @@ STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
 class EngineHost:
     """Runs in the Ray actor. Our own errors are returned, not raised, so that they arrive as they are."""
 
-    def __init__(self, model_path: str, heads_path: str | None, config: dict[str, Any], seed: int) -> None:
+    def __init__(self, model_path: str, heads_path: str | None, config: dict[str, Any], seed: int, plan: LaunchPlan | None) -> None:
         self._start = (model_path, heads_path, EngineConfig(**config), seed)
+        self._plan = plan
         self._engine: ColocatedEngine | None = None
 
     def start(self) -> tuple[str, object, dict[str, int]]:
         try:
-            self._engine = ColocatedEngine(*self._start)
+            self._engine = ColocatedEngine(*self._start, plan=self._plan)
         except MedusaError as error:
             return "error", error, {}
         return "result", None, self._state()
@@ -63,9 +64,15 @@ def actor_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
 class RayEngine(base.RolloutEngine):
     """`ColocatedEngine` in a Ray actor. `ray.init` is the caller's."""
 
-    def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
-        """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts, EngineError afterwards."""
-        plan = plan_launch(model_path, heads_path, config, seed)
+    def __init__(
+        self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, plan: LaunchPlan | None = None
+    ) -> None:
+        """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts, EngineError afterwards.
+
+        Args:
+            plan: as for `ColocatedEngine`.
+        """
+        given, plan = plan, plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
             raise EngineError(
                 "Ray is not running.", given="no ray.init() in this process", expected="a Ray session", do="Call ray.init() first."
@@ -81,7 +88,7 @@ class RayEngine(base.RolloutEngine):
         heads = str(Path(heads_path).resolve()) if heads_path else None
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
-        self._host: Any = actor.remote(model, heads, config.model_dump(), seed)
+        self._host: Any = actor.remote(model, heads, config.model_dump(), seed, given)
         try:
             self._unpack(self._get(self._host.start.remote(), "starting", START_TIMEOUT_S))
         except MedusaError:

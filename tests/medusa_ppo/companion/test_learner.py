@@ -66,18 +66,19 @@ def test_follows_a_policy_that_moves_while_the_frozen_control_falls(chain) -> No
 
 
 def test_what_is_held_out_is_not_trained_on(chain) -> None:
+    """Not even through another answer to the same prompt."""
     task = chain()
-    learner = make(task, holdout_fraction=0.25)
-    batch = task.batch(16)
-    learner.batches_seen = 5
-    training, holdout = learner._split(batch)
-    again = learner._split(batch)
-    assert torch.equal(training.hidden_MD, again[0].hidden_MD) and holdout.lengths_S.numel() == 4
-    assert training.lengths_S.numel() == 12 and training.hidden_MD.shape[0] + holdout.hidden_MD.shape[0] == batch.hidden_MD.shape[0]
-    learner.batches_seen = 6
-    assert not torch.equal(learner._split(batch)[1].lengths_S, holdout.lengths_S) or not torch.equal(
-        learner._split(batch)[1].response_ids_M, holdout.response_ids_M
-    )
+    batch = dataclasses.replace(task.batch(16), prompts_S=torch.arange(16) // 4)
+    training, holdout = batch.hold_out(0.25, seed=5)
+    again, other = batch.hold_out(0.25, seed=5), batch.hold_out(0.25, seed=6)
+    assert holdout is not None and again[1] is not None and other[1] is not None
+    assert holdout.prompts_S.unique().numel() == 1 and holdout.lengths_S.numel() == 4 and training.lengths_S.numel() == 12
+    assert not set(holdout.prompts_S.tolist()) & set(training.prompts_S.tolist())
+    assert torch.equal(training.hidden_MD, again[0].hidden_MD) and torch.equal(holdout.response_ids_M, again[1].response_ids_M)
+    assert {int(batch.hold_out(0.25, seed)[1].prompts_S[0]) for seed in range(20)} == {0, 1, 2, 3}
+    alone = dataclasses.replace(batch, prompts_S=torch.zeros(16, dtype=torch.int64))
+    assert alone.hold_out(0.25, 0) == (alone, None)
+    assert dataclasses.replace(batch, prompts_S=None).hold_out(0.25, 0)[1].lengths_S.numel() == 4
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -150,11 +151,11 @@ def test_a_candidate_that_fell_behind_is_taken_back(chain) -> None:
     assert length_of(learner.trainer.heads, task, task.batch(60)) > 2.2
 
 
-def test_one_response_can_not_be_judged(chain) -> None:
+def test_one_prompt_can_not_be_judged(chain) -> None:
     task = chain()
     learner = make(task)
     report = learner.learn(task.batch(1, 16))
-    assert report.verdict is None and not report.published and "one response" in report.problem
+    assert report.verdict is None and not report.published and "one prompt" in report.problem
     assert learner.batches_trained == 1
 
 
