@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from heads.errors import MedusaError
 from medusa_ppo import __version__
+from medusa_ppo.cli_bench import bench
+from medusa_ppo.console import FAILED, Debug, command, console, escape
 
 if TYPE_CHECKING:
     from medusa_ppo.config import RunConfig
 
-FAILED = 1
-INTERRUPTED = 130
-
-console = Console()
-errors = Console(stderr=True)
 app = typer.Typer(
     name="medusa-ppo",
     help="Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM, nothing that is learned changes.",
@@ -33,12 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-
-
-class _Debug:
-    """Whether --debug was given anywhere on the command line."""
-
-    on = False
+app.add_typer(bench, name="bench")
 
 
 def _raise_interrupt(signum: int, frame: object) -> None:
@@ -49,44 +36,10 @@ def main() -> None:
     """Entry point of the `medusa-ppo` script."""
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
-        _Debug.on = True
+        Debug.on = True
     # A cluster's SIGTERM ends a run as cleanly as Ctrl-C does.
     signal.signal(signal.SIGTERM, _raise_interrupt)
     app()
-
-
-def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn exceptions into one clear sentence and an exit code: 1 failed, 2 usage, 130 interrupted."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except KeyboardInterrupt:
-            errors.print("Stopped. What was finished is on disk.", style="yellow")
-            raise typer.Exit(INTERRUPTED) from None
-        except (typer.Exit, typer.Abort):
-            raise
-        except MedusaError as error:
-            _show(error, str(error))
-            raise typer.Exit(error.exit_code) from None
-        except Exception as error:
-            _show(error, f"{type(error).__name__}: {error}\n  do this:  run the same command with --debug and report what it prints.")
-            raise typer.Exit(FAILED) from None
-
-    return run
-
-
-def _show(error: BaseException, text: str) -> None:
-    if _Debug.on:
-        errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False)
-    errors.print(f"[red]Error:[/red] {_escape(text)}", highlight=False, soft_wrap=True)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 @app.callback(invoke_without_command=True)
@@ -97,7 +50,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 @app.command()
-@_command
+@command
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
     steps: Annotated[int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")] = None,
@@ -117,7 +70,7 @@ def demo(
 
 
 @app.command()
-@_command
+@command
 def ppo(
     config: Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")] = None,
@@ -157,20 +110,21 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
 
 
 @app.command()
-@_command
+@command
 def train(
     model: Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")],
     data: Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")],
     out: Annotated[Path, typer.Option(help="Folder for the heads (native checkpoint) and train.jsonl.")],
-    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "medusa",
+    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "hydra",
     num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = 4,
-    loss: Annotated[Literal["ce", "tv", "ce_tv", "kl"], typer.Option(help="Loss of the heads.")] = "ce",
+    loss: Annotated[Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], typer.Option(help="Loss of the heads.")] = "ce_tv",
     template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.")] = "",
     column: Annotated[str, typer.Option(help="Column with full texts to train on as they are.")] = "",
     max_train_tokens: Annotated[int, typer.Option(min=1, help="Response tokens to train on.")] = 100_000,
     max_minutes: Annotated[float, typer.Option(min=0, help="Stop after this many minutes; 0: no limit.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the tokens.")] = 4,
-    learning_rate: Annotated[float, typer.Option(help="AdamW step size.")] = 2e-3,
+    learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = 2e-3,
+    batch_positions: Annotated[int, typer.Option(min=1, help="Positions per optimizer step.")] = 512,
     temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
@@ -196,6 +150,7 @@ def train(
         max_minutes,
         epochs,
         learning_rate,
+        batch_positions,
         temperature,
         max_new_tokens,
         seed,
@@ -216,7 +171,7 @@ def train(
 
 
 @app.command("eval")
-@_command
+@command
 def evaluate(
     model: Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")],
     heads: Annotated[Path, typer.Option(help="Native heads directory.")],
@@ -263,7 +218,7 @@ def evaluate(
 
 
 @app.command()
-@_command
+@command
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/demo.")],
     compare: Annotated[Path | None, typer.Option(help="Another run to lay over this one.")] = None,
@@ -286,7 +241,7 @@ def report(
 
 
 @app.command()
-@_command
+@command
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start Ray and an engine.")] = False,
 ) -> None:
@@ -299,10 +254,10 @@ def doctor(
     failed = 0
     for check in run_checks(quick):
         mark = "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
-        console.print(f"{mark} {check.name:<22} {_escape(check.found)}", highlight=False, soft_wrap=True)
+        console.print(f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True)
         if not check.ok:
             failed += 1
-            console.print(f"     do this: {_escape(check.do)}", highlight=False, soft_wrap=True)
+            console.print(f"     do this: {escape(check.do)}", highlight=False, soft_wrap=True)
     console.print("All checks passed." if not failed else f"{failed} checks failed.", highlight=False)
     if failed:
         raise typer.Exit(FAILED)

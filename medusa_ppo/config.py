@@ -92,6 +92,8 @@ class EngineConfig(Section):
     """0: one-hot drafts; above: drafts sampled at this temperature times the request's own. Both are lossless."""
     choose_drafts: bool = False
     """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance."""
+    draft_vocab: int = Field(0, ge=0)
+    """Draft from so many of the most frequent tokens of the rollouts (saves lm_head's product where vocabularies are large); 0: all."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
 
@@ -116,7 +118,7 @@ class CompanionConfig(Section):
     """Train the heads while PPO runs."""
     on_error: Literal["raise", "disable"] = "disable"
     """What a failed companion does to PPO: `disable` goes on with the serving heads."""
-    loss: Literal["ce", "tv", "ce_tv", "kl"] = "ce"
+    loss: Literal["ce", "tv", "ce_tv", "kl", "kl_tv"] = "ce"
     """Loss of the heads."""
     learning_rate: float = Field(2e-3, gt=0)
     """AdamW step size."""

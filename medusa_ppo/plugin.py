@@ -212,6 +212,10 @@ class MedusaPlugin:
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
         return values
 
+    def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
+        """Wait until the companion has trained all it was given, outside of any step. False when it did not in time."""
+        return self._companion is None or self._companion.drain(timeout_s)
+
     def save(self, folder: str | Path) -> bool:
         """Write the companion's whole state, to go on from with `start(resume_from=...)`. False when there is none to write."""
         return self._companion is not None and self._companion.save(folder)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from heads.config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.collect import hidden_batch, samples_of, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
@@ -35,9 +36,10 @@ class HeadsBench:
     epochs: int = 4
     num_heads: int = 4
     kinds: tuple[str, ...] = ("medusa", "markov", "hydra")
-    losses: tuple[str, ...] = ("ce", "tv", "ce_tv", "kl")
+    losses: tuple[str, ...] = ("ce", "tv", "ce_tv", "kl", "kl_tv")
     max_new_tokens: int = 96
     learning_rate: float = 2e-3
+    batch_positions: int = 512
     seed: int = 0
 
 
@@ -89,8 +91,9 @@ def _train_and_judge(
 ) -> dict[str, Any]:
     torch.manual_seed(bench.seed)
     heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], bench.num_heads, kind))
-    config = CompanionConfig(loss=loss, learning_rate=bench.learning_rate, epochs=bench.epochs)
-    trainer = HeadsTrainer(heads, lm_head_VD, config, bench.seed, embedding_VD=embedding_VD)
+    config = CompanionConfig(loss=loss, learning_rate=bench.learning_rate, epochs=bench.epochs, batch_positions=bench.batch_positions)
+    steps = bench.epochs * -(-train.response_ids_M.numel() // bench.batch_positions)
+    trainer = HeadsTrainer(heads, lm_head_VD, config, bench.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))
     started = time.monotonic()
     report = trainer.train_batch(train)
     seconds = time.monotonic() - started
@@ -115,7 +118,7 @@ def _sampled(
         yield result.mean_acceptance_length, temperature
 
 
-def table(result: dict[str, Any]) -> Sequence[Sequence[str]]:
+def table(result: dict[str, Any]) -> list[list[str]]:
     """Header and rows for people."""
     header = ["kind", "loss", "parameters", "one-hot", "sampled", "draft temp.", "tokens/s"]
     rows = [
@@ -131,3 +134,12 @@ def table(result: dict[str, Any]) -> Sequence[Sequence[str]]:
         for r in result["rows"]
     ]
     return [header, *rows]
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """The sentences that a reader wants first."""
+    sentences = []
+    for drafts, key in (("one-hot", "one_hot"), ("sampled", "sampled")):
+        best = max(result["rows"], key=itemgetter(key))
+        sentences.append(f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step.")
+    return sentences

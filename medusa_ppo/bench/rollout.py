@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from medusa_ppo.bench.arms import CHOSEN, NONE, STOCK, Arm, running_arms
+from medusa_ppo.bench.output import draw_ratios
 from medusa_ppo.bench.pairs import PairedRates, run_rounds
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.offline.progress import OfflineProgress
@@ -76,7 +77,7 @@ def _run_batch(
     counters: dict[str, Counters] = {arm.name: Counters() for arm in arms}
     groups = -(-MIN_SEQUENCES // batch)
 
-    def turn(arm: Arm) -> Any:
+    def turn(arm: Arm) -> Callable[[int], float]:
         def run(number: int) -> float:
             arm.prepare()
             tokens, seconds = 0, 0.0
@@ -143,3 +144,9 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
             "Ours against stock Medusa: " + ", ".join(f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items()) + "."
         )
     return sentences
+
+
+def plot(result: Mapping[str, Any]) -> str:
+    """Bars of the ratio to no speculation, by number of sequences."""
+    series = {arm: [row["ratio"] for row in result["rows"] if row["arm"] == arm] for arm in result["arms"]}
+    return draw_ratios("Tokens/s, ratio to no speculation", [str(batch) for batch in result["batches"]], series, "sequences")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+WARM_UP_STEPS = 20
+LAST_FACTOR = 0.01
 COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
 
 
@@ -85,6 +87,16 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions
     )
 
 
+def cosine_schedule(steps: int) -> Callable[[int], float]:
+    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to LAST_FACTOR at `steps`."""
+
+    def factor(step: int) -> float:
+        warm = min(1.0, (step + 1) / WARM_UP_STEPS)
+        return warm * max(LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps))))
+
+    return factor
+
+
 class HeadsTrainer:
     """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded generator.
 
@@ -100,7 +112,18 @@ class HeadsTrainer:
         *,
         embedding_VD: torch.Tensor | None = None,
         device: torch.device | None = None,
+        schedule: Callable[[int], float] | None = None,
     ) -> None:
+        """
+        Args:
+            heads: trained in place.
+            lm_head_VD, embedding_VD: the actor's tables; the embedding only for kinds that read it.
+            config: step size, loss, positions per step, epochs.
+            seed: of the order of the positions.
+            device: where to train; None: the CPU.
+            schedule: factor of the step size by number of the optimizer step; None: always 1.
+        """
+        self._schedule = schedule
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
         self._config = config
@@ -171,7 +194,11 @@ class HeadsTrainer:
         for _ in range(epochs):
             picks = self._shuffle(sources)
             for start in range(0, picks.shape[0], self._config.batch_positions):
-                loss = self._loss.at(self.optimizer_steps + len(losses))
+                step = self.optimizer_steps + len(losses)
+                if self._schedule is not None:
+                    for group in self._optimizer.param_groups:
+                        group["lr"] = self._config.learning_rate * self._schedule(step)
+                loss = self._loss.at(step)
                 losses.append(self._step([source for source, _ in sources], picks[start : start + self._config.batch_positions], loss))
         return losses, int(sources[0][0].usable_N.numel())
 

@@ -21,7 +21,7 @@ from heads.errors import DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.collect import Sample, hidden_batch, samples_from_texts, samples_of, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
@@ -41,15 +41,16 @@ class TrainOptions:
     model: str
     data: str
     out: Path
-    kind: str = "medusa"
+    kind: str = "hydra"
     num_heads: int = 4
-    loss: str = "ce"
+    loss: str = "ce_tv"
     template: str = ""
     column: str = ""
     max_train_tokens: int = 100_000
     max_minutes: float = 0.0
     epochs: int = 4
     learning_rate: float = 2e-3
+    batch_positions: int = 512
     temperature: float = 1.0
     max_new_tokens: int = 128
     seed: int = 0
@@ -73,7 +74,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
             if options.template
             else f"column {options.column!r} of {len(setting.rows)} rows",
         ),
-        ("optimizer steps", str(options.epochs * -(-options.max_train_tokens // CompanionConfig().batch_positions))),
+        ("optimizer steps", str(options.epochs * -(-options.max_train_tokens // options.batch_positions))),
         ("output", str(options.out)),
     ]
 
@@ -152,14 +153,15 @@ def _train(
     embedding_VD = embedding_weight(model).detach().float().cpu()
     torch.manual_seed(options.seed)
     heads = MedusaHeads(_heads_config(options, lm_head_VD.shape[1], lm_head_VD.shape[0]))
-    config = CompanionConfig(loss=options.loss, learning_rate=options.learning_rate, epochs=1)
-    trainer = HeadsTrainer(heads, lm_head_VD, config, options.seed, embedding_VD=embedding_VD)
+    config = CompanionConfig(loss=options.loss, learning_rate=options.learning_rate, batch_positions=options.batch_positions, epochs=1)
+    steps = options.epochs * -(-train.response_ids_M.numel() // options.batch_positions)
+    trainer = HeadsTrainer(heads, lm_head_VD, config, options.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))
     drafts = 0.0 if options.loss == "ce" else 1.0  # judge the heads by the drafts that their loss aims at
     best: dict[str, Any] = {}
     tokens = 0
     started = time.monotonic()
-    steps = options.epochs * min(LOG_STEPS_PER_EPOCH, train.lengths_S.numel())
-    with progress.phase("Training the heads", steps) as advance, (out / "train.jsonl").open("w", encoding="utf-8") as log:
+    parts = options.epochs * min(LOG_STEPS_PER_EPOCH, train.lengths_S.numel())
+    with progress.phase("Training the heads", parts) as advance, (out / "train.jsonl").open("w", encoding="utf-8") as log:
         for part in _parts(train, options.epochs, options.seed):
             report = trainer.train_batch(part)
             tokens += part.response_ids_M.numel()

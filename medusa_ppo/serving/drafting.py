@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from heads.modules import MedusaHeads
+from medusa_ppo.serving.token_map import LM_HEAD, TokenMap, spread
 
-LM_HEAD = Callable[[torch.Tensor], torch.Tensor]
-"""The actor's lm_head: features `[N, D]` -> logits `[N, V]`."""
 TRUNCATE = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 
 
@@ -45,9 +44,22 @@ class Draft:
 
 
 class Chooser:
-    """Turns the logits of one position into draft ids: drawn at the draft temperature, or argmax when `sampling` is None."""
+    """Turns the logits of one position into draft ids: drawn at the draft temperature, or argmax when `sampling` is None.
 
-    def __init__(self, sampling: RequestSampling | None, draft_temperature: float, batch: int, width: int, device: torch.device) -> None:
+    With a token map the logits are those of its tokens only; ids and probabilities that come out are of the whole vocabulary.
+    """
+
+    def __init__(
+        self,
+        sampling: RequestSampling | None,
+        draft_temperature: float,
+        batch: int,
+        width: int,
+        device: torch.device,
+        ids_W: torch.Tensor | None = None,
+        vocab_size: int = 0,
+    ) -> None:
+        self.ids_W, self.vocab_size = ids_W, vocab_size
         self.sampling = None if sampling is None or sampling.temperature_B is None else sampling
         self.draft_temperature = draft_temperature
         self.ids: list[torch.Tensor] = []
@@ -63,7 +75,9 @@ class Chooser:
             probs_BV = draft_distribution(logits_BV, self.sampling, self.draft_temperature)
             assert self.sampling.temperature_B is not None, "a batch of greedy requests is not sampled"
             ids_B = draw(logits_BV, probs_BV, self.uniforms_BK[:, len(self.ids)], self.sampling.temperature_B)
-            self.probs.append(probs_BV)
+            self.probs.append(probs_BV if self.ids_W is None else spread(probs_BV, self.ids_W, self.vocab_size))
+        if self.ids_W is not None:
+            ids_B = self.ids_W[ids_B]
         self.ids.append(ids_B)
         return ids_B
 
@@ -81,6 +95,7 @@ def draft_tokens(
     embedding_VD: torch.Tensor | None = None,
     sampling: RequestSampling | None = None,
     draft_temperature: float = 1.0,
+    token_map: TokenMap | None = None,
 ) -> Draft:
     """Draft `count` (1..K) tokens for each request.
 
@@ -90,13 +105,18 @@ def draft_tokens(
         lm_head: the engine's product; one call for all heads where the kind allows it.
         embedding_VD: the engine's table; kind hydra only.
         sampling: how the requests sample; None for one-hot drafts.
+        token_map: draft from its tokens only; needs heads that share lm_head.
     """
     batch = hidden_BD.shape[0]
-    chooser = Chooser(sampling, draft_temperature, batch, count, hidden_BD.device)
+    ids_W = token_map.ids_W if token_map is not None else None
+    if token_map is not None and ids_W is not None:
+        lm_head = token_map.logits
+    chooser = Chooser(sampling, draft_temperature, batch, count, hidden_BD.device, ids_W, heads.config.vocab_size)
     state = heads.start_draft(hidden_BD)
     ready_BKV = _logits_known_ahead(heads, state.base_BKD, count, lm_head)
     if heads.config.kind == "medusa" and chooser.sampling is None and ready_BKV is not None:
-        return Draft(ready_BKV.argmax(-1))
+        best_BK = ready_BKV.argmax(-1)
+        return Draft(best_BK if ids_W is None else ids_W[best_BK])
     for k in range(count):
         if ready_BKV is not None:
             logits_BV = ready_BKV[:, k].float()
@@ -105,7 +125,8 @@ def draft_tokens(
             logits_BV = lm_head(features_BD) if heads.config.lm_head == "shared" else F.linear(features_BD, heads.own_lm_head(k + 1))
         if heads.config.kind == "markov":
             bias_Br = F.embedding(last_ids_B, heads.markov_in[k])
-            logits_BV = logits_BV + F.linear(bias_Br, heads.markov_out[k]).float()
+            markov_out_Vr = heads.markov_out[k] if ids_W is None else heads.markov_out[k][ids_W]
+            logits_BV = logits_BV + F.linear(bias_Br, markov_out_Vr).float()
         last_ids_B = chooser.choose(logits_BV)
     return chooser.result()
 

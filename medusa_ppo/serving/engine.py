@@ -51,8 +51,21 @@ class RolloutEngine(ABC):
         """Drafts per step from now on, 0 (no drafting) to `max_drafts`."""
 
     @abstractmethod
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
-        """One-hot or sampled drafts, their draft temperature, and whether the engine chooses the number of drafts for each step.
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        """How drafts are made from the next step on.
+
+        Args:
+            sampled: drawn from the heads; else their argmax.
+            draft_temperature: of sampled drafts, times the request's own.
+            choose: the engine chooses the number of drafts for each step.
+            draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
 
         All of it is lossless; only acceptance and speed differ. What is left out stays as it is.
         """
@@ -102,8 +115,15 @@ class WorkerEngine(RolloutEngine):
             self._call("medusa_set_num_drafts", count)
         self.num_drafts = count
 
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose}
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
         self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
 
     def checksums(self) -> dict[str, str]:

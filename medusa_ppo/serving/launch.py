@@ -97,6 +97,8 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
     args.update(config.extra)
     sampled = config.draft_temperature > 0
     drafting = {"sampled": sampled, "draft_temperature": config.draft_temperature if sampled else 1.0, "choose": config.choose_drafts}
+    if config.draft_vocab:
+        drafting["draft_vocab"] = config.draft_vocab
     num_drafts = max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts)
     return LaunchPlan(args, stop_ids(model_path, text), max_drafts, num_drafts, drafting, config.max_model_len, vocab_size)
 

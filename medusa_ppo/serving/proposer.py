@@ -25,6 +25,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.serving.choice import DraftChooser
 from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
 from medusa_ppo.serving.internals import StockMedusaProposer, embedding_module, lm_head_logits, request_sampling
+from medusa_ppo.serving.token_map import TokenMap
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class MedusaProposer(StockMedusaProposer):
         self.draft_probs = DraftProbs()
         self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
+        self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
         self._target: nn.Module | None = None
         self._embedding: Any = None
@@ -140,6 +142,7 @@ class MedusaProposer(StockMedusaProposer):
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
         self._step_probs_BKV = None
+        self.token_map.observe(sampled_token_ids)
         if self.choose:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
 
@@ -179,6 +182,7 @@ class MedusaProposer(StockMedusaProposer):
             embedding_VD=None if self._embedding is None else self._embedding.weight[: heads.config.vocab_size],
             sampling=sampling,
             draft_temperature=self.draft_temperature,
+            token_map=self.token_map,
         )
         self._step_probs_BKV = draft.probs_BKV
         return draft.ids_BK
@@ -209,9 +213,10 @@ class MedusaProposer(StockMedusaProposer):
         """Change how drafts are made from the next step on; returns what holds now.
 
         Settings: `num_drafts`; `sampled` (draw drafts instead of taking the argmax); `draft_temperature`; `choose` (find the number of
-        drafts, up to num_drafts, for each step). ConfigError for anything else.
+        drafts, up to num_drafts, for each step); `draft_vocab` (draft from so many of the most frequent tokens, 0: from all). ConfigError
+        for anything else.
         """
-        known = ("num_drafts", "sampled", "draft_temperature", "choose")
+        known = ("num_drafts", "sampled", "draft_temperature", "choose", "draft_vocab")
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
         if any(name not in known for name in settings) or not 0 < temperature < float("inf"):
             raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
@@ -222,6 +227,8 @@ class MedusaProposer(StockMedusaProposer):
             raise ConfigError(
                 "The number of drafts can't be chosen per step with several ranks.", given="choose", expected="one rank", do="Set it."
             )
+        if "draft_vocab" in settings:
+            self._set_draft_vocab(int(settings["draft_vocab"]))
         if "num_drafts" in settings:
             self.set_num_drafts(int(settings["num_drafts"]))
         # What was learned about costs stays when the choice is switched off and on again.
@@ -234,7 +241,31 @@ class MedusaProposer(StockMedusaProposer):
             "sampled": self.sampled,
             "draft_temperature": temperature,
             "choose": self.choose,
+            "draft_vocab": self.token_map.size,
         }
+
+    def _set_draft_vocab(self, size: int) -> None:
+        config = self._require_heads().config
+        if size and (size < 0 or config.lm_head == "own"):
+            raise ConfigError(
+                "The draft vocabulary can't be truncated so.",
+                given=f"{size} tokens, heads with lm_head={config.lm_head}",
+                expected="a number of tokens, and heads that share the actor's lm_head",
+                do="Leave engine.draft_vocab at 0.",
+            )
+        if size != self.token_map.size:
+            self.token_map = TokenMap(size, config.vocab_size)
+
+    def target_changed(self) -> None:
+        """New actor weights: what was read from them is read again."""
+        self.chooser.heads_changed()
+        self._refresh_token_map()
+
+    @torch.inference_mode()
+    def _refresh_token_map(self) -> None:
+        target = self._target
+        if self.heads is not None and target is not None:
+            self.token_map.refresh(lambda features_ND: lm_head_logits(target, features_ND), self.hidden_size, self.dtype, self.device)
 
     def swap(self, path: str, version: int) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless all of it is right.
@@ -265,6 +296,7 @@ class MedusaProposer(StockMedusaProposer):
                 raise SwapError("The swapped heads do not read back.", given=name, expected="the file's values", do="Restart the engine.")
         self.version, self.heads_checksum = version, digest
         self.chooser.heads_changed()
+        self._refresh_token_map()
         return digest
 
     def _require_heads(self) -> MedusaHeads:

@@ -107,8 +107,15 @@ class RayEngine(base.RolloutEngine):
     def set_num_drafts(self, count: int) -> None:
         self._call("set_num_drafts", count)
 
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None, choose: bool | None = None) -> None:
-        self._call("set_drafting", sampled=sampled, draft_temperature=draft_temperature, choose=choose)
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        self._call("set_drafting", sampled=sampled, draft_temperature=draft_temperature, choose=choose, draft_vocab=draft_vocab)
 
     def checksums(self) -> dict[str, str]:
         return self._call("checksums")

@@ -67,6 +67,9 @@ class MedusaWorker:
         with torch.inference_mode():
             self.reload_weights(weights_iterator=_tensors(path, names))  # type: ignore[attr-defined]
         self._medusa_check_lm_head(path, names)
+        drafter = self._medusa_drafter()
+        if drafter is not None:
+            drafter.target_changed()
         self._medusa_actor = (int(version), digest)
         return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
 

@@ -246,6 +246,24 @@ def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngi
     assert [finished[i] for i in range(16)] == tokens(reference)
 
 
+def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    plain = engine.generate(actor.prompts[:8], GREEDY)
+    engine.set_drafting(sampled=True, draft_vocab=40)
+    engine.generate(actor.prompts[:40], SETTINGS["T=1"])
+    swap(engine, actor.random_heads(seed=3, scale=0.02).trainable_state(), tmp_path / "s.safetensors", 1)  # refreshes the map
+    hidden = torch.randn(200, actor.lm_head_VD.shape[1])
+    seen = {token for row in engine.probe(hidden.tolist(), [0] * 200) for token in row}
+    assert 1 < len(seen) <= 40
+    rollouts = engine.generate(actor.prompts[:40], SETTINGS["T=1"])
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert abs(honesty_z(logits_MV, ids_M, SETTINGS["T=1"])) < 3
+    assert rollouts.counters.accepted > 50 and len(set(ids_M.tolist())) > 40
+    assert tokens(engine.generate(actor.prompts[:8], GREEDY)) == tokens(plain)
+    engine.set_drafting(sampled=False, draft_vocab=0)
+    with pytest.raises(ConfigError, match="draft vocabulary"):
+        engine.set_drafting(draft_vocab=-3)
+
+
 def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
     good = actor.random_heads(seed=4)
     swap(engine, good.trainable_state(), tmp_path / "good.safetensors", 5)

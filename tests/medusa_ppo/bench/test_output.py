@@ -1,0 +1,49 @@
+"""What a bench leaves behind: figures, a table with its conditions, a plot that is XML."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from medusa_ppo.bench import rollout
+from medusa_ppo.bench.output import draw_ratios, write_bench
+from medusa_ppo.bench.rollout import RolloutBench
+
+
+def test_files_hold_figures_conditions_and_table(tmp_path: Path) -> None:
+    settings = RolloutBench("m", "h", "d", "t", batches=(1, 4))
+    plot = draw_ratios("A <title>", ["1", "4"], {"none": [1.0, 1.0], "ours": [1.6, 0.9]}, "sequences")
+    files = write_bench(tmp_path / "deep" / "rollout.json", settings, {"rows": [1]}, [["a", "b"], ["1", "2"]], ["Well."], plot)
+    record = json.loads(files[0].read_text())
+    assert record["rows"] == [1] and record["settings"]["batches"] == [1, 4] and record["versions"]["torch"] and record["hardware"]["cpu"]
+    text = files[1].read_text()
+    assert "| a | b |" in text and "| 1 | 2 |" in text and "Well." in text and "batches=[1, 4]" in text
+    assert "![ratios](rollout.svg)" in text
+    assert files[2].name == "rollout.svg" and files[2].read_text() == plot
+
+
+def test_the_plot_has_a_bar_for_every_ratio_and_a_line_at_one() -> None:
+    root = ET.fromstring(draw_ratios("t", ["1", "4"], {"none": [1.0, 1.0], "ours": [1.6, 0.9]}, "sequences"))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in root.iter(f"{name}text")]
+    assert texts.count("1.00") == 2 and {"1.60", "0.90", "1 sequences", "4 sequences", "none", "ours"} <= set(texts)
+    (line,) = root.iter(f"{name}line")
+    bars = [rect for rect in root.iter(f"{name}rect") if rect.get("width") == "15.0"]
+    at_one = [bar for bar in bars if abs(float(bar.get("y", 0)) - float(line.get("y1", 0))) < 0.11]
+    assert len(bars) == 4 and len(at_one) == 2
+
+
+def test_rollout_table_and_verdict() -> None:
+    row = {"tokens_per_s": 200.0, "ratio_low": 1.0, "ratio_high": 1.0, "mean_acceptance_length": None, "drafts_per_step": 0.0}
+    rows = [
+        row | {"batch": 1, "arm": "none", "ratio": 1.0},
+        row | {"batch": 1, "arm": "stock medusa", "ratio": 0.8},
+        row | {"batch": 1, "arm": "ours, K chosen", "ratio": 1.6, "mean_acceptance_length": 1.9, "drafts_per_step": 3.5},
+    ]
+    result = {"rows": rows, "batches": [1], "arms": [r["arm"] for r in rows]}
+    table = rollout.table(result)
+    assert table[0][0] == "sequences" and table[1][-2:] == ["", ""] and table[3][3] == "1.60" and table[3][-2:] == ["1.90", "3.5"]
+    first, second = rollout.verdict(result)
+    assert "x1.60 at 1" in first and "x2.00 at 1" in second
+    assert "1.60" in rollout.plot(result)
