@@ -9,7 +9,7 @@ head k at row m predicts `response_ids_M[m + k]` of the same sequence. Prompts a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -124,6 +124,7 @@ class RolloutBatch:
         policy_version: version of the actor that wrote the responses and gave the states.
         temperature: temperature the behaviour log-probs were taken at.
         prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one prompt are much alike.
+        top_k, top_p: how the responses were cut when they were sampled; 0 and 1: not at all.
     """
 
     hidden_MD: torch.Tensor
@@ -133,6 +134,8 @@ class RolloutBatch:
     policy_version: int = 0
     temperature: float = 1.0
     prompts_S: torch.Tensor | None = None
+    top_k: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         rows = self.hidden_MD.shape[0]
@@ -164,14 +167,13 @@ class RolloutBatch:
         """The batch of the given sequences (int64 indices), in that order."""
         ends = self.lengths_S.cumsum(0)
         rows = torch.cat([torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()])
-        return RolloutBatch(
-            self.hidden_MD[rows],
-            self.response_ids_M[rows],
-            self.logprobs_M[rows],
-            self.lengths_S[sequences_S],
-            self.policy_version,
-            self.temperature,
-            None if self.prompts_S is None else self.prompts_S[sequences_S],
+        return replace(
+            self,
+            hidden_MD=self.hidden_MD[rows],
+            response_ids_M=self.response_ids_M[rows],
+            logprobs_M=self.logprobs_M[rows],
+            lengths_S=self.lengths_S[sequences_S],
+            prompts_S=None if self.prompts_S is None else self.prompts_S[sequences_S],
         )
 
     def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:

@@ -40,12 +40,14 @@ INTAKE, CONTROL = "intake", "control"
 class CompanionClient:
     """Owns the companion's Ray actor and the folder of its published versions. Make one with `start`."""
 
-    def __init__(self, actor: Any, config: CompanionConfig, publish_dir: Path, tables: ray.ObjectRef, incarnation: str) -> None:
+    def __init__(
+        self, actor: Any, config: CompanionConfig, publish_dir: Path, tables: ray.ObjectRef, incarnation: str, first: ray.ObjectRef
+    ) -> None:
         self._actor = actor
         self._config = config
         self._publish_dir = publish_dir
         self._tables = tables
-        self._first_tables = tables  # A companion that is started again is built from them; Ray frees what nobody holds.
+        self._first = first  # A companion that is started again is built from it; Ray frees what nobody holds.
         self._incarnation = incarnation
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
@@ -98,7 +100,8 @@ class CompanionClient:
             str(Path(resume_from).resolve()) if resume_from else "",
         )
         tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
-        actor = _remote_class(companion_config).remote(arguments, [tables])
+        first = ray.put((arguments, tables))
+        actor = _remote_class(companion_config).remote([first])
         try:
             incarnation = ray.get(actor.ready.options(concurrency_group=CONTROL).remote(), timeout=START_TIMEOUT_S)
         except RayError as error:
@@ -110,7 +113,7 @@ class CompanionClient:
                 expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
                 do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
             ) from error
-        return cls(actor, companion_config, publish_dir, tables, incarnation)
+        return cls(actor, companion_config, publish_dir, tables, incarnation, first)
 
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
 
@@ -293,10 +296,11 @@ class _Guard:
 
 
 class _HostedService(CompanionService):
-    """The service with its tables fetched from the object store, so that the client and not the constructor call keeps them there."""
+    """The service, with its arguments fetched from the object store: there the client keeps them, and no constructor call does."""
 
-    def __init__(self, arguments: ServiceArguments, tables: list[ray.ObjectRef]) -> None:
-        super().__init__(arguments, ray.get(tables[0]))
+    def __init__(self, first: list[ray.ObjectRef]) -> None:
+        arguments, tables = ray.get(first[0])
+        super().__init__(arguments, ray.get(tables))
 
 
 def _remote_class(config: CompanionConfig) -> Any:

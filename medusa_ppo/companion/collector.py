@@ -91,8 +91,10 @@ class BatchCollector:
         taken = [s for s, length in enumerate(self._lengths) if length and self._seen[s]]
         lengths_S = torch.tensor([length for length in self._lengths if length], dtype=torch.int64)
         prompts_S = torch.tensor([r.prompt_index for r in responses if r.token_ids], dtype=torch.int64)
-        version, temperature = self._rollouts.policy_version, self._rollouts.sampling.temperature
-        whole = RolloutBatch(self._hidden_MD, ids_M, logprobs_M, lengths_S, version, temperature, prompts_S)
+        version, sampling = self._rollouts.policy_version, self._rollouts.sampling
+        whole = RolloutBatch(
+            self._hidden_MD, ids_M, logprobs_M, lengths_S, version, sampling.temperature, prompts_S, sampling.top_k, sampling.top_p
+        )
         if len(taken) == lengths_S.numel():
             return whole
         rank = {s: i for i, s in enumerate(s for s, length in enumerate(self._lengths) if length)}

@@ -83,6 +83,8 @@ def replay(
         targets_MK.to(device),
         lm_head_VD,
         temperatures=(holdout.temperature * draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
+        top_k=holdout.top_k,
+        top_p=holdout.top_p,
         condition_MK=condition_MK,
         embedding_VD=embedding_VD,
     )

@@ -56,13 +56,16 @@ class ReplayBuffer:
         state: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(self._batches):
             state |= {f"{index:04d}.{name}": getattr(batch, name) for name in FIELDS}
-            state[f"{index:04d}.meta"] = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)
+            meta = (batch.policy_version, batch.temperature, batch.top_k, batch.top_p)
+            state[f"{index:04d}.meta"] = torch.tensor(meta, dtype=torch.float64)
+                [batch.policy_version, batch.temperature, batch.top_k, batch.top_p], dtype=torch.float64
+            )
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over the batches of a state (an empty one: none)."""
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
-            version, temperature = state[f"{index}.meta"].tolist()
+            version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
             hidden_MD, ids_M, logprobs_M, lengths_S = (state[f"{index}.{name}"] for name in FIELDS)
-            self._batches.append(RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, int(version), temperature))
+            self._batches.append(RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, int(version), temperature, None, int(top_k), top_p))

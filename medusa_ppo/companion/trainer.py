@@ -69,6 +69,8 @@ class Positions:
     teacher_rows_MK: torch.Tensor
     usable_N: torch.Tensor
     temperature: float
+    top_k: int
+    top_p: float
 
 
 def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions:
@@ -84,6 +86,8 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions
         head_teacher_rows(segment_M, num_heads),
         mask_MK.any(1).nonzero().squeeze(1),
         batch.temperature,
+        batch.top_k,
+        batch.top_p,
     )
 
 
@@ -250,7 +254,8 @@ class HeadsTrainer:
         heads = self.heads.config.num_heads
         hidden = self._gather([source.hidden_MD[source.teacher_rows_MK[rows_N].flatten()] for source, rows_N in grouped])
         rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, heads)
-        return Teacher(hidden, rows_NK, self.lm_head_VD, grouped[0][0].temperature)
+        sampled = grouped[0][0]
+        return Teacher(hidden, rows_NK, self.lm_head_VD, sampled.temperature, sampled.top_k, sampled.top_p)
 
     def _check(self, batch: RolloutBatch) -> None:
         config = self.heads.config

@@ -36,6 +36,8 @@ class PackedBatch:
     policy_version: int
     temperature: float
     prompts: PackedTensor | None = None
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
@@ -64,6 +66,8 @@ def pack_batch(batch: RolloutBatch) -> PackedBatch:
         batch.policy_version,
         batch.temperature,
         None if batch.prompts_S is None else pack_tensor(batch.prompts_S),
+        batch.top_k,
+        batch.top_p,
     )
 
 
@@ -77,4 +81,6 @@ def unpack_batch(packed: PackedBatch) -> RolloutBatch:
         packed.policy_version,
         packed.temperature,
         None if packed.prompts is None else unpack_tensor(packed.prompts),
+        packed.top_k,
+        packed.top_p,
     )

@@ -33,18 +33,20 @@ class Sample:
 
 
 def write_responses(
-    engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling, max_tokens: int, seed: int, advance: Advance
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int,
+    advance: Advance,
+    per_round: int = PROMPTS_PER_ROUND,
 ) -> list[Rollouts]:
-    """Let the model answer the prompts, round after round, until `max_tokens` response tokens are there (0: each prompt once)."""
+    """Let the model answer the prompts, `per_round` at a time, until `max_tokens` response tokens are there (0: each prompt once)."""
     rounds: list[Rollouts] = []
     tokens = 0
     start = 0
     while (tokens < max_tokens) if max_tokens else (start < len(prompts)):
-        picked = (
-            [prompts[i % len(prompts)] for i in range(start, start + PROMPTS_PER_ROUND)]
-            if max_tokens
-            else prompts[start : start + PROMPTS_PER_ROUND]
-        )
+        picked = [prompts[i % len(prompts)] for i in range(start, start + per_round)] if max_tokens else prompts[start : start + per_round]
         settings = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, sampling.responses_per_prompt, seed + len(rounds)
         )

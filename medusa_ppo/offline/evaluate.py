@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from heads.errors import DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.offline.collect import hidden_batch, samples_of, total_counters, write_responses
+from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, hidden_batch, samples_of, total_counters, write_responses
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import Setting, engine_config, read_setting, running_engine
 from medusa_ppo.types import Rollouts, Sampling
+
+BOOTSTRAP_GROUPS = 16
+"""Groups of prompts that the interval of an engine's counters is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,17 @@ def _generate(options: EvalOptions, setting: Setting, progress: OfflineProgress)
     with running_engine(options.model, heads_path, engine_config(setting.prompts, options.max_new_tokens), options.seed) as engine:
         if heads_path and options.draft == "sampled":
             engine.set_drafting(sampled=True, draft_temperature=options.draft_temperature)
+        # An engine counts for a whole call, so the bootstrap needs several calls.
+        per_round = -(-len(setting.prompts) // BOOTSTRAP_GROUPS) if options.engine == "vllm" else PROMPTS_PER_ROUND
         with progress.phase("Writing responses", len(setting.prompts)) as advance:
-            return write_responses(engine, setting.prompts, sampling, 0, options.seed, advance)
+            return write_responses(engine, setting.prompts, sampling, 0, options.seed, advance, min(per_round, PROMPTS_PER_ROUND))
 
 
 def _from_replay(options: EvalOptions, heads: MedusaHeads, rounds: Sequence[Rollouts], progress: OfflineProgress) -> dict[str, Any]:
     actor = load_actor(options.model)
     samples = samples_of(rounds)
     with progress.phase("Hidden states", len(samples)) as advance:
-        batch = hidden_batch(actor, samples, options.temperature, advance)
+        batch = replace(hidden_batch(actor, samples, options.temperature, advance), top_k=options.top_k, top_p=options.top_p)
     lm_head_VD = lm_head_weight(actor).detach().float().cpu()
     embedding_VD = embedding_weight(actor).detach().float().cpu()
     drafts = options.draft_temperature if options.draft == "sampled" else 0.0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_EVERY_S = 15.0
+"""Seconds between two lines of a phase where there is no terminal to draw a bar on."""
 
 
 class Advance(Protocol):
@@ -47,13 +51,16 @@ class OfflineProgress:
         done = 0.0
         if not self._live:
             self.say(f"{name} ...")
-        last = ""
+        last, said = "", time.monotonic()
 
         def advance(amount: float = 1, note: str = "") -> None:
-            nonlocal done, last
+            nonlocal done, last, said
             done += amount
             last = note or last
             self._bars.update(task, completed=done, note=last)
+            if not self._live and time.monotonic() - said > LINE_EVERY_S:
+                said = time.monotonic()
+                self.say(f"{name}: {min(1.0, done / total):.0%}  {last}" if total else f"{name}: {last}")
 
         yield advance
         self._bars.update(task, completed=total or done)
