@@ -58,8 +58,6 @@ class ReplayBuffer:
             state |= {f"{index:04d}.{name}": getattr(batch, name) for name in FIELDS}
             meta = (batch.policy_version, batch.temperature, batch.top_k, batch.top_p)
             state[f"{index:04d}.meta"] = torch.tensor(meta, dtype=torch.float64)
-                [batch.policy_version, batch.temperature, batch.top_k, batch.top_p], dtype=torch.float64
-            )
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
