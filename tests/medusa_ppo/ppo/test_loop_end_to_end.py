@@ -13,49 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from heads.checkpoint import load_heads
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
-from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.progress import NullProgress
 from medusa_ppo.reports.store import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-WIDTH = 64
 REWARD = """
 def even(prompt, response, row):
     return float(len(response) % 2 == 0)
 """
-
-
-@pytest.fixture(scope="module")
-def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An actor whose next token mostly follows from the last one by a fixed permutation: heads have something to learn at once."""
-    tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    end = tokenizer.eos_token_id
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end, tie_word_embeddings=False)
-    )
-    embedding = torch.nn.functional.normalize(torch.randn(len(tokenizer), WIDTH), dim=1)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(embedding)
-        model.lm_head.weight.copy_(1.5 * embedding[torch.randperm(len(tokenizer))])
-    folder = tmp_path_factory.mktemp("actor")
-    model.float().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def settings(actor: Path, out: Path, steps: int) -> RunConfig:
@@ -140,7 +112,7 @@ def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Pa
 def check_results(config: RunConfig, start: Path) -> None:
     trained, first = (AutoModelForCausalLM.from_pretrained(path) for path in (config.run_dir / "actor", start))
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
-    heads, info = load_heads(config.run_dir / "heads-final", hidden_size=WIDTH)
+    heads, info = load_heads(config.run_dir / "heads-final", hidden_size=64)
     assert info.version >= 1 and any(t.any() for t in heads.trainable_state().values())
 
 

@@ -1,0 +1,63 @@
+"""`train` and `eval` on a real engine: heads that learn, and two measurements of them that agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from heads.checkpoint import load_heads
+from medusa_ppo.cli import app
+from medusa_ppo.ppo.demo.task import demo_rows
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    path.write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in demo_rows("train", 0, 48)))
+    return path
+
+
+def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Path, questions: Path, tmp_path: Path) -> None:
+    source = ("--model", chain_actor, "--data", questions, "--template", "{question}", "--max-new-tokens", 24)
+    out = tmp_path / "heads"
+    shown = run("train", *source, "--out", out, "--num-heads", 3, "--max-train-tokens", 4000, "--epochs", 6, "--learning-rate", 1e-2)
+    lines = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"] and len(lines) == 24
+    best = max(line["replay_mean_acceptance_length"] for line in lines)
+    assert best > 1.3 and f"{best:.3f}" in shown
+    heads, _ = load_heads(out)
+    assert heads.config.kind == "hydra" and heads.config.num_heads == 3
+
+    figures = {}
+    for engine in ("replay", "vllm"):
+        file = tmp_path / f"{engine}.json"
+        run("eval", *source, "--heads", out, "--engine", engine, "--draft", "sampled", "--json", file)
+        figures[engine] = json.loads(file.read_text())
+        low, high = figures[engine]["confidence_interval"]
+        assert low < figures[engine]["mean_acceptance_length"] < high
+    by_replay, by_engine = (figures[name]["mean_acceptance_length"] for name in ("replay", "vllm"))
+    assert abs(by_replay / by_engine - 1) < 0.1  # about 1,100 tokens each, sampled anew
+    assert figures["vllm"]["drafts"] > 300
+
+
+def test_full_texts_need_no_engine(chain_actor: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    arguments = ("--model", chain_actor, "--data", questions, "--column", "question", "--out", out, "--kind", "medusa", "--loss", "ce")
+    assert "3 x medusa" in run("train", *arguments, "--num-heads", 3, "--dry-run") and not out.exists()
+    run("train", *arguments, "--num-heads", 3, "--epochs", 1, "--seed", 4)
+    first = (out / "train.jsonl").read_text()
+    assert load_heads(out)[0].config.kind == "medusa"
+    run("train", *arguments, "--num-heads", 3, "--epochs", 1, "--seed", 4)
+    again = [json.loads(line)["loss"] for line in (out / "train.jsonl").read_text().splitlines()]
+    assert again == [json.loads(line)["loss"] for line in first.splitlines()], "the same seed repeats itself"
