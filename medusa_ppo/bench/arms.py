@@ -81,4 +81,4 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     del config["medusa_ppo"]  # Then our proposer leaves the folder to vLLM.
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     plan = _with_speculation(plain, {"method": "medusa", "model": str(folder), "num_speculative_tokens": drafts})
-    return replace(plan, max_drafts=drafts, num_drafts=drafts)
+    return replace(plan, max_drafts=drafts, num_drafts=drafts, drafting={})

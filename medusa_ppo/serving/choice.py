@@ -1,8 +1,9 @@
 """How many drafts a step should have: a small model of what a step costs and what its drafts bring, learned while serving.
 
 A step with B running sequences and k drafts each gives B (1 + a_1 + ... + a_k) tokens, where a_j is the share of draft runs that reach
-position j. It takes c_0 + c_1 B (k + 1) + c_2 B k seconds: a fixed part, the rows that the model computes, and the drafting. All c and
-a are estimated from the steps that happen anyway, with exponential forgetting, so they follow the heads, the policy and the machine.
+position j. It takes c_0 + c_1 B (k + 1) + c_2 B k + c_3 [k > 0] seconds: a fixed part, the rows that the model computes, the drafting, and
+what drafting costs once a step (verification, its bookkeeping). All c and a are estimated from the steps that happen anyway, with
+exponential forgetting, so they follow the heads, the policy and the machine.
 The k with the most tokens per second is taken, 0 included. Now and then one draft more is tried, so that no estimate goes stale; how often
 follows from what the trial costs: all trials together take about 1 % of the time.
 """
@@ -28,15 +29,15 @@ MOST_OUTLIERS = 3
 
 @dataclass
 class StepCosts:
-    """Recursive least squares for the three costs; `weight` counts (forgotten) observations."""
+    """Recursive least squares for the four costs; `weight` counts (forgotten) observations."""
 
-    gram: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
-    moment: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    gram: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
+    moment: np.ndarray = field(default_factory=lambda: np.zeros(4))
     weight: float = 0.0
 
     @staticmethod
     def features(batch: int, drafts: int) -> np.ndarray:
-        return np.array([1.0, batch * (drafts + 1), batch * drafts])
+        return np.array([1.0, batch * (drafts + 1), batch * drafts, float(drafts > 0)])
 
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
         """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
@@ -48,7 +49,7 @@ class StepCosts:
     def predict(self, batch: int, drafts: Sequence[int]) -> np.ndarray:
         """Seconds of a step for each number of drafts; more drafts never cost less."""
         scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-30))
-        scaled = self.gram / np.outer(scale, scale) + RIDGE * np.eye(3)
+        scaled = self.gram / np.outer(scale, scale) + RIDGE * np.eye(4)
         costs = np.linalg.solve(scaled, self.moment / scale) / scale
         seconds = np.array([self.features(batch, k) @ costs for k in drafts])
         return np.maximum.accumulate(np.maximum(seconds, 1e-6))

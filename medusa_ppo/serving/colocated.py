@@ -90,8 +90,8 @@ class ColocatedEngine(base.WorkerEngine):
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
     def counters(self) -> Counters:
-        drafts = self.plan.engine_args.get("speculative_config") is not None
-        return read_counters(self._running().get_metrics()) if drafts else Counters()
+        llm = self._running()
+        return read_counters(llm.get_metrics()) if self.plan.engine_args.get("speculative_config") else Counters()
 
     def close(self) -> None:
         llm, self._llm = self._llm, None

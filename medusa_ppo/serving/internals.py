@@ -145,6 +145,7 @@ def install(proposer: type) -> Installed:
     runner = model_runner.GPUModelRunner
     _replace(runner, "propose_draft_token_ids", _with_draft_context(runner.propose_draft_token_ids))
     _replace(runner, "_get_spec_decode_draft_probs", _with_kept_draft_probs(runner._get_spec_decode_draft_probs))
+    _replace(runner, "_sample", _plain_without_drafts(runner._sample))
     if "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
         # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds the heads itself.
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
@@ -167,7 +168,7 @@ _PLACES: dict[str, tuple[Any, str]] = {}
 
 def _replace(holder: Any, name: str, new: Any, mend: str = "") -> None:
     _PLACES[place := f"{holder.__name__}.{name}"] = (holder, name)
-    INSTALLED.originals[place] = getattr(holder, name)
+    INSTALLED.originals.setdefault(place, getattr(holder, name))  # A name may be wrapped twice.
     setattr(holder, name, new)
     if mend:
         INSTALLED.mends.append(mend)
@@ -375,6 +376,19 @@ def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return _get_spec_decode_draft_probs
+
+
+def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A step in which nothing was drafted samples as an engine without speculation does, and costs as much."""
+
+    @functools.wraps(original)
+    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is not None and _is_ours(self) and not any(spec_decode_metadata.num_draft_tokens):
+            self._get_spec_decode_draft_probs(spec_decode_metadata)  # What these requests drafted before is forgotten.
+            spec_decode_metadata = None
+        return original(self, logits, spec_decode_metadata)
+
+    return _sample
 
 
 def request_sampling(sampling_metadata: Any) -> RequestSampling:
