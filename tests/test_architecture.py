@@ -21,7 +21,7 @@ HOMES = {
     "openrlhf": ("medusa_ppo/loops/openrlhf.py",),
 }
 # Over the preferred 400 lines, with the reason.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {"medusa_ppo/serving/internals.py": "everything that touches a private name of vLLM stands in one file"}
 LONG_FUNCTION_LINES = 60
 
 

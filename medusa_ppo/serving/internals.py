@@ -1,7 +1,8 @@
 """Everything that touches a private name of vLLM; checked with vLLM 0.31.x and 0.32.x (V1 model runner).
 
 `CONTRACT` lists each name with the parameters that we rely on, and `check_contract` compares it with what is installed. The
-mends for the CPU (vllm-project/vllm#55005 and what comes with it) and the wiring of our proposer stand here and nowhere else.
+mends for the CPU (vllm-project/vllm#55005 and what comes with it) and the wiring of our proposer stand here and nowhere else; for that
+the file may be long.
 
 Shape letters: B requests, K drafts of a step, T drafts of all requests one after the other, N rows of logits (T + B), V vocabulary.
 """
