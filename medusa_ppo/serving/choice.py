@@ -4,8 +4,8 @@ A step with B running sequences and k drafts each gives B (1 + a_1 + ... + a_k) 
 position j. It takes c_0 + c_1 B (k + 1) + c_2 B k + c_3 [k > 0] seconds: a fixed part, the rows that the model computes, the drafting, and
 what drafting costs once a step (verification, its bookkeeping). All c and a are estimated from the steps that happen anyway, with
 exponential forgetting, so they follow the heads, the policy and the machine.
-The k with the most tokens per second is taken, 0 included. Now and then one draft more is tried, so that no estimate goes stale; how often
-follows from what the trial costs: all trials together take about 1 % of the time.
+The k with the most tokens per second is taken, 0 included. Now and then one draft more, or none, is tried, so that no estimate goes stale;
+how often follows from what the trial costs: all trials together take about 1 % of the time.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class DraftChooser:
         self.tried = np.zeros(max_drafts)
         self._steps = 0
         self._next_trial = 0
+        self._trials = 0
         self._full_trials = 0
         self._outliers = 0
 
@@ -117,9 +118,13 @@ class DraftChooser:
         rates = self.tokens_per_second(batch)
         best = int(np.argmax(rates))
         self._next_trial -= 1
-        if self._next_trial > 0 or best == self.max_drafts:
+        # One draft more, and none: what both cost is learned from nothing else.
+        others = [k for k in (best + 1, 0) if k <= self.max_drafts and k != best]
+        if self._next_trial > 0 or not others:
             return best
+        trial = others[self._trials % len(others)]
+        self._trials += 1
         # What a trial loses, in steps of the best kind.
-        loss = max(0.0, float(rates[best] / rates[best + 1]) - 1.0)
+        loss = max(0.0, float(rates[best] / rates[trial]) - 1.0)
         self._next_trial = int(np.clip(loss / TRIAL_SHARE, *TRIAL_STEPS))
-        return best + 1
+        return trial

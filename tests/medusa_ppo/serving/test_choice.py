@@ -87,3 +87,13 @@ def test_a_machine_that_became_slower_is_believed() -> None:
     for _ in range(2000):
         chooser.observe_step(8, 0, 0.1)
     assert chooser.costs.predict(8, [0])[0] == pytest.approx(0.1, rel=0.2)
+
+
+def test_slow_first_steps_do_not_decide_for_good() -> None:
+    """The first steps without drafts were slow (a process warms up): that drafting does not pay is found all the same."""
+    chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05, 4.0)
+    for _ in range(FIRST_STEPS):
+        k = chooser.choose(4)
+        chooser.observe_step(4, k, cost_of(4, k, costs) * (8.0 if k == 0 else 1.0))
+        chooser.observe_acceptance([k] * 4, [min(k, 2)] * 4)
+    assert usual(run(chooser, 4, 0.55, costs, 600)[0][200:]) == 0
