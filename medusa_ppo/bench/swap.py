@@ -16,7 +16,8 @@ import torch
 from heads.checkpoint import load_heads, load_state, save_state
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.offline.progress import OfflineProgress
-from medusa_ppo.offline.setting import running_engine
+from medusa_ppo.runtime import local_ray
+from medusa_ppo.serving.ray_engine import RayEngine
 
 PROBE_SCALE = 0.5
 TABLE = (
@@ -59,7 +60,11 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
             save_state(file, state)
         config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=64, threads=max(1, torch.get_num_threads()))
         progress.say("Starting the engine ...")
-        with running_engine(bench.model, bench.heads, config, bench.seed) as engine, progress.phase("Swaps", bench.repeats) as advance:
+        with (
+            local_ray(cpus=config.threads),
+            RayEngine(bench.model, bench.heads, config, bench.seed) as engine,
+            progress.phase("Swaps", bench.repeats) as advance,
+        ):
             for version in range(1, bench.repeats + 1):
                 file = files[version % 2]
                 began = time.perf_counter()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from heads.errors import ConfigError, DataError, SwapError
 from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
@@ -83,14 +83,10 @@ class RolloutEngine(ABC):
         """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
 
     @abstractmethod
-    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
-        """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
-
-    @abstractmethod
     def close(self) -> None:
         """End the engine and everything it started; harmless when called again."""
 
-    def __enter__(self) -> RolloutEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -134,6 +130,7 @@ class WorkerEngine(RolloutEngine):
         return self._call("medusa_plugin_report")
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
+        """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
         return self._call("medusa_probe", hidden, last_ids)["drafts"]
 
     def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:

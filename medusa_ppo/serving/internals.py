@@ -380,11 +380,15 @@ def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A step in which nothing was drafted samples as an engine without speculation does, and costs as much."""
+    """A step in which nothing was drafted samples as an engine without speculation does, and costs as much.
+
+    Seeded requests are left out while others may draft: how their tokens are drawn must not depend on who shares their step.
+    """
 
     @functools.wraps(original)
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is not None and _is_ours(self) and not any(spec_decode_metadata.num_draft_tokens):
+        ours = spec_decode_metadata is not None and _is_ours(self)
+        if ours and not any(spec_decode_metadata.num_draft_tokens) and not (self.input_batch.generators and self.drafter.num_drafts):
             self._get_spec_decode_draft_probs(spec_decode_metadata)  # What these requests drafted before is forgotten.
             spec_decode_metadata = None
         return original(self, logits, spec_decode_metadata)

@@ -127,7 +127,7 @@ class RayEngine(base.RolloutEngine):
         return self._call("plugin_report")
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
-        """As `ColocatedEngine.probe`."""
+        """As `WorkerEngine.probe`."""
         return self._call("probe", hidden, last_ids)
 
     def close(self) -> None:
