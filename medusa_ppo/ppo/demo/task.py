@@ -68,6 +68,8 @@ _CHANGES = (
     _Clause("{pronoun} loses {n} {things} on the way", "-"),
     _Clause("{pronoun} sells {n} {things} at school", "-"),
 )
+_THEREFORE = "which means that from this moment on there are in all exactly"
+"""Stands before each sum. As in most text that people write, much of a solution says nothing new: that is what drafting lives from."""
 _ORDER = ("First", "Then", "Finally")
 """Opens the clauses, in the question and in the solution."""
 
@@ -165,4 +167,4 @@ def _compute(left: int, sign: str, right: int) -> int:
 def _line(order: str, step: _Step, words: dict[str, str]) -> str:
     """A line of the solution: the clause, word for word, and the sum it asks for."""
     clause = step.clause.text.format(**words, n=step.operand)
-    return f"{order} {clause}, so now there are {step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}."
+    return f"{order} {clause}, {_THEREFORE} {step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}."
