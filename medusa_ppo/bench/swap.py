@@ -45,7 +45,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
 
     Raises:
         ModelError, CheckpointError: unusable model or heads.
-        SwapError: the engine drafts the same with other heads.
+        SwapError: the engine did not take the heads.
     """
     heads, _ = load_heads(bench.heads)
     generator = torch.Generator().manual_seed(bench.seed)

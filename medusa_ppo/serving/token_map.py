@@ -54,15 +54,13 @@ class TokenMap:
         The rows are read through the engine's own product (of the unit vectors), so that they are what it serves, however it is packed
         or sharded.
         """
-        if not self.size or float(self._counts_V.sum()) < MIN_TOKENS_PER_ENTRY * self.size:
-            if self.ids_W is not None:
-                self._read_rows(self.ids_W, lm_head, hidden_size, dtype, device)
-            return
-        # By count, ties by id: the same counts give the same map.
-        order_V = torch.sort(self._counts_V, descending=True, stable=True).indices
-        self.ids_W = order_V[: self.size].sort().values.to(device)
-        self._counts_V *= FORGET
-        self._read_rows(self.ids_W, lm_head, hidden_size, dtype, device)
+        if self.size and float(self._counts_V.sum()) >= MIN_TOKENS_PER_ENTRY * self.size:
+            # By count, ties by id: the same counts give the same map.
+            order_V = torch.sort(self._counts_V, descending=True, stable=True).indices
+            self.ids_W = order_V[: self.size].sort().values.to(device)
+            self._counts_V *= FORGET
+        if self.ids_W is not None:
+            self._read_rows(self.ids_W, lm_head, hidden_size, dtype, device)
 
     def logits(self, features_ND: torch.Tensor) -> torch.Tensor:
         """Logits `[N, W]` of the tokens in the map."""
