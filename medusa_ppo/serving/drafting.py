@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from heads.modules import MedusaHeads
+from medusa_ppo.serving.packed import PackedHydra
 from medusa_ppo.serving.token_map import LM_HEAD, TokenMap, spread
 
 TRUNCATE = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -61,20 +62,22 @@ class Chooser:
     ) -> None:
         self.ids_W, self.vocab_size = ids_W, vocab_size
         self.sampling = None if sampling is None or sampling.temperature_B is None else sampling
-        self.draft_temperature = draft_temperature
         self.ids: list[torch.Tensor] = []
         self.probs: list[torch.Tensor] = []
         if self.sampling is not None:
             self.uniforms_BK = draft_uniforms(batch, width, self.sampling.generators, device)
+            self.scale_B1 = draft_scale(self.sampling, draft_temperature)
+            assert self.sampling.temperature_B is not None, "a batch of greedy requests is not sampled"
+            greedy_B = self.sampling.temperature_B <= 0
+            self.greedy_B = greedy_B if bool(greedy_B.any()) else None
 
     def choose(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Ids `[B]` of the next position."""
         if self.sampling is None:
             ids_B = logits_BV.argmax(-1)
         else:
-            probs_BV = draft_distribution(logits_BV, self.sampling, self.draft_temperature)
-            assert self.sampling.temperature_B is not None, "a batch of greedy requests is not sampled"
-            ids_B = draw(logits_BV, probs_BV, self.uniforms_BK[:, len(self.ids)], self.sampling.temperature_B)
+            probs_BV = draft_distribution(logits_BV, self.sampling, self.scale_B1)
+            ids_B = draw(logits_BV, probs_BV, self.uniforms_BK[:, len(self.ids)], self.greedy_B)
             self.probs.append(probs_BV if self.ids_W is None else spread(probs_BV, self.ids_W, self.vocab_size))
         if self.ids_W is not None:
             ids_B = self.ids_W[ids_B]
@@ -96,6 +99,7 @@ def draft_tokens(
     sampling: RequestSampling | None = None,
     draft_temperature: float = 1.0,
     token_map: TokenMap | None = None,
+    packed: PackedHydra | None = None,
 ) -> Draft:
     """Draft `count` (1..K) tokens for each request.
 
@@ -103,16 +107,17 @@ def draft_tokens(
         hidden_BD: h_t of each request, the state from which its last token was sampled.
         last_ids_B: int64, that last token x_{t+1}; read by conditioned kinds only.
         lm_head: the engine's product; one call for all heads where the kind allows it.
-        embedding_VD: the engine's table; kind hydra only.
+        embedding_VD: the engine's table; kind hydra only, and not with `packed`.
         sampling: how the requests sample; None for one-hot drafts.
         token_map: draft from its tokens only; needs heads that share lm_head.
+        packed: the same heads with packed products; kind hydra only.
     """
     batch = hidden_BD.shape[0]
     ids_W = token_map.ids_W if token_map is not None else None
     if token_map is not None and ids_W is not None:
         lm_head = token_map.logits
     chooser = Chooser(sampling, draft_temperature, batch, count, hidden_BD.device, ids_W, heads.config.vocab_size)
-    state = heads.start_draft(hidden_BD)
+    state = heads.start_draft(hidden_BD) if packed is None else packed.start(hidden_BD)
     ready_BKV = _logits_known_ahead(heads, state.base_BKD, count, lm_head)
     if heads.config.kind == "medusa" and chooser.sampling is None and ready_BKV is not None:
         best_BK = ready_BKV.argmax(-1)
@@ -121,7 +126,10 @@ def draft_tokens(
         if ready_BKV is not None:
             logits_BV = ready_BKV[:, k].float()
         else:
-            features_BD = heads.draft_features(state, k, last_ids_B, embedding_VD)
+            if packed is None:
+                features_BD = heads.draft_features(state, k, last_ids_B, embedding_VD)
+            else:
+                features_BD = packed.features(state, k, last_ids_B)
             logits_BV = lm_head(features_BD) if heads.config.lm_head == "shared" else F.linear(features_BD, heads.own_lm_head(k + 1))
         if heads.config.kind == "markov":
             bias_Br = F.embedding(last_ids_B, heads.markov_in[k])
@@ -150,29 +158,35 @@ def draft_uniforms(batch: int, width: int, generators: Mapping[int, torch.Genera
     return numbers_BK
 
 
-def draft_distribution(logits_BV: torch.Tensor, sampling: RequestSampling, draft_temperature: float) -> torch.Tensor:
-    """q `[B, V]`: the head's distribution at request temperature x draft temperature, cut as the request's own top-k and top-p are.
-
-    Any q is lossless; cutting it as the target is cut only keeps it from drafting what must be refused.
-    """
+def draft_scale(sampling: RequestSampling, draft_temperature: float) -> torch.Tensor:
+    """1 / (request temperature x draft temperature) `[B, 1]` float32; greedy requests count as temperature 1."""
     temperature_B = sampling.temperature_B
     if temperature_B is None:
         raise ValueError("a batch of greedy requests has no draft distribution")
     safe_B = torch.where(temperature_B > 0, temperature_B, torch.ones_like(temperature_B))
-    scaled_BV = logits_BV.float() / (safe_B * draft_temperature).unsqueeze(1)
+    return (safe_B * draft_temperature).reciprocal().unsqueeze(1)
+
+
+def draft_distribution(logits_BV: torch.Tensor, sampling: RequestSampling, scale_B1: torch.Tensor) -> torch.Tensor:
+    """q `[B, V]`: the head's distribution, cut as the request's own top-k and top-p are.
+
+    Any q is lossless; cutting it as the target is cut only keeps it from drafting what must be refused.
+    """
+    scaled_BV = logits_BV.float() * scale_B1
     if sampling.truncate is not None and (sampling.top_k_B is not None or sampling.top_p_B is not None):
         scaled_BV = sampling.truncate(scaled_BV, sampling.top_k_B, sampling.top_p_B)
     return scaled_BV.softmax(-1)
 
 
-def draw(logits_BV: torch.Tensor, probs_BV: torch.Tensor, uniform_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Draft ids `[B]`: drawn from probs by inverting the cumulative sum; argmax of logits for greedy requests."""
+def draw(logits_BV: torch.Tensor, probs_BV: torch.Tensor, uniform_B: torch.Tensor, greedy_B: torch.Tensor | None) -> torch.Tensor:
+    """Draft ids `[B]`: drawn from probs by inverting the cumulative sum; argmax of logits for greedy requests (None: there are none).
+
+    A float64 uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it.
+    """
     cumulative_BV = probs_BV.cumsum(1, dtype=torch.float64)
-    total_B1 = cumulative_BV[:, -1:]
-    point_B1 = torch.minimum(uniform_B.unsqueeze(1) * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    point_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
     drawn_B = torch.searchsorted(cumulative_BV, point_B1, right=True).squeeze(1)
-    greedy_B = temperature_B <= 0
-    return torch.where(greedy_B, logits_BV.argmax(1), drawn_B) if bool(greedy_B.any()) else drawn_B
+    return drawn_B if greedy_B is None else torch.where(greedy_B, logits_BV.argmax(1), drawn_B)
 
 
 class DraftProbs:

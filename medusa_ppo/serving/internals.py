@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import vllm._custom_ops as custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
 from vllm import ModelRegistry
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
@@ -30,18 +32,24 @@ from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 from heads.errors import LossyError, UnsupportedVersionError
 from medusa_ppo.serving import verify
 from medusa_ppo.serving.drafting import RequestSampling
+from medusa_ppo.serving.packed import LINEAR, plain_linear
 from medusa_ppo.serving.versions import require_vllm
 
 logger = logging.getLogger(__name__)
+
+PRIMITIVES = 32
+"""Sizes of batches for which oneDNN keeps a compiled product, as vLLM's own layers do."""
 
 __all__ = [
     "CONTRACT",
     "INSTALLED",
     "StockMedusaProposer",
+    "agreed",
     "check_contract",
     "embedding_module",
     "install",
     "lm_head_logits",
+    "packed_linear",
     "request_sampling",
     "uninstall",
 ]
@@ -88,6 +96,9 @@ CONTRACT: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.sample.sampler", "Sampler.gather_logprobs", ("logprobs", "num_logprobs", "token_ids")),
     ("vllm.v1.outputs", "LogprobsTensors", ("logprob_token_ids", "logprobs", "selected_token_ranks")),
     ("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
+    ("vllm.distributed.parallel_state", "get_tp_group", ()),
+    ("vllm._custom_ops", "create_onednn_mm", ("weight", "primitive_cache_size")),
+    ("vllm._custom_ops", "onednn_mm", ("dnnl_handler", "x", "bias")),
 )
 
 
@@ -408,8 +419,26 @@ def lm_head_logits(target_model: Any, features_ND: torch.Tensor) -> torch.Tensor
     return target_model.compute_logits(features_ND)
 
 
+def agreed(number: int) -> int:
+    """The number of the first tensor-parallel rank, on all of them."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return number
+    shared = torch.tensor([number], dtype=torch.int64)
+    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+    return int(shared.item())
+
+
+def packed_linear(weight: torch.Tensor) -> LINEAR:
+    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as vLLM's own linear layers have."""
+    if weight.device.type != "cpu" or not custom_ops._supports_onednn:
+        return plain_linear(weight)
+    handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
+    return lambda rows: custom_ops.onednn_mm(handler, rows, None)
+
+
 def embedding_module(target_model: Any) -> Any:
-    """The engine's own embedding layer; read its `weight` (padded rows at the end) anew each time, a sync may replace the tensor."""
+    """The engine's own embedding layer, to be called with ids: it follows every sync, and tensor parallelism may shard its table."""
     for name, module in target_model.named_modules():
         if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(module, "weight"):
             return module

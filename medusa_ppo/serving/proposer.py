@@ -24,7 +24,15 @@ from heads.errors import CheckpointError, ConfigError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.serving.choice import DraftChooser
 from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
-from medusa_ppo.serving.internals import StockMedusaProposer, embedding_module, lm_head_logits, request_sampling
+from medusa_ppo.serving.internals import (
+    StockMedusaProposer,
+    agreed,
+    embedding_module,
+    lm_head_logits,
+    packed_linear,
+    request_sampling,
+)
+from medusa_ppo.serving.packed import PackedHydra
 from medusa_ppo.serving.token_map import TokenMap
 
 logger = logging.getLogger(__name__)
@@ -60,7 +68,7 @@ class MedusaProposer(StockMedusaProposer):
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
         self._target: nn.Module | None = None
-        self._embedding: Any = None
+        self._packed: PackedHydra | None = None
         self._last_ids: list[int] = []
         self._unfinished: list[int] = []
         self._step_probs_BKV: torch.Tensor | None = None
@@ -86,18 +94,14 @@ class MedusaProposer(StockMedusaProposer):
         self.version, self.heads_checksum = metadata.version, metadata.checksum
         self.model = self.heads
         self._target = target_model
-        if heads.config.kind == "hydra":
-            self._embedding = self._whole_embedding(target_model)
+        self._pack()
 
-    def _whole_embedding(self, target_model: nn.Module) -> Any:
-        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
-            raise ConfigError(
-                "Heads of kind hydra read the whole embedding table, which tensor parallelism cuts up.",
-                given=f"tensor_parallel_size={self.vllm_config.parallel_config.tensor_parallel_size}",
-                expected=1,
-                do="Use heads of kind medusa or markov, or one rank.",
-            )
-        return embedding_module(target_model)
+    def _pack(self) -> None:
+        """Pack the products of hydra heads as they are now."""
+        if self.heads is not None and self._target is not None and self.heads.config.kind == "hydra":
+            emulated = self.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+            dtype = torch.float32 if emulated else self.dtype
+            self._packed = PackedHydra(self.heads, embedding_module(self._target), packed_linear, dtype)
 
     def propose(
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
@@ -110,7 +114,8 @@ class MedusaProposer(StockMedusaProposer):
         hidden_BD = target_hidden_states
         count = min(num_speculative_tokens, self.num_drafts)
         if self.choose:
-            count = min(count, self.chooser.choose(hidden_BD.shape[0]))
+            # Each rank learns by its own clock, and all must draft the same: the first one decides.
+            count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
         if count == 0:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
         if self.heads is None:
@@ -179,10 +184,10 @@ class MedusaProposer(StockMedusaProposer):
             last_ids_B,
             count,
             lambda features_ND: lm_head_logits(target, features_ND),
-            embedding_VD=None if self._embedding is None else self._embedding.weight[: heads.config.vocab_size],
             sampling=sampling,
             draft_temperature=self.draft_temperature,
             token_map=self.token_map,
+            packed=self._packed,
         )
         self._step_probs_BKV = draft.probs_BKV
         return draft.ids_BK
@@ -222,11 +227,6 @@ class MedusaProposer(StockMedusaProposer):
             raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
         if settings.get("sampled"):
             self._require_heads()
-        if settings.get("choose") and self.vllm_config.parallel_config.world_size > 1:
-            # Each rank would decide by its own clock, and the ranks would part.
-            raise ConfigError(
-                "The number of drafts can't be chosen per step with several ranks.", given="choose", expected="one rank", do="Set it."
-            )
         if "draft_vocab" in settings:
             self._set_draft_vocab(int(settings["draft_vocab"]))
         if "num_drafts" in settings:
@@ -295,6 +295,7 @@ class MedusaProposer(StockMedusaProposer):
             if not torch.equal(value.cpu(), cast[name]):
                 raise SwapError("The swapped heads do not read back.", given=name, expected="the file's values", do="Restart the engine.")
         self.version, self.heads_checksum = version, digest
+        self._pack()
         self.chooser.heads_changed()
         self._refresh_token_map()
         return digest

@@ -14,6 +14,7 @@ Sampling inverts the cumulative sum in float64 with one uniform number per reque
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,19 +42,24 @@ class DraftRows:
     @classmethod
     def build(cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True) -> DraftRows:
         """From vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
-        device = draft_ids_T.device
-        width, extra = max(counts), int(bonus_rows)
-        counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
-        starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
-        steps_K = torch.arange(width, device=device)
+        counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), draft_ids_T.device)
+        width = rows_BK.shape[1]
         if min(counts) == width:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
         else:
-            ids_BK = torch.full((len(counts), width), PLACEHOLDER, dtype=torch.int64, device=device)
-            ids_BK[steps_K < counts_B.unsqueeze(1)] = draft_ids_T.to(torch.int64)
-        last_B = (counts_B + extra - 1).clamp_min(0)
-        rows_BK = starts_B.unsqueeze(1) + torch.minimum(steps_K, last_B.unsqueeze(1))
+            ids_BK = torch.full_like(rows_BK, PLACEHOLDER)
+            ids_BK[torch.arange(width, device=draft_ids_T.device) < counts_B.unsqueeze(1)] = draft_ids_T.to(torch.int64)
         return cls(ids_BK, counts_B, starts_B, rows_BK)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(counts: tuple[int, ...], extra: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before; nobody writes into these."""
+    counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
+    starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
+    steps_K = torch.arange(max(counts), device=device)
+    last_B = (counts_B + extra - 1).clamp_min(0)
+    return counts_B, starts_B, starts_B.unsqueeze(1) + torch.minimum(steps_K, last_B.unsqueeze(1))
 
 
 def uniform_numbers(counts: Sequence[int], width: int, generators: Mapping[int, torch.Generator], device: torch.device) -> torch.Tensor:

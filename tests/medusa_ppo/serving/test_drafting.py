@@ -64,7 +64,7 @@ def test_sampled_drafts_come_from_the_q_that_is_handed_on(kind: str) -> None:
 
 def test_greedy_requests_in_a_sampled_batch_draft_their_argmax() -> None:
     logits_BV = torch.randn(4, V)
-    ids_B = draw(logits_BV, logits_BV.softmax(-1), torch.rand(4, dtype=torch.float64), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    ids_B = draw(logits_BV, logits_BV.softmax(-1), torch.rand(4, dtype=torch.float64), torch.tensor([True, False, True, False]))
     assert ids_B[[0, 2]].tolist() == logits_BV.argmax(-1)[[0, 2]].tolist()
 
 
