@@ -68,12 +68,14 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     backend: Literal["colocated", "server"] = "colocated"
     """`colocated`: vLLM inside a Ray actor on this node; `server`: `vllm serve` over HTTP, started by us."""
+    replicas: int = Field(1, ge=1)
+    """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     url: str = ""
-    """Address of a running server; empty: start one (backend `server` only)."""
+    """Address of a running server, or one for each replica with commas between; empty: start them (backend `server` only)."""
     host: str = "127.0.0.1"
     """Address a started server binds to."""
     port: int = Field(0, ge=0, le=65535)
-    """Port of a started server; 0: a free one."""
+    """Port of a started server, of further replicas the ones after it; 0: free ones."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Dtype of the engine's copy of the actor."""
     max_num_seqs: int = Field(32, ge=1)
@@ -96,6 +98,16 @@ class EngineConfig(Section):
     """Draft from so many of the most frequent tokens of the rollouts (saves lm_head's product where vocabularies are large); 0: all."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of `url`."""
+        return tuple(part.strip() for part in self.url.split(",") if part.strip())
+
+    def replica(self, index: int) -> EngineConfig:
+        """The section as one engine of several reads it: its own address and port."""
+        port = self.port + index if self.port else 0
+        return self.model_copy(update={"replicas": 1, "port": port, "url": self.urls[index] if self.urls else ""})
 
 
 class HeadsSection(Section):
@@ -275,6 +287,13 @@ def _check_agreement(config: RunConfig) -> None:
             given=f"engine.url={engine.url!r}, engine.backend={engine.backend!r}",
             expected="engine.backend=server",
             do="Set engine.backend=server or remove engine.url.",
+        )
+    if engine.url and len(engine.urls) != engine.replicas:
+        raise ConfigError(
+            "Each engine needs an address.",
+            given=f"{len(engine.urls)} in engine.url, engine.replicas={engine.replicas}",
+            expected="as many addresses as replicas, with commas between",
+            do="Correct one of the two.",
         )
 
 
