@@ -70,6 +70,8 @@ class EngineConfig(Section):
     """`colocated`: vLLM inside a Ray actor on this node; `server`: `vllm serve` over HTTP, started by us."""
     replicas: int = Field(1, ge=1)
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
+    resource: str = ""
+    """Ray resource of the nodes for engines (`ray start --resources`); empty: any node (backend `colocated` only)."""
     url: str = ""
     """Address of a running server, or one for each replica with commas between; empty: start them (backend `server` only)."""
     host: str = "127.0.0.1"
@@ -176,6 +178,8 @@ class CompanionConfig(Section):
     """CPU threads of the companion."""
     num_gpus: float = Field(0.0, ge=0)
     """GPUs (or a share of one) that Ray gives to the companion."""
+    resource: str = ""
+    """Ray resource of the nodes for the companion (`ray start --resources`); empty: any node."""
 
 
 class PPOConfig(Section):

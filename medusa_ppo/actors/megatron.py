@@ -55,7 +55,7 @@ class MegatronActor(ActorView):
         Raises:
             ModelError: not a GPTModel.
         """
-        stages = [_unwrap(stage) for stage in (model if isinstance(model, list | tuple) else [model])]
+        stages = [_unwrap(stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
         self.model = next((stage for stage in stages if stage.post_process), stages[-1])
         self._first = next((stage for stage in stages if stage.pre_process), stages[0])
         self.groups = groups or groups_of(self.model)

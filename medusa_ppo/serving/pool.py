@@ -104,7 +104,8 @@ class EnginePool(base.RolloutEngine):
                 starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
                 if not running and not starting:
                     raise self._none_left()
-                wait([*running, *starting], return_when=FIRST_COMPLETED)
+                awaited: list[Future[Any]] = [*running, *starting]
+                wait(awaited, return_when=FIRST_COMPLETED)
                 for job in [job for job in running if job.done()]:
                     seat, index, piece = running.pop(job)
                     error = job.exception()

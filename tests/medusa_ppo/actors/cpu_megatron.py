@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 V, PADDED_V, D, LAYERS, HEADS, GROUPS = 100, 128, 32, 2, 4, 2
@@ -34,6 +35,16 @@ class NoRandomness:
 
     def get_states(self) -> dict[str, torch.Tensor]:
         return {}
+
+
+class CudaOnCpu(TorchFunctionMode):
+    """`device="cuda"` and `.cuda()`, which Megatron's pipeline schedules and tied tables say outright, mean the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
 
 
 def patch_cuda() -> None:

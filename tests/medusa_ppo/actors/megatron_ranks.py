@@ -130,6 +130,11 @@ def packed(source: Any, batch: Batch, **sizes: Any) -> dict[str, Any]:
 
 def pipeline(source: Any, batch: Batch, tied: bool = False) -> dict[str, Any]:
     """Megatron's own schedule with two micro-batches inside one tap."""
+    with cpu.CudaOnCpu():
+        return _pipeline(source, batch, tied)
+
+
+def _pipeline(source: Any, batch: Batch, tied: bool) -> dict[str, Any]:
     model = cpu.gpt(pp=2, tied=tied)
     cpu.load_llama(model, source)
     actor = MegatronActor(model, cpu.V, with_embedding=True)
@@ -174,10 +179,12 @@ def untouched_gradients(source: Any, batch: Batch) -> dict[str, Any]:
     vocabulary = actor.vocabulary
     whole = MedusaHeads(HeadsConfig(cpu.D, cpu.V, 3))
     share = ParallelHeads.shard(whole, vocabulary)
-    targets_NK, mask_NK = torch.randint(cpu.V, (30, 3)), torch.ones(30, 3, dtype=torch.bool)
-    plain_K = head_loss(whole.factored(batch.expected_MD[:30], source.lm_head.weight), targets_NK, mask_NK, LossConfig())
+    torch.manual_seed(2)
+    rows_ND = batch.expected_MD
+    targets_NK, mask_NK = torch.randint(cpu.V, (rows_ND.shape[0], 3)), torch.ones(rows_ND.shape[0], 3, dtype=torch.bool)
+    plain_K = head_loss(whole.factored(rows_ND, source.lm_head.weight), targets_NK, mask_NK, LossConfig())
     rows = vocabulary.own_rows(actor.output_weight)
-    ours_K = head_loss(share.factored(batch.expected_MD[:30], rows), targets_NK, mask_NK, LossConfig(), vocabulary=vocabulary)
+    ours_K = head_loss(share.factored(rows_ND, rows), targets_NK, mask_NK, LossConfig(), vocabulary=vocabulary)
     return {"same": same, "count": len(found[0]), "hooks": hooks, "heads": float((plain_K - ours_K).abs().max())}
 
 
