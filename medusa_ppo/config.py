@@ -101,16 +101,6 @@ class EngineConfig(Section):
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
 
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The addresses of `url`."""
-        return tuple(part.strip() for part in self.url.split(",") if part.strip())
-
-    def replica(self, index: int) -> EngineConfig:
-        """The section as one engine of several reads it: its own address and port."""
-        port = self.port + index if self.port else 0
-        return self.model_copy(update={"replicas": 1, "port": port, "url": self.urls[index] if self.urls else ""})
-
 
 class HeadsSection(Section):
     path: str = ""
@@ -292,10 +282,10 @@ def _check_agreement(config: RunConfig) -> None:
             expected="engine.backend=server",
             do="Set engine.backend=server or remove engine.url.",
         )
-    if engine.url and len(engine.urls) != engine.replicas:
+    if engine.url and engine.url.count(",") + 1 != engine.replicas:
         raise ConfigError(
             "Each engine needs an address.",
-            given=f"{len(engine.urls)} in engine.url, engine.replicas={engine.replicas}",
+            given=f"engine.url={engine.url!r}, engine.replicas={engine.replicas}",
             expected="as many addresses as replicas, with commas between",
             do="Correct one of the two.",
         )

@@ -22,7 +22,14 @@ def make_engine(model_path: str | Path, heads_path: str | Path | None, config: E
         return kind(model_path, heads_path, config, seed)
     # Engines of one seed would answer the same prompt in two pieces alike.
     return EnginePool(
-        lambda index: kind(model_path, heads_path, config.replica(index), seed + index),
+        lambda index: kind(model_path, heads_path, replica(config, index), seed + index),
         config.replicas,
         smallest_piece=max(1, config.max_num_seqs // 2),
     )
+
+
+def replica(config: EngineConfig, index: int) -> EngineConfig:
+    """The section as one engine of several reads it: its own address and port."""
+    port = config.port + index if config.port else 0
+    url = config.url.split(",")[index].strip() if config.url else ""
+    return config.model_copy(update={"replicas": 1, "port": port, "url": url})

@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config import EngineConfig, build_config
+from medusa_ppo.serving import ray_engine
 from medusa_ppo.serving.balance import cut, expected_tokens
 from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.serving.make import make_engine
+from medusa_ppo.serving.make import make_engine, replica
 from medusa_ppo.serving.pool import MAX_RESTARTS, EnginePool
+from medusa_ppo.serving.ray_engine import EngineHost, RayEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 
 if TYPE_CHECKING:
@@ -324,9 +327,36 @@ def test_a_failed_start_ends_the_others() -> None:
 
 def test_replicas_have_addresses_of_their_own() -> None:
     config = EngineConfig(backend="server", url="http://a:1, http://b:2", replicas=2)
-    assert [config.replica(i).url for i in range(2)] == ["http://a:1", "http://b:2"]
-    assert [EngineConfig(replicas=2, port=8000).replica(i).port for i in range(2)] == [8000, 8001]
-    assert EngineConfig(replicas=2).replica(1).port == 0
+    assert [replica(config, i).url for i in range(2)] == ["http://a:1", "http://b:2"]
+    assert [replica(EngineConfig(replicas=2, port=8000), i).port for i in range(2)] == [8000, 8001]
+    assert replica(EngineConfig(replicas=2), 1).port == 0
+    with pytest.raises(ConfigError, match="address"):
+        build_config({"engine": {"backend": "server", "url": "http://a:1", "replicas": 2}})
+
+
+# ---- engines on other nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
+    host = EngineHost("model", None, {}, 0, None)
+    host._engine = engine = StandIn(0)  # type: ignore[assignment]
+    file = state_file(tmp_path, 3.0)
+    status, receipt, state = host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 7)
+    assert status == "result" and receipt == SwapReceipt(7, checksum(load_state(file)), 0.0)
+    assert state["heads_version"] == engine.heads_version == 7
+    engine.refuses_swaps = True
+    assert host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8)[0] == "error"
+    assert not list(Path("/dev/shm").glob("medusa-ppo-received-*"))
+
+
+def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    puts: list[int] = []
+    monkeypatch.setattr(ray_engine.ray, "put", lambda array: puts.append(array.nbytes) or len(puts))
+    ray_engine._put_file.cache_clear()
+    file = str(state_file(tmp_path, 1.0))
+    assert [ray_engine._file_in_store(file, 1, 2, "job") for _ in range(3)] == [1, 1, 1]
+    assert ray_engine._file_in_store(file, 1, 3, "job") == 2 and len(puts) == 2
+    ray_engine._put_file.cache_clear()
 
 
 # ---- real engines -------------------------------------------------------------------------------------------------------------
@@ -348,6 +378,14 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert [r.prompt_index for r in rollouts.responses] == [i for i in range(24) for _ in range(2)]
         assert all(share.counters.drafts > 0 for share in rollouts.engines)
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
+        # The second engine is treated as if it were on another node: the heads come through Ray's object store.
+        far = pool._seats[1].engine
+        assert isinstance(far, RayEngine) and not far._elsewhere
+        far._elsewhere = True
+        state = actor.random_heads(seed=3).trainable_state()
+        save_state(tmp_path / "heads.safetensors", state)
+        pool.swap_heads(tmp_path / "heads.safetensors", 4)
+        assert pool.checksums()["heads"] == checksum(state)
         # One engine dies: the rollouts come, and its successor drafts with the same heads.
         os.kill(int(pids[1]), signal.SIGKILL)
         assert len(pool.generate(actor.prompts[:24], sampling).responses) == 48
