@@ -115,8 +115,9 @@ class EnginePool(base.RolloutEngine):
                     else:
                         answers.append((piece, job.result()))
                         seat.share = _with_piece(seat.share, job.result())
-        finally:
-            wait(running)
+        except Exception:
+            wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
+            raise
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
     def _hand_out(
