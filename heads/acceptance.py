@@ -31,7 +31,6 @@ from heads.errors import DataError
 from heads.losses import CHUNK_ELEMENTS
 from heads.modules import MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
-from heads.truncation import truncate_logits
 
 
 @dataclass(frozen=True)
@@ -191,13 +190,15 @@ def draft_ids_for_rows(
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens."""
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.config.vocab_size)
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.vocabulary.width(heads.config.vocab_size))
     chunks = []
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
         factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
-        chunks.append(torch.stack([head_logits(factored, k, slice(None)).argmax(-1) for k in range(heads.config.num_heads)], dim=1))
+        chunks.append(
+            torch.stack([heads.vocabulary.argmax(head_logits(factored, k, slice(None))) for k in range(heads.config.num_heads)], dim=1)
+        )
     return torch.cat(chunks) if chunks else torch.zeros(0, heads.config.num_heads, dtype=torch.int64)
 
 
@@ -223,7 +224,7 @@ def draft_logprobs_for_rows(
         temperatures: what head logits are divided by: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
     """
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.config.vocab_size)
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.vocabulary.width(heads.config.vocab_size))
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
@@ -232,9 +233,9 @@ def draft_logprobs_for_rows(
         for k in range(heads.config.num_heads):
             logits_CV = head_logits(factored, k, slice(None))
             for index, temperature in enumerate(temperatures):
-                cut_CV = truncate_logits(logits_CV / temperature, top_k, top_p)
-                picked_C = cut_CV.gather(1, targets_MK[part, k].unsqueeze(1)).squeeze(1)
-                out_QMK[index, part, k] = picked_C - cut_CV.logsumexp(-1)
+                cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
+                picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
+                out_QMK[index, part, k] = picked_C - heads.vocabulary.logsumexp(cut_CV).squeeze(1)
     return out_QMK
 
 

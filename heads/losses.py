@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import FactoredLogits, head_logits
-from heads.truncation import truncate_logits
+from heads.vocabulary import WHOLE, Vocabulary
 
 CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
 
@@ -108,11 +108,11 @@ class Teacher(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
 
-    def logprobs(self, head: int, rows: slice) -> torch.Tensor:
+    def logprobs(self, head: int, rows: slice, vocabulary: Vocabulary = WHOLE) -> torch.Tensor:
         """log p of one head's targets (index from 0), float32 `CV`."""
         hidden_CD = self.hidden_MD[self.rows_NK[rows, head]].to(self.lm_head_VD.dtype)
         logits_CV = F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature
-        return F.log_softmax(truncate_logits(logits_CV, self.top_k, self.top_p), dim=-1)
+        return vocabulary.log_softmax(vocabulary.truncate(logits_CV, self.top_k, self.top_p))
 
 
 def head_cross_entropy(
@@ -141,6 +141,7 @@ def head_loss(
     teacher: Teacher | None = None,
     temperature: float = 1.0,
     chunk_rows: int | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor:
     """Loss of each head, float32 `K`, in chunks of rows; 0 for a head without a position.
 
@@ -154,10 +155,11 @@ def head_loss(
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as the actor's are when it samples:
             heads trained at one temperature then fit the others too, and heads that start as lm_head start right.
         chunk_rows: rows of one chunk; None: as many as make `CHUNK_ELEMENTS` logits.
+        vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // factored.head_weight(0).shape[0])
-    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows)
+    rows = chunk_rows or max(1, CHUNK_ELEMENTS // vocabulary.width(factored.head_weight(0).shape[0]))
+    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
     return _ChunkedLoss.apply(job, *factored)
 
 
@@ -231,6 +233,7 @@ class _Job:
     teacher: Teacher | None
     temperature: float
     chunk_rows: int
+    vocabulary: Vocabulary
 
 
 class _Gradients:
@@ -293,6 +296,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 total_K[head] += weight_C.sum()
                 if dlogits_CV is not None:
                     gradients.add(factored, head, chunk, dlogits_CV.div_(job.temperature))
+        gradients.features_NKD = job.vocabulary.sum_gradient(gradients.features_NKD)
+        gradients.bias_NKr = job.vocabulary.sum_gradient(gradients.bias_NKr)
         ctx.inverse_K = 1.0 / torch.where(total_K > 0, total_K, 1.0)
         ctx.gradients = gradients
         ctx.dtypes = tuple(None if t is None else t.dtype for t in tensors)
@@ -316,8 +321,8 @@ def _acceptance(job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice) -> 
     """Probability `C` that this head's draft is accepted: sampled drafts when log-probs are known, else one-hot."""
     targets_C = job.targets_NK[chunk, head]
     if job.logprobs_NK is None:
-        return (logits_CV.argmax(-1) == targets_C).float()
-    logq_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(-1)
+        return (job.vocabulary.argmax(logits_CV) == targets_C).float()
+    logq_C = job.vocabulary.pick(logits_CV, targets_C) - job.vocabulary.logsumexp(logits_CV).squeeze(1)
     return (logq_C - job.logprobs_NK[chunk, head].float()).clamp(max=0).exp()
 
 
@@ -325,9 +330,9 @@ def _row_losses(
     job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice, weight_C: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient). Overwrites `logits_CV`."""
-    config, targets_C = job.config, job.targets_NK[chunk, head]
-    lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
-    logq_C = logits_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1) - lse_C1.squeeze(1)
+    config, vocabulary, targets_C = job.config, job.vocabulary, job.targets_NK[chunk, head]
+    lse_C1 = vocabulary.logsumexp(logits_CV)
+    logq_C = vocabulary.pick(logits_CV, targets_C) - lse_C1.squeeze(1)
     loss_C, pull_C = -config.ce * logq_C, torch.full_like(logq_C, config.ce)
     if config.tv and job.logprobs_NK is not None:
         log_ratio_C = logq_C - job.logprobs_NK[chunk, head].float()
@@ -335,25 +340,25 @@ def _row_losses(
         loss_C = loss_C + config.tv * (1 - ratio_C)
         pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
     logq_CV = logits_CV.sub_(lse_C1)
-    logp_CV = job.teacher.logprobs(head, chunk) if config.needs_teacher and job.teacher is not None else None
+    logp_CV = job.teacher.logprobs(head, chunk, vocabulary) if config.needs_teacher and job.teacher is not None else None
     if logp_CV is None:
         if weight_C is None:
             return loss_C, None
         pull_C = pull_C * weight_C
         dlogits_CV = logq_CV.exp_().mul_(pull_C.unsqueeze(1))
-        return loss_C, dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -pull_C.unsqueeze(1))
+        return loss_C, vocabulary.add_at(dlogits_CV, targets_C, -pull_C)
     p_CV = logp_CV.exp()
     if config.kl:
         kl_CV = p_CV * (logp_CV - logq_CV)
-        loss_C = loss_C + config.kl * kl_CV.masked_fill_(p_CV == 0, 0.0).sum(-1)  # For tokens that were cut, 0 x -inf is 0.
+        loss_C = loss_C + config.kl * vocabulary.total(kl_CV.masked_fill_(p_CV == 0, 0.0))  # For tokens that were cut, 0 x -inf is 0.
     below_CV = logq_CV < logp_CV
     q_CV = logq_CV.exp_()
     below_CV = q_CV * below_CV  # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
-    loss_C = loss_C + config.exact_tv * (1 - torch.minimum(p_CV, q_CV).sum(-1))
+    loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(torch.minimum(p_CV, q_CV)))
     if weight_C is None:
         return loss_C, None
-    push_C1 = ((pull_C + config.kl + config.exact_tv * below_CV.sum(-1)) * weight_C).unsqueeze(1)
+    push_C1 = ((pull_C + config.kl + config.exact_tv * vocabulary.total(below_CV)) * weight_C).unsqueeze(1)
     dlogits_CV = q_CV.mul_(push_C1)
-    dlogits_CV.scatter_add_(1, targets_C.unsqueeze(1), -(pull_C * weight_C).unsqueeze(1))
+    vocabulary.add_at(dlogits_CV, targets_C, -(pull_C * weight_C))
     dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)
     return loss_C, dlogits_CV.addcmul_(below_CV, weight_C.unsqueeze(1), value=-config.exact_tv)

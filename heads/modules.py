@@ -26,6 +26,7 @@ from torch import nn
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError
 from heads.targets import condition_ids
+from heads.vocabulary import WHOLE, Vocabulary
 
 RMS_EPS = 1e-6
 
@@ -86,7 +87,13 @@ def rms_normalise(values: torch.Tensor) -> torch.Tensor:
 
 
 class MedusaHeads(nn.Module):
-    """K draft heads of one kind; see the module's docstring for what each kind computes."""
+    """K draft heads of one kind; see the module's docstring for what each kind computes.
+
+    Attributes:
+        vocabulary: where the tokens of lm_head and tables are; `heads.parallel` replaces it.
+    """
+
+    vocabulary: Vocabulary = WHOLE
 
     def __init__(self, config: HeadsConfig) -> None:
         """Zero-start heads; with `lm_head="own"` call `init_own_lm_heads` before use. Random parts use torch's global generator."""
@@ -165,7 +172,9 @@ class MedusaHeads(nn.Module):
         if self.config.kind != "markov":
             return FactoredLogits(features_NKD, weight)
         condition_NK = self._checked_condition(hidden, condition).reshape(-1, self.config.num_heads)
-        bias_NKr = torch.stack([F.embedding(condition_NK[:, k], self.markov_in[k]) for k in range(self.config.num_heads)], dim=1)
+        bias_NKr = torch.stack(
+            [self.vocabulary.look_up(condition_NK[:, k], self.markov_in[k]) for k in range(self.config.num_heads)], dim=1
+        )
         return FactoredLogits(features_NKD, weight, bias_NKr, self.markov_out)
 
     def forward(
@@ -222,7 +231,7 @@ class MedusaHeads(nn.Module):
             raise ConfigError("More drafts than heads.", given=k + 1, expected=f"<= {self.config.num_heads}", do="Draft fewer tokens.")
         features_BD, bias_B1r, out_1Vr = self.draft_features(state, k, last_ids_B, embedding_VD), None, None
         if self.config.kind == "markov":
-            bias_B1r, out_1Vr = F.embedding(last_ids_B, self.markov_in[k]).unsqueeze(1), self.markov_out[k : k + 1]
+            bias_B1r, out_1Vr = self.vocabulary.look_up(last_ids_B, self.markov_in[k]).unsqueeze(1), self.markov_out[k : k + 1]
         weight = self._output_weight(lm_head_VD)
         weight_VD = weight if weight.dim() == 2 else weight[k]
         state.step = k + 1
@@ -259,7 +268,7 @@ class MedusaHeads(nn.Module):
         return F.linear(inner_NH, self.mlp_out[k])
 
     def _embed(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
-        return rms_normalise(F.embedding(ids_N, table_VD)).to(self.dtype)
+        return rms_normalise(self.vocabulary.look_up(ids_N, table_VD)).to(self.dtype)
 
     def _output_weight(self, lm_head_VD: torch.Tensor | None) -> torch.Tensor:
         if self.config.lm_head == "own":

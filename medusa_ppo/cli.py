@@ -85,6 +85,27 @@ def ppo(
     _ppo(load_config(config, overrides or ()), resume)
 
 
+@app.command()
+@command
+def plan(
+    config: Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")] = None,
+    gpus: Annotated[bool | None, typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one.")] = None,
+) -> None:
+    """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
+
+    Example:  [bold]medusa-ppo plan --config configs/one-node.yaml engine.replicas=4 --gpus[/bold]
+    """
+    import shutil
+
+    from medusa_ppo.config import load_config
+    from medusa_ppo.plan import lines, make_plan
+
+    with_gpus = shutil.which("nvidia-smi") is not None if gpus is None else gpus
+    for line in lines(make_plan(load_config(config, overrides or ()), gpus=with_gpus)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def _ppo(config: RunConfig, resume: bool) -> None:
     from medusa_ppo.ppo.loop import run_ppo
     from medusa_ppo.ppo.progress import make_progress

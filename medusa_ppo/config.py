@@ -68,12 +68,16 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     backend: Literal["colocated", "server"] = "colocated"
     """`colocated`: vLLM inside a Ray actor on this node; `server`: `vllm serve` over HTTP, started by us."""
+    replicas: int = Field(1, ge=1)
+    """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
+    resource: str = ""
+    """Ray resource of the nodes for engines (`ray start --resources`); empty: any node (backend `colocated` only)."""
     url: str = ""
-    """Address of a running server; empty: start one (backend `server` only)."""
+    """Address of a running server, or one for each replica with commas between; empty: start them (backend `server` only)."""
     host: str = "127.0.0.1"
     """Address a started server binds to."""
     port: int = Field(0, ge=0, le=65535)
-    """Port of a started server; 0: a free one."""
+    """Port of a started server, of further replicas the ones after it; 0: free ones."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Dtype of the engine's copy of the actor."""
     max_num_seqs: int = Field(32, ge=1)
@@ -164,6 +168,8 @@ class CompanionConfig(Section):
     """CPU threads of the companion."""
     num_gpus: float = Field(0.0, ge=0)
     """GPUs (or a share of one) that Ray gives to the companion."""
+    resource: str = ""
+    """Ray resource of the nodes for the companion (`ray start --resources`); empty: any node."""
 
 
 class PPOConfig(Section):
@@ -275,6 +281,13 @@ def _check_agreement(config: RunConfig) -> None:
             given=f"engine.url={engine.url!r}, engine.backend={engine.backend!r}",
             expected="engine.backend=server",
             do="Set engine.backend=server or remove engine.url.",
+        )
+    if engine.url and engine.url.count(",") + 1 != engine.replicas:
+        raise ConfigError(
+            "Each engine needs an address.",
+            given=f"engine.url={engine.url!r}, engine.replicas={engine.replicas}",
+            expected="as many addresses as replicas, with commas between",
+            do="Correct one of the two.",
         )
 
 

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from heads.checkpoint import load_heads, load_state, save_heads
 from heads.config import HeadsConfig
 from heads.errors import DataError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
-from medusa_ppo.actors.hf import HiddenTap, embedding_weight, lm_head_weight
+from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig
@@ -96,16 +95,19 @@ class MedusaPlugin:
         self.empty_responses = 0
 
     @staticmethod
-    def prepare_heads(config: RunConfig, model: nn.Module, folder: str | Path) -> Path:
+    def prepare_heads(config: RunConfig, model: Actor, folder: str | Path) -> Path:
         """Write the heads that a run starts with into `folder` (native format), for the engine to load. See `initial_heads`."""
         save_heads(
-            folder, initial_heads(config, model), lm_head_VD=lm_head_weight(model).detach(), metadata={"start": config.heads.path or "zero"}
+            folder,
+            initial_heads(config, model),
+            lm_head_VD=as_view(model).lm_head_VD.detach(),
+            metadata={"start": config.heads.path or "zero"},
         )
         return Path(folder)
 
     @classmethod
     def start(
-        cls, config: RunConfig, model: nn.Module, engine: RolloutEngine, run_dir: str | Path, *, resume_from: str | Path = ""
+        cls, config: RunConfig, model: Actor, engine: RolloutEngine, run_dir: str | Path, *, resume_from: str | Path = ""
     ) -> MedusaPlugin:
         """Start the companion (if wanted) with the same heads that `prepare_heads` wrote for the engine.
 
@@ -122,15 +124,15 @@ class MedusaPlugin:
             companion = CompanionClient.start(
                 heads.config,
                 config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
-                lm_head_weight(model).detach(),
+                as_view(model).lm_head_VD.detach(),
                 seed=config.seed,
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
-                embedding_VD=embedding_weight(model).detach() if heads.config.needs_embedding else None,
+                embedding_VD=as_view(model).embedding_VD.detach() if heads.config.needs_embedding else None,
                 resume_from=resume_from,
             )
         plugin = cls(engine, companion, wait=config.companion.wait, on_error=config.companion.on_error, heads=heads)
-        plugin._lm_head_VD = lm_head_weight(model)
+        plugin._lm_head_VD = as_view(model).lm_head_VD
         return plugin
 
     # ---- the hooks --------------------------------------------------------------------------------------------------------
@@ -164,13 +166,13 @@ class MedusaPlugin:
                 self.empty_responses += self._collector.empty_responses
 
     @contextlib.contextmanager
-    def actor_forward(self, model: nn.Module, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> Iterator[None]:
+    def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> Iterator[None]:
         """Context around one forward pass of the actor that the loop makes anyway. Any micro-batches, any order of rows, any padding.
 
         When every response has been seen, the batch goes to the companion, so that it trains while the loop updates.
 
         Args:
-            model: the actor.
+            model: the actor, a transformers model or a `MegatronActor`.
             response_mask_BT: true where token t of the row is a response token.
             sequences: for each row, the index of its response in `rollouts.responses`.
 
@@ -181,18 +183,18 @@ class MedusaPlugin:
         if collector is None:
             yield
             return
-        with HiddenTap(model) as tap:
+        with as_view(model).tap() as tap:
             yield
         with self._exposed():
             collector.add(tap.hidden_BTD, response_mask_BT, sequences)
             if collector.complete:
                 self._flush()
 
-    def policy_updated(self, model: nn.Module, policy_version: int) -> None:
+    def policy_updated(self, model: Actor, policy_version: int) -> None:
         """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now."""
         with self._exposed():
             self._flush()
-            self._lm_head_VD = lm_head_weight(model)
+            self._lm_head_VD = as_view(model).lm_head_VD
             if self._companion is not None and self._heads is not None:
                 self._send_tables(model, policy_version, self._heads.config)
 
@@ -254,11 +256,11 @@ class MedusaPlugin:
             return
         self._companion.submit(collector.batch())
 
-    def _send_tables(self, model: nn.Module, policy_version: int, config: HeadsConfig) -> None:
+    def _send_tables(self, model: Actor, policy_version: int, config: HeadsConfig) -> None:
         assert self._companion is not None
-        embedding_VD = embedding_weight(model).detach() if config.needs_embedding else None
+        embedding_VD = as_view(model).embedding_VD.detach() if config.needs_embedding else None
         if config.lm_head == "shared" or embedding_VD is not None:
-            self._companion.update_lm_head(lm_head_weight(model).detach(), policy_version, embedding_VD=embedding_VD)
+            self._companion.update_lm_head(as_view(model).lm_head_VD.detach(), policy_version, embedding_VD=embedding_VD)
 
     def _install(self, published: PublishedHeads) -> None:
         try:
@@ -302,13 +304,13 @@ class MedusaPlugin:
             self._step.exposed_s += self._clock() - began
 
 
-def initial_heads(config: RunConfig, model: nn.Module) -> MedusaHeads:
+def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:
     """The heads that a run starts with, the same at every call: those of `config.heads.path`, or a zero start (each equals lm_head).
 
     Raises:
         CheckpointError: the directory is damaged or of another actor.
     """
-    lm_head_VD = lm_head_weight(model).detach()
+    lm_head_VD = as_view(model).lm_head_VD.detach()
     vocab_size, hidden_size = lm_head_VD.shape
     section = config.heads
     if section.path:
@@ -333,7 +335,11 @@ def initial_heads(config: RunConfig, model: nn.Module) -> MedusaHeads:
 
 def _rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None) -> dict[str, Any]:
     counters = rollouts.counters
-    return {
+    pool: dict[str, Any] = {}
+    if rollouts.engines:
+        pool[names.MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
+        pool[names.TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
+    return pool | {
         names.HEADS_VERSION: rollouts.heads_version,
         names.STALENESS: rollouts.policy_version - (serving.policy_version if serving else 0),
         names.NUM_DRAFTS: rollouts.num_drafts,

@@ -91,8 +91,29 @@ class Response:
 
 
 @dataclass(frozen=True)
+class EngineShare:
+    """What one engine of a pool did in one generate call.
+
+    Attributes:
+        index: its place in the pool.
+        pieces: calls that it answered.
+        tokens: prompt and response tokens that it ran.
+        generated_tokens: response tokens.
+        seconds: time that it was busy.
+        counters: its acceptance counters.
+    """
+
+    index: int = 0
+    pieces: int = 0
+    tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(frozen=True)
 class Rollouts:
-    """What one generate call returned, responses in prompt order."""
+    """What one generate call returned, responses in prompt order. `engines`: each one's part, where a pool answered."""
 
     prompts: tuple[tuple[int, ...], ...]
     responses: tuple[Response, ...]
@@ -102,6 +123,7 @@ class Rollouts:
     policy_version: int = 0
     heads_version: int = 0
     num_drafts: int = 0
+    engines: tuple[EngineShare, ...] = ()
 
     @property
     def generated_tokens(self) -> int:

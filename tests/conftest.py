@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,3 +29,40 @@ def shared_dir() -> Path:
     if not (folder / "actors" / "gsm8k-4m").is_dir():
         pytest.skip("needs the shared actors and data beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., str]:
+    """run_ranks(script, ranks, *arguments): `python SCRIPT RANK RANKS ARGUMENTS...` for each rank; all are ended, whatever happens."""
+    return _run_ranks
+
+
+def _run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 120.0) -> str:
+    env = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(ranks), *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + timeout_s
+    try:
+        # One rank that fails leaves the others waiting for it: the first failure ends all.
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        codes = [p.poll() for p in processes]
+        for process in processes:
+            process.kill()
+        words = "\n".join(f"rank {i} ({code}):\n{p.communicate()[0]}" for i, (p, code) in enumerate(zip(processes, codes, strict=True)))
+    assert not any(code is None or code for code in codes), words
+    return words

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from heads.errors import ConfigError, DataError, ModelError
+from medusa_ppo.actors.seam import ActorView
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,38 @@ class HiddenTap:
                 do="Open one context for each micro-batch, around the actor's own forward call.",
             )
         return self._hidden_BTD
+
+
+class HFActor(ActorView):
+    """A transformers actor that this process holds whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """
+        Args:
+            model: causal LM of transformers, bare or wrapped by DistributedDataParallel.
+        """
+        self._model = model
+
+    def tap(self) -> HiddenTap:
+        return HiddenTap(self._model)
+
+    @property
+    def lm_head_VD(self) -> torch.Tensor:
+        """Live, as `lm_head_weight`."""
+        return lm_head_weight(self._model)
+
+    @property
+    def embedding_VD(self) -> torch.Tensor:
+        """Live, as `embedding_weight`."""
+        return embedding_weight(self._model)
+
+
+Actor = nn.Module | ActorView
+
+
+def as_view(model: Actor) -> ActorView:
+    """What the plug-in was given, as it sees it: a transformers model, or the view of another kind of actor."""
+    return model if isinstance(model, ActorView) else HFActor(model)
 
 
 def _unwrap(model: nn.Module) -> Any:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT_S = 180.0
 POLL_TIMEOUT_S = 0.5
+RESOURCE_SHARE = 0.001  # Of a node's resource: it says where, not how many.
 INTAKE, CONTROL = "intake", "control"
 
 
@@ -308,6 +309,7 @@ def _remote_class(config: CompanionConfig) -> Any:
     return ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
         num_cpus=0,
         num_gpus=config.num_gpus,
+        resources={config.resource: RESOURCE_SHARE} if config.resource else None,
         max_restarts=config.max_restarts,
         max_task_retries=0,
         concurrency_groups={INTAKE: 1, CONTROL: 4},

@@ -91,7 +91,10 @@ class RunSession:
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
         with self._phase(phases.RAY):
             self._stack.enter_context(
-                local_ray(cpus=config.engine.threads + config.companion.threads, queue_bytes=config.companion.queue_bytes)
+                local_ray(
+                    cpus=config.engine.threads * config.engine.replicas + config.companion.threads,
+                    queue_bytes=config.companion.queue_bytes,
+                )
             )
             self._signals.install()  # Ray has put a handler of its own in place.
         engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)

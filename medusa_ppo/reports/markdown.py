@@ -13,11 +13,14 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two runs."""
     mal, speed, pairs = summary["mean_acceptance_length"], summary["tokens_per_s"], summary["rollout_speedup_pairs"]
     reward, right, companion = summary["reward"], summary["correct_frac"], summary["companion"]
+    engines = summary.get("mal_per_engine")
+    pool = [("Tokens per engine step of each engine", ", ".join(w.length(length) for length in engines))] if engines else []
     return [
         ("PPO steps", f"{w.whole(summary['steps'])} ({summary['status']}, {w.seconds(summary['wall_s'])})"),
         ("Tokens per engine step, first published heads -> last steps", f"{w.length(mal['first'])} -> {w.length(mal['serving'])}"),
         ("The same by replay, trained heads / frozen heads", f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}"),
         ("Acceptance at position 1, 2, ...", ", ".join(w.percent(rate) for rate in summary["acceptance_per_position"] or []) or w.NONE),
+        *pool,
         ("Speed-up of the rollouts by drafting", _speedup(summary["rollout_speedup"], pairs)),
         ("Tokens/s with drafting / without", f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}"),
         ("Right answers, first -> last steps", f"{w.percent(right['first'])} -> {w.percent(right['last'])}"),

@@ -38,6 +38,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "mean_acceptance_length.gain_standard_error": "Standard error of that gain over the steps it is the mean of; null for fewer than two.",
     "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
     "acceptance_per_position": "Accepted at position 1..K / draft steps, from vLLM's counters over the last window.",
+    "mal_per_engine": "Mean acceptance length of each engine of a pool, over the last window's steps in which it generated.",
     "rollout_speedup": "Median over all pairs of (tokens/s with drafting / tokens/s without), the same engine and prompts, timed in turn.",
     "rollout_speedup_pairs.count": "Number of pairs.",
     "rollout_speedup_pairs.min": "Smallest ratio.",
@@ -84,6 +85,7 @@ def build_summary(run: Run) -> dict[str, Any]:
         "window_steps": window,
         "mean_acceptance_length": _acceptance_lengths(run, window),
         "acceptance_per_position": acceptance_per_position(run.steps[-window:] if window else ()),
+        "mal_per_engine": mal_per_engine(run.steps[-window:] if window else ()),
         "rollout_speedup": median(speedups) if speedups else None,
         "rollout_speedup_pairs": _spread(speedups),
         "tokens_per_s": {
@@ -139,6 +141,21 @@ def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | No
         for position, rate in enumerate(rates):
             accepted[position] += rate * some
     return [taken / drafts for taken in accepted] if drafts else None
+
+
+def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None:
+    """Each engine's mean over the steps in which it generated something; None without a pool."""
+    lengths: dict[int, list[float]] = {}
+    engines = 0
+    for step in steps:
+        found, tokens = numbers(step.get(m.MAL_PER_ENGINE)), numbers(step.get(m.TOKENS_PER_ENGINE))
+        if found is None or tokens is None:
+            continue
+        engines = max(engines, len(found))
+        for index, (length, generated) in enumerate(zip(found, tokens, strict=False)):
+            if generated:
+                lengths.setdefault(index, []).append(length)
+    return [fmean(lengths[index]) if index in lengths else None for index in range(engines)] if engines else None
 
 
 def _acceptance_lengths(run: Run, window: int) -> dict[str, float | int | None]:

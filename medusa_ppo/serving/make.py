@@ -6,6 +6,7 @@ from pathlib import Path
 
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.serving.pool import EnginePool
 from medusa_ppo.serving.ray_engine import RayEngine
 from medusa_ppo.serving.server import ServerEngine
 
@@ -13,7 +14,22 @@ from medusa_ppo.serving.server import ServerEngine
 def make_engine(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> RolloutEngine:
     """The engine that `config.backend` asks for.
 
-    `colocated`: vLLM in a Ray actor on this node (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
+    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
+    With `config.replicas` above 1: a pool of them.
     """
     kind = ServerEngine if config.backend == "server" else RayEngine
-    return kind(model_path, heads_path, config, seed)
+    if config.replicas == 1:
+        return kind(model_path, heads_path, config, seed)
+    # Engines of one seed would answer the same prompt in two pieces alike.
+    return EnginePool(
+        lambda index: kind(model_path, heads_path, replica(config, index), seed + index),
+        config.replicas,
+        smallest_piece=max(1, config.max_num_seqs // 2),
+    )
+
+
+def replica(config: EngineConfig, index: int) -> EngineConfig:
+    """The section as one engine of several reads it: its own address and port."""
+    port = config.port + index if config.port else 0
+    url = config.url.split(",")[index].strip() if config.url else ""
+    return config.model_copy(update={"replicas": 1, "port": port, "url": url})

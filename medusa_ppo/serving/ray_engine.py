@@ -1,12 +1,21 @@
-"""The colocated engine inside a Ray actor: its own process, its own threads and environment, ended with the run."""
+"""The colocated engine inside a Ray actor: its own process, its own threads and environment, ended with the run.
+
+An engine on this node reads new weights from the file in shared memory. One on another node gets the file's bytes through Ray's object
+store: they are put there once, and nodes that have them pass them on, so that many engines don't queue at one.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
@@ -17,8 +26,10 @@ from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
 from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
 
+SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
+RESOURCE_SHARE = 0.001  # Of a node's resource: it says where, not how many.
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
 
 
@@ -44,6 +55,19 @@ class EngineHost:
         except MedusaError as error:
             return "error", error, self._state()
 
+    def call_with_bytes(self, method: str, content: np.ndarray, version: int) -> tuple[str, object, dict[str, int]]:
+        """Call a method that reads a file, with the file's bytes, which come from another node."""
+        folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-received-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None))
+        try:
+            content.tofile(folder / "state.safetensors")
+            return self.call(method, (str(folder / "state.safetensors"), version), {})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def node(self) -> str:
+        """Id of the Ray node that this runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def _state(self) -> dict[str, int]:
         return {name: getattr(self._engine, name) for name in STATE}
 
@@ -59,6 +83,20 @@ def actor_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
         # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
         env["LD_PRELOAD"] = ":".join(part for part in (os.environ.get("LD_PRELOAD", ""), str(openmp)) if part)
     return env
+
+
+_store_lock = threading.Lock()
+
+
+def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any:
+    """Reference to a file's bytes in Ray's object store; put there once, whoever of a pool's engines asks first."""
+    with _store_lock:
+        return _put_file(path, inode, modified_ns, session)
+
+
+@functools.lru_cache(maxsize=2)  # Heads and actor; what is no longer asked for is freed.
+def _put_file(path: str, inode: int, modified_ns: int, session: str) -> Any:
+    return ray.put(np.fromfile(path, dtype=np.uint8))
 
 
 class RayEngine(base.RolloutEngine):
@@ -84,13 +122,16 @@ class RayEngine(base.RolloutEngine):
             "num_gpus": config.memory_fraction if gpus == 1.0 else gpus,
             "runtime_env": {"env_vars": actor_environment(config, has_gpu=gpus > 0)},
             "max_restarts": 0,
+            "resources": {config.resource: RESOURCE_SHARE} if config.resource else None,
         }
         heads = str(Path(heads_path).resolve()) if heads_path else None
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config.model_dump(), seed, given)
+        self._elsewhere = False
         try:
             self._unpack(self._get(self._host.start.remote(), "starting", START_TIMEOUT_S))
+            self._elsewhere = self._get(self._host.node.remote(), "starting") != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise
@@ -99,10 +140,10 @@ class RayEngine(base.RolloutEngine):
         return self._call("generate", [list(p) for p in prompts], sampling)
 
     def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        return self._call("swap_heads", base.check_file(path, "new heads"), version)
+        return self._send("swap_heads", base.check_file(path, "new heads"), version)
 
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
-        return self._call("sync_actor", base.check_file(path, "the actor's weights"), version)
+        return self._send("sync_actor", base.check_file(path, "the actor's weights"), version)
 
     def set_num_drafts(self, count: int) -> None:
         self._call("set_num_drafts", count)
@@ -141,9 +182,20 @@ class RayEngine(base.RolloutEngine):
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._unpack(self._get(self._running(method).call.remote(method, args, kwargs), f"calling {method}"))
+
+    def _send(self, method: str, path: str, version: int) -> Any:
+        """Call a method that reads a file, wherever the engine is."""
+        if not self._elsewhere:
+            return self._call(method, path, version)
+        status, session = os.stat(path), ray.get_runtime_context().get_job_id()
+        content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
+        return self._unpack(self._get(self._running(method).call_with_bytes.remote(method, content, version), f"calling {method}"))
+
+    def _running(self, method: str) -> Any:
         if self._host is None:
             raise EngineError("The engine is closed.", given=f"{method} after close()", expected="a running engine", do="Start a new one.")
-        return self._unpack(self._get(self._host.call.remote(method, args, kwargs), f"calling {method}"))
+        return self._host
 
     def _unpack(self, answer: tuple[str, Any, dict[str, int]]) -> Any:
         status, value, state = answer

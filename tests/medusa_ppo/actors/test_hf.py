@@ -134,6 +134,17 @@ def test_wrapped_model_is_tapped_too() -> None:
     assert torch.allclose(tap.hidden_BTD @ hf.lm_head_weight(model).T, logits_BTV, atol=1e-5)
 
 
+def test_the_plugin_sees_any_actor_through_a_view() -> None:
+    model = tiny("llama", tied=False)
+    view = hf.as_view(model)
+    assert view.lm_head_VD is model.lm_head.weight and view.embedding_VD is model.model.embed_tokens.weight
+    assert hf.as_view(view) is view
+    ids_BT = torch.randint(VOCAB, (2, 5))
+    with torch.no_grad(), view.tap() as tapped:
+        logits_BTV = model(ids_BT).logits
+    assert torch.equal(tapped.hidden_BTD @ view.lm_head_VD.T, logits_BTV)
+
+
 def test_real_actor_keeps_its_dtype(shared_dir: Path) -> None:
     model = hf.load_actor(shared_dir / "actors" / "gsm8k-4m", "bfloat16")
     tokenizer = hf.load_tokenizer(shared_dir / "actors" / "gsm8k-4m")

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
+from medusa_ppo.reports.markdown import summary_rows
 from medusa_ppo.reports.records import Run, read_run
-from medusa_ppo.reports.summary import SUMMARY_KEYS, acceptance_per_position, build_summary, mean_acceptance_length, window_steps
+from medusa_ppo.reports.summary import (
+    SUMMARY_KEYS,
+    acceptance_per_position,
+    build_summary,
+    mal_per_engine,
+    mean_acceptance_length,
+    window_steps,
+)
 from medusa_ppo.reports.tables import flatten
 
 OPEN_ENDED = ("versions", "extras")
@@ -138,3 +146,16 @@ def test_windows_and_weights() -> None:
     steps = [{"drafts": 10, "acceptance_per_position": [0.5]}, {"drafts": 30, "acceptance_per_position": [0.5, 0.4]}]
     assert acceptance_per_position(steps) == pytest.approx([0.5, 0.3])
     assert acceptance_per_position([]) is None and mean_acceptance_length([]) is None
+
+
+def test_each_engine_of_a_pool_has_its_acceptance():
+    steps = [
+        {"mal_per_engine": [2.0, 1.0], "generated_tokens_per_engine": [10, 0]},
+        {"mal_per_engine": [3.0, 1.5], "generated_tokens_per_engine": [10, 5]},
+    ]
+    assert mal_per_engine(steps) == [2.5, 1.5]
+    assert mal_per_engine(steps[:1]) == [2.0, None]
+    assert mal_per_engine([{"drafts": 3}]) is None
+    rows = dict(summary_rows(build_summary(make(*steps))))
+    assert rows["Tokens per engine step of each engine"] == "3.00, 1.50"
+    assert "Tokens per engine step of each engine" not in dict(summary_rows(build_summary(HAND)))

@@ -1,0 +1,103 @@
+"""The formulas of scale.py against measurements on this machine: bytes that move, and the companion's time over the scoring pass.
+
+Run as  python benchmarks/scale.py --check . Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's
+prediction of the ratio of the times. A random Llama stands for the actor: times don't depend on what the weights say.
+
+Letters: B batch rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from scale import head_flops
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads.checkpoint import save_state
+from heads.config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.ppo.sync import actor_state
+from medusa_ppo.sizes import FLOAT32, ModelSizes, heads_parameters, hidden_bytes
+from medusa_ppo.types import RolloutBatch
+
+ROUNDS = 5
+LAYERS, WIDTH, VOCAB, ROWS, TOKENS = 6, 512, 8192, 8, 256
+
+
+def compare(
+    rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH, vocab: int = VOCAB, rows: int = ROWS, tokens: int = TOKENS
+) -> dict[str, str]:
+    """Each formula's figure beside the measured one."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        tie_word_embeddings=False,
+    )
+    actor = LlamaForCausalLM(config).eval()
+    sizes = ModelSizes.from_config(config.to_dict())
+    batch = RolloutBatch(
+        torch.randn(rows * tokens, width),
+        torch.randint(vocab, (rows * tokens,)),
+        torch.full((rows * tokens,), -2.0),
+        torch.full((rows,), tokens),
+    )
+    out = _bytes(actor, sizes, batch)
+    score_flops = 2.0 * sizes.product_parameters * rows * tokens
+    for kind, loss in (("medusa", "ce"), ("hydra", "ce_tv")):
+        heads = HeadsConfig(width, vocab, 4, kind)
+        table = actor.lm_head.weight.detach()
+        settings = CompanionConfig(loss=loss, epochs=1, batch_positions=rows * tokens)
+        trainer = HeadsTrainer(MedusaHeads(heads), table, settings, 0, embedding_VD=actor.model.embed_tokens.weight.detach())
+        score_s, train_s = _in_turn(lambda: _score(actor, rows, tokens), lambda trainer=trainer: trainer.train_batch(batch), rounds)
+        train_flops = head_flops(heads, training=True) * rows * tokens
+        ratios = sorted(t / s for s, t in zip(score_s, train_s, strict=True))
+        said, found = train_flops / score_flops, statistics.median(ratios)
+        out[f"{kind}: training / scoring pass, seconds"] = (
+            f"model {said:.3f}, measured {found:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); measured / model {found / said:.2f}"
+        )
+        rates = (score_flops / statistics.median(score_s), train_flops / statistics.median(train_s))
+        out[f"{kind}: arithmetic reached, Gflop/s"] = f"scoring {rates[0] / 1e9:.0f}, training {rates[1] / 1e9:.0f}"
+    return out
+
+
+def _bytes(actor: LlamaForCausalLM, sizes: ModelSizes, batch: RolloutBatch) -> dict[str, str]:
+    heads = HeadsConfig(sizes.hidden, sizes.vocab, 4, "hydra")
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for name, state in (("actor", actor_state(actor)), ("heads", MedusaHeads(heads).trainable_state())):
+            save_state(Path(folder) / name, state)
+            found[name] = (Path(folder) / name).stat().st_size
+    pairs = {
+        "actor weights, bytes": (FLOAT32 * sizes.parameters, found["actor"]),
+        "heads, bytes": (FLOAT32 * heads_parameters(heads), found["heads"]),
+        "hidden states and tokens, bytes": (hidden_bytes(sizes, batch.hidden_MD.shape[0]), batch.nbytes),
+    }
+    return {name: f"model {said}, measured {real}; measured / model {real / said:.4f}" for name, (said, real) in pairs.items()}
+
+
+@torch.no_grad()
+def _score(actor: LlamaForCausalLM, rows: int, tokens: int) -> None:
+    actor(torch.zeros(rows, tokens, dtype=torch.int64))
+
+
+def _in_turn(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of both, taken in turn; one round before is thrown away."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):
+        for call, seconds in zip((first, second), taken, strict=True):
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+    return taken[0][1:], taken[1][1:]

@@ -1,0 +1,77 @@
+"""Everything that reads or sums over all tokens of the vocabulary, when one process holds it whole; heads/parallel.py has the same
+for a vocabulary that is spread over ranks.
+
+Shape letters: N ids, C rows, V vocabulary (here: the part that this process holds, which is all of it), D width of a table.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from heads.truncation import truncate_logits
+
+
+class Vocabulary:
+    """The operations of losses and drafting that need every token. The arithmetic around them is the same wherever the tokens are."""
+
+    def width(self, held: int) -> int:
+        """Most tokens that any process holds, when this one holds `held`: chunks are sized by it, so that all have as many."""
+        return held
+
+    def look_up(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
+        """Rows of a table of tokens, `ND`."""
+        return F.embedding(ids_N, table_VD)
+
+    def logsumexp(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """log of the sum of exponentials over all tokens, `C1`."""
+        return logits_CV.logsumexp(-1, keepdim=True)
+
+    def log_softmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """log-probabilities of the tokens held here, normalised over all."""
+        return F.log_softmax(logits_CV, dim=-1)
+
+    def pick(self, values_CV: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
+        """One token's value in each row, `C`."""
+        return values_CV.gather(1, ids_C.unsqueeze(1)).squeeze(1)
+
+    def add_at(self, values_CV: torch.Tensor, ids_C: torch.Tensor, amounts_C: torch.Tensor) -> torch.Tensor:
+        """Add to one token's value in each row, in place."""
+        return values_CV.scatter_add_(1, ids_C.unsqueeze(1), amounts_C.unsqueeze(1))
+
+    def total(self, values_CV: torch.Tensor) -> torch.Tensor:
+        """Sum over all tokens, `C`."""
+        return values_CV.sum(-1)
+
+    def argmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, int64 `C`; the smallest id among equals."""
+        return logits_CV.argmax(-1)
+
+    def sample(self, logits_CV: torch.Tensor, uniform_C: torch.Tensor) -> torch.Tensor:
+        """Tokens drawn from softmax(logits), int64 `C`: the first one whose cumulative probability exceeds the row's uniform number.
+
+        Args:
+            logits_CV: already divided by the temperature; -inf for what is cut.
+            uniform_C: numbers in [0, 1); the same on every rank.
+        """
+        return draw(self.log_softmax(logits_CV).exp(), uniform_C)
+
+    def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+        """As `heads.truncation.truncate_logits`."""
+        return truncate_logits(logits_CV, top_k, top_p)
+
+    def sum_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of something that every rank has whole, of which each rank knows what its own tokens ask for."""
+        return gradient
+
+
+WHOLE = Vocabulary()
+
+
+def draw(mass_CV: torch.Tensor, below_C: torch.Tensor) -> torch.Tensor:
+    """First token whose cumulative mass exceeds `below_C`; where rounding leaves none, the last token with any mass."""
+    cumulative_CV = mass_CV.double().cumsum(-1)
+    first_C = (cumulative_CV <= below_C.double().unsqueeze(1)).sum(-1)
+    positions_V = torch.arange(mass_CV.shape[-1], device=mass_CV.device)
+    last_C = torch.where(mass_CV > 0, positions_V, 0).amax(-1)
+    return torch.minimum(first_C, last_C)

@@ -1,0 +1,238 @@
+"""Actors from megatron-core: final hidden states of a GPTModel, tapped where they are, whatever its parallelism.
+
+Shape letters: B batch rows, T tokens, S tokens of one rank, D hidden, V vocabulary.
+
+"Final hidden state" is what `output_layer` reads: after the final norm, on the last pipeline stage. A hook in front of that layer sees it
+before anything is copied. What a rank does not have whole (sequence and context parallelism) goes to the first rank of its groups, beside
+the forward pass; nothing is asked of other replicas: each data-parallel replica has one rank that `reports`, and hands in its own share.
+
+    actor = MegatronActor(model, vocab_size)         # every rank
+    plugin = ... if actor.reports else None
+    with plugin.actor_forward(actor, mask, rows) if plugin else actor.tap():     # every rank
+        forward(model)                               # or a pipeline schedule with all its micro-batches
+    actor.refresh()                                  # every rank, after the optimizer's step
+    if plugin: plugin.policy_updated(actor, version)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import nn
+
+from heads.errors import DataError, ModelError
+from heads.parallel import ShardedVocabulary
+from medusa_ppo.actors.megatron_sharding import Gathering, Groups, Packing, gather_rows, join_context, rank_of, size_of
+from medusa_ppo.actors.seam import ActorView
+
+
+class MegatronActor(ActorView):
+    """One rank's part of a GPTModel.
+
+    Attributes:
+        model: the GPTModel itself; of virtual pipeline stages the one that holds the output layer, or the last.
+        groups: this rank's process groups.
+        reports: this rank hands in its replica's hidden states: first tensor and context rank of the last pipeline stage.
+    """
+
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], vocab_size: int, *, groups: Groups | None = None, with_embedding: bool = False
+    ) -> None:
+        """
+        Args:
+            model: GPTModel, bare or wrapped (DistributedDataParallel, Float16Module), or the list of its virtual pipeline stages.
+            vocab_size: rows of lm_head without Megatron's padding.
+            groups: this rank's process groups; None: those that the model was built with.
+            with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
+
+        Raises:
+            ModelError: not a GPTModel.
+        """
+        stages = [_unwrap(stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
+        self.model = next((stage for stage in stages if stage.post_process), stages[-1])
+        self._first = next((stage for stage in stages if stage.pre_process), stages[0])
+        self.groups = groups or groups_of(self.model)
+        self.reports = bool(self.model.post_process) and self.groups.leads
+        self._vocab_size, self._with_embedding = vocab_size, with_embedding
+        self._tables: dict[str, torch.Tensor] = {}
+
+    def tap(self) -> MegatronTap:
+        return MegatronTap(self.model, self.groups)
+
+    @property
+    def vocabulary(self) -> ShardedVocabulary:
+        """For `heads.parallel`: the vocabulary as the output layer is cut. Last stage only."""
+        if self.groups.tensor is None:
+            raise ModelError("Nothing is cut.", given="no tensor-parallel group", expected="a group", do="Use heads.modules as they are.")
+        return ShardedVocabulary(self._vocab_size, self.groups.tensor, rows_per_rank=self.output_weight.shape[0])
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer, padding included; live, not a copy."""
+        tied = self.model.share_embeddings_and_output_weights
+        return cast(torch.Tensor, self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight)
+
+    def refresh(self) -> None:
+        """Bring the whole tables to the ranks that report. Every rank calls it, before the first use and after the weights changed."""
+        table = gather_rows(self.output_weight, self.groups.tensor, self._vocab_size) if self.model.post_process else None
+        if table is not None:
+            self._tables["lm_head"] = table
+        if self._with_embedding:
+            own = self._first.embedding.word_embeddings.weight if self._first.pre_process else None
+            table = None if own is None else gather_rows(own, self.groups.tensor, self._vocab_size)
+            moved = self._to_last_stage(table)
+            if moved is not None:
+                self._tables["embedding"] = moved
+
+    @property
+    def lm_head_VD(self) -> torch.Tensor:
+        """As of the last `refresh`, on the CPU; on ranks that report."""
+        return self._table("lm_head")
+
+    @property
+    def embedding_VD(self) -> torch.Tensor:
+        """As of the last `refresh`, on the CPU; on ranks that report, when `with_embedding` was asked for."""
+        return self._table("embedding")
+
+    def _table(self, name: str) -> torch.Tensor:
+        if name not in self._tables:
+            raise DataError(
+                f"This rank does not have the whole {name}.",
+                given=f"reports={self.reports}, with_embedding={self._with_embedding}",
+                expected="a rank that reports, after refresh() on every rank",
+                do="Call refresh() on every rank, and use the plug-in where `reports` is true.",
+            )
+        return self._tables[name]
+
+    def _to_last_stage(self, table_VD: torch.Tensor | None) -> torch.Tensor | None:
+        """Carry a table from the first pipeline stage to the last, between the ranks that lead."""
+        group, stages = self.groups.pipeline, size_of(self.groups.pipeline)
+        if stages == 1 or not self.groups.leads or group is None:
+            return table_VD
+        device = next(self.model.parameters()).device
+        if rank_of(group) == 0 and table_VD is not None:
+            dist.send(table_VD.to(device), group=group, group_dst=stages - 1)
+            return None
+        if rank_of(group) == stages - 1:
+            weight = self.output_weight
+            received_VD = torch.empty(self._vocab_size, weight.shape[1], dtype=weight.dtype, device=device)
+            dist.recv(received_VD, group=group, group_src=0)
+            return received_VD.cpu()
+        return None
+
+
+class MegatronTap:
+    """Context manager that remembers the final hidden states of all forward passes inside it, on the rank that reports.
+
+    The hooks only read: they return nothing, and what they keep is detached. Every rank of a replica must enter it, or none.
+    """
+
+    def __init__(self, model: GPTModel, groups: Groups) -> None:
+        self._model, self._groups = model, groups
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._passes: list[tuple[Gathering, Packing | None]] = []
+        self._latest: torch.Tensor | None = None
+        self._packing: Packing | None = None
+        self._rows: list[torch.Tensor] | None = None
+
+    def __enter__(self) -> MegatronTap:
+        self._passes, self._rows = [], None
+        if self._model.post_process:
+            self._handles = [
+                self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+                self._model.output_layer.register_forward_pre_hook(self._see, with_kwargs=True),
+                self._model.register_forward_hook(self._end),
+            ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if kind is None:
+            self._rows = self._put_together()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._latest = None
+        self._packing = Packing.read(named.get("packed_seq_params"))
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # With multi-token prediction the layer is called for those tokens first; the last call is the model's own.
+        self._latest = (args[0] if args else named["input_"]).detach()
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._latest is None:
+            raise ModelError(
+                "The forward pass did not reach its output layer.",
+                given=type(module).__name__,
+                expected="a GPTModel that computes logits or a loss",
+                do="Tap the log-prob or update pass.",
+            )
+        spread = self._groups.tensor if self._model.config.sequence_parallel else None
+        if spread is not None or rank_of(self._groups.tensor) == 0:
+            self._passes.append((Gathering(self._latest, spread), self._packing))
+        self._latest = None
+
+    def _put_together(self) -> list[torch.Tensor]:
+        rows = []
+        for gathering, packing in self._passes:
+            parts = gathering.wait()
+            if not parts:
+                continue
+            hidden_TBD = join_context(torch.cat(parts) if len(parts) > 1 else parts[0], self._groups, packing)
+            if hidden_TBD is not None:
+                rows.append(packing.unpack(hidden_TBD) if packing else hidden_TBD.transpose(0, 1))
+        self._passes = []
+        return rows
+
+    @property
+    def hidden_BTD(self) -> torch.Tensor:
+        """Detached states of all micro-batches inside the context, in their order, one row for each sequence; zeros fill short ones.
+
+        A packed micro-batch has as many tokens as its longest sequence. In the actor's dtype and on its device.
+
+        Raises:
+            DataError: no forward pass happened inside, or this rank does not report.
+        """
+        if not self._rows:
+            raise DataError(
+                "No final hidden state came together on this rank.",
+                given=f"last stage: {bool(self._model.post_process)}, leads its groups: {self._groups.leads}",
+                expected="a rank that reports, and at least one forward pass inside the context",
+                do="Ask the actor's `reports` first, and put the context around the forward call.",
+            )
+        longest = max(row.shape[1] for row in self._rows)
+        return torch.cat([F.pad(row, (0, 0, 0, longest - row.shape[1])) for row in self._rows])
+
+
+def groups_of(model: GPTModel) -> Groups:
+    """The groups that the model was built with; older versions of megatron-core keep them globally only."""
+    collection = getattr(model, "pg_collection", None)
+    if collection is not None:
+        return Groups(collection.tp, collection.cp, collection.pp)
+    return Groups(
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+
+
+def _unwrap(model: nn.Module) -> Any:
+    inner: Any = model
+    while not isinstance(inner, GPTModel) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if not isinstance(inner, GPTModel):
+        raise ModelError(
+            "This is not a megatron-core language model.",
+            given=type(inner).__name__,
+            expected="a GPTModel of megatron-core",
+            do="Pass the model that the Megatron actor trains.",
+        )
+    return inner

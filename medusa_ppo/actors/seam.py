@@ -1,0 +1,35 @@
+"""The actor as the plug-in sees it, whatever trains it: its final hidden states, and the two tables that heads read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Tapped(Protocol):
+    """What the tap of a forward pass leaves behind."""
+
+    @property
+    def hidden_BTD(self) -> torch.Tensor:
+        """Detached final hidden states, one row of B for each sequence that went through."""
+
+
+class ActorView(ABC):
+    """One actor, in one process. `medusa_ppo.actors.hf` and `medusa_ppo.actors.megatron` have one each."""
+
+    @abstractmethod
+    def tap(self) -> AbstractContextManager[Tapped]:
+        """Context around the forward pass that is to be tapped."""
+
+    @property
+    @abstractmethod
+    def lm_head_VD(self) -> torch.Tensor:
+        """The whole output matrix."""
+
+    @property
+    @abstractmethod
+    def embedding_VD(self) -> torch.Tensor:
+        """The whole input embedding."""

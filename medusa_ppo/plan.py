@@ -1,0 +1,229 @@
+"""`medusa-ppo plan`: who runs where, what moves in a step, and what memory it takes, before anything starts (no torch).
+
+Counted: weights, gradients, optimizer states, keys and values, tables, queues, and the logits of one micro-batch. Not counted: other
+activations, and what Python, torch and vLLM take for themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from heads.config import HeadsConfig
+from medusa_ppo.config import RunConfig
+from medusa_ppo.serving.launch import cache_bytes, read_model_config
+from medusa_ppo.sizes import (
+    ADAM_COPIES,
+    BFLOAT16,
+    FLOAT32,
+    TOKEN_BYTES,
+    ModelSizes,
+    companion_bytes,
+    heads_parameters,
+    hidden_bytes,
+)
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One row of the plan: a process, or several alike.
+
+    Attributes:
+        name: what it is.
+        count: how many of it.
+        where: what starts it, and on which node.
+        gpus: GPUs of each; below 1 a share of one. 0 on a machine without.
+        memory: bytes of each, on its GPU where it has one.
+        parts: what the memory is made of.
+    """
+
+    name: str
+    count: int
+    where: str
+    gpus: float
+    memory: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What moves once in every PPO step. `count` copies of `size` bytes each."""
+
+    what: str
+    route: str
+    size: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.size * self.count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `medusa-ppo plan` prints."""
+
+    model: ModelSizes
+    heads: HeadsConfig
+    processes: tuple[Process, ...]
+    moves: tuple[Move, ...]
+    response_tokens: int
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that Ray is asked for, and one for the PPO process, which asks nobody."""
+        return sum(p.count * p.gpus for p in self.processes)
+
+    @property
+    def memory(self) -> int:
+        return sum(p.count * p.memory for p in self.processes)
+
+
+def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: the run's configuration.
+        gpus: the machines have GPUs.
+
+    Raises:
+        ModelError: the model's sizes can't be read.
+    """
+    raw = model_config(config.model.path)
+    model = ModelSizes.from_config(raw)
+    heads = HeadsConfig(
+        model.hidden,
+        model.vocab,
+        num_heads=config.heads.num_heads,
+        kind=config.heads.kind,
+        num_layers=config.heads.num_layers,
+        lm_head=config.heads.lm_head,
+        rank=config.heads.rank,
+    )
+    processes = [_ppo(config, model, gpus), _engine(config, model, heads, raw, gpus)]
+    if config.companion.enabled:
+        processes.append(_companion(config, model, heads, gpus))
+    tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
+    return Plan(model, heads, tuple(processes), tuple(_moves(config, model, heads, tokens)), tokens)
+
+
+def model_config(path: str) -> dict[str, Any]:
+    """config.json of the actor; that of the embedded one from its recipe, since its folder may not exist yet."""
+    if path != "demo":
+        return read_model_config(path)
+    from medusa_ppo.ppo.demo.pretrain import DEFAULT_RECIPE as recipe
+    from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+
+    return {
+        "model_type": "llama",
+        "hidden_size": recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "intermediate_size": recipe.intermediate_size,
+        "vocab_size": len(build_tokenizer()),
+        "tie_word_embeddings": False,
+    }
+
+
+def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
+    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    critic = ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
+    parts = {
+        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters,
+        "critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters,
+        "reference": FLOAT32 * model.parameters,
+        "logits of a micro-batch, and their gradient": 2 * FLOAT32 * config.ppo.micro_batch_size * length * model.vocab,
+    }
+    if config.engine.replicas > 1:
+        element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+        parts["actor's file in shared memory, for engines that come late"] = element * model.parameters
+    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), sum(parts.values()), parts)
+
+
+def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> Process:
+    section = config.engine
+    element = FLOAT32 if section.dtype == "float32" else BFLOAT16
+    ranks = int(section.extra.get("tensor_parallel_size", 1))
+    text = {**raw, **(raw.get("text_config") or {})}
+    parts = {
+        "weights": element * model.parameters // ranks,
+        "keys and values": cache_bytes(text, section) // ranks,
+        "heads": element * heads_parameters(heads),
+    }
+    if section.url:
+        where = f"running servers at {section.url}"
+    elif section.backend == "server":
+        where = "a vllm serve process on the PPO loop's node"
+    else:
+        where = f"a Ray actor, {_place(section.resource)}"
+    share = (section.memory_fraction if ranks == 1 else float(ranks)) if gpus else 0.0
+    return Process("engine" if ranks == 1 else f"engine of {ranks} ranks", section.replicas, where, share, sum(parts.values()), parts)
+
+
+def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
+    section = config.companion
+    parts = {
+        "heads, optimizer, tables": companion_bytes(heads, model),
+        "waiting batches, at most": section.queue_bytes,
+    }
+    if section.replay_versions:
+        parts["batches kept for replay, at most"] = section.replay_bytes
+    return Process(
+        "companion", 1, f"a Ray actor, {_place(section.resource)}", section.num_gpus if gpus else 0.0, sum(parts.values()), parts
+    )
+
+
+def _place(resource: str) -> str:
+    return f"on a node with the Ray resource {resource!r}" if resource else "on any node"
+
+
+def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> list[Move]:
+    engines = config.engine.replicas
+    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+    moves = [
+        Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
+        Move("actor weights", "PPO loop to each engine", element * model.parameters, engines),
+    ]
+    if config.companion.enabled:
+        tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
+        moves += [
+            Move("hidden states", "PPO loop to companion", hidden_bytes(model, tokens)),
+            Move("lm_head" + " and embedding" * heads.needs_embedding, "PPO loop to companion", FLOAT32 * tables),
+            Move("heads, when better ones are there", "companion to each engine", FLOAT32 * heads_parameters(heads), engines),
+        ]
+    return moves
+
+
+def size_text(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in UNITS:
+        if count < 1024 or unit == UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as text."""
+    model, heads = plan.model, plan.heads
+    out = [
+        f"Actor      {model.parameters / 1e6:,.1f} M parameters (hidden {model.hidden}, {model.layers} layers, vocabulary {model.vocab})",
+        f"Heads      {heads.num_heads} x {heads.kind}, {heads_parameters(heads) / 1e6:,.2f} M parameters",
+        f"Step       up to {plan.response_tokens:,} response tokens",
+        "",
+        "Who runs where",
+    ]
+    for process in plan.processes:
+        gpus = f"{process.gpus:g} GPU" if process.gpus else "no GPU"
+        memory = f"{size_text(process.memory)}{' each' if process.count > 1 else ''}"
+        out.append(f"  {process.count} x {process.name:<18} {gpus:<8} {memory:<16} {process.where}")
+        out += [f"      {size_text(size):>12}  {what}" for what, size in process.parts.items()]
+    out += ["", "What moves in every step"]
+    for move in plan.moves:
+        copies = f" x {move.count}" if move.count > 1 else ""
+        out.append(f"  {size_text(move.size) + copies:<18} {move.what}: {move.route}")
+    asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
+    out += ["", f"Altogether {size_text(plan.memory)} and {asked}; activations, Python, torch and vLLM themselves come on top."]
+    return out

@@ -1,0 +1,359 @@
+"""Many engines behind the interface of one: work balanced between them, every version on all of them, lost ones started again.
+
+    generate      pieces of the call (serving/balance.py) go to the engine with the fewest running tokens that is free
+    swap, sync    all engines at once, from one file; it is kept until the next one, for engines that come late
+    lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
+
+An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from heads.errors import DataError, EngineError, SwapError
+from medusa_ppo.serving import engine as base
+from medusa_ppo.serving.balance import Piece, cut, piece_seed
+from medusa_ppo.types import Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+
+logger = logging.getLogger(__name__)
+
+Factory = Callable[[int], base.RolloutEngine]
+MAX_RESTARTS = 3  # Of each engine.
+SHARED_MEMORY = Path("/dev/shm")
+METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
+
+
+@dataclass
+class _Seat:
+    """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts."""
+
+    index: int
+    engine: base.RolloutEngine | None
+    restarts: int = 0
+    starting: Future[base.RolloutEngine] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    share: EngineShare = field(default_factory=EngineShare)
+
+
+class EnginePool(base.RolloutEngine):
+    """Engines that answer as one.
+
+    Attributes:
+        shares: what each engine did in the last `generate`.
+        restarts: engines that were started again so far.
+    """
+
+    def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1) -> None:
+        """Start `count` engines, all at once. Raises what the first one that fails raises, after ending the others.
+
+        Args:
+            factory: starts the engine with a given index; called again for one that is lost.
+            count: engines.
+            smallest_piece: fewest prompts that are worth a call.
+        """
+        self._factory, self._smallest = factory, smallest_piece
+        self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
+        self._kept: dict[str, tuple[Path, int]] = {}
+        self._folder: Path | None = None
+        self._settings: dict[str, Any] = {}
+        self.restarts = 0
+        starts = [self._threads.submit(factory, index) for index in range(count)]
+        wait(starts)
+        self._seats = [_Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
+        failed = next((error for start in starts if (error := start.exception())), None)
+        if failed is not None:
+            self.close()
+            raise failed
+        engines = self._engines()
+        self.max_drafts = min(engine.max_drafts for engine in engines)
+        self.num_drafts = min(engine.num_drafts for engine in engines)
+        self.heads_version, self.policy_version = engines[0].heads_version, engines[0].policy_version
+        for seat in self._seats:
+            seat.versions = {"heads": self.heads_version, "actor": self.policy_version}
+
+    @property
+    def shares(self) -> tuple[EngineShare, ...]:
+        return tuple(seat.share for seat in self._seats)
+
+    # ---- the engine's methods ---------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        """As `RolloutEngine.generate`. EngineError when no engine is left."""
+        if not prompts:
+            raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
+        started = time.perf_counter()
+        for seat in self._seats:
+            seat.share = EngineShare(seat.index)
+        waiting = list(enumerate(cut(prompts, sampling, len(self._seats), self._smallest)))
+        answers: list[tuple[Piece, Rollouts]] = []
+        running: dict[Future[Rollouts], tuple[_Seat, int, Piece]] = {}
+        try:
+            while waiting or running:
+                self._hand_out(waiting, running, prompts, sampling)
+                starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
+                if not running and not starting:
+                    raise self._none_left()
+                awaited: list[Future[Any]] = [*running, *starting]
+                wait(awaited, return_when=FIRST_COMPLETED)
+                for job in [job for job in running if job.done()]:
+                    seat, index, piece = running.pop(job)
+                    error = job.exception()
+                    if error is not None:
+                        self._lost(seat, error)
+                        waiting.insert(0, (index, piece))
+                    else:
+                        answers.append((piece, job.result()))
+                        seat.share = _with_piece(seat.share, job.result())
+        except Exception:
+            wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
+            raise
+        return self._joined(prompts, sampling, answers, time.perf_counter() - started)
+
+    def _hand_out(
+        self,
+        waiting: list[tuple[int, Piece]],
+        running: dict[Future[Rollouts], tuple[_Seat, int, Piece]],
+        prompts: base.Prompts,
+        sampling: Sampling,
+    ) -> None:
+        """Give each free engine the next piece, the one that ran the fewest tokens first."""
+        self._revive()
+        busy = {seat.index for seat, _, _ in running.values()}
+        for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
+            if waiting and seat.index not in busy:
+                index, piece = waiting.pop(0)
+                seeded = replace(sampling, seed=piece_seed(sampling, index))
+                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece.prompts], seeded)] = (seat, index, piece)
+
+    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+        """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
+        receipt = self._deliver("heads", base.check_file(path, "new heads"), version)
+        self.heads_version = version
+        return receipt
+
+    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+        """As `RolloutEngine.sync_actor`, on all engines. SwapError when none took it."""
+        receipt = self._deliver("actor", base.check_file(path, "the actor's weights"), version)
+        self.policy_version = version
+        return receipt
+
+    def set_num_drafts(self, count: int) -> None:
+        base.check_num_drafts(count, self.max_drafts)
+        self._set("num_drafts", count)
+        self.num_drafts = count
+
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        given = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
+        drafting = self._settings.get("drafting", {}) | {name: value for name, value in given.items() if value is not None}
+        self._set("drafting", drafting)
+
+    def checksums(self) -> dict[str, str]:
+        """Those that all engines agree on. EngineError when they don't."""
+        found = [engine.checksums() for engine in self._engines()]
+        if any(sums != found[0] for sums in found):
+            raise EngineError("The engines hold different weights.", given=found, expected="the same in all", do="Swap or sync again.")
+        return found[0]
+
+    def counters(self) -> Counters:
+        return sum((engine.counters() for engine in self._engines()), Counters())
+
+    def plugin_report(self) -> dict[str, Any]:
+        """The first engine's, and under `engines` everyone's."""
+        reports = [engine.plugin_report() for engine in self._engines()]
+        return {**reports[0], "engines": reports}
+
+    def close(self) -> None:
+        # What is being started is waited for: it would outlive the run.
+        for seat in self._seats:
+            if seat.starting is not None:
+                wait([seat.starting])
+                seat.engine = None if seat.starting.exception() else seat.starting.result()
+                seat.starting = None
+        jobs = [self._threads.submit(engine.close) for engine in self._engines()]
+        wait(jobs)
+        self._threads.shutdown()
+        for seat in self._seats:
+            seat.engine = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ---- asking -------------------------------------------------------------------------------------------------------------
+
+    def _ask(self, seat: _Seat, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        assert seat.engine is not None
+        self._catch_up(seat)
+        return seat.engine.generate(prompts, sampling)
+
+    def _catch_up(self, seat: _Seat) -> None:
+        """Bring an engine to the pool's versions and settings."""
+        engine = seat.engine
+        assert engine is not None
+        for what, (path, version) in self._kept.items():
+            if seat.versions.get(what) != version:
+                getattr(engine, METHODS[what])(path, version)
+                seat.versions[what] = version
+        if seat.settings != self._settings:
+            self._settle(engine, self._settings)
+            seat.settings = dict(self._settings)
+
+    @staticmethod
+    def _settle(engine: base.RolloutEngine, settings: dict[str, Any]) -> None:
+        if "num_drafts" in settings:
+            engine.set_num_drafts(settings["num_drafts"])
+        if "drafting" in settings:
+            engine.set_drafting(**settings["drafting"])
+
+    def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
+        by_prompt: dict[int, list[Response]] = {}
+        for piece, part in answers:
+            for response in part.responses:
+                index = piece.prompts[response.prompt_index]
+                by_prompt.setdefault(index, []).append(replace(response, prompt_index=index))
+        responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
+        counters = sum((part.counters for _, part in answers), Counters())
+        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=self.shares)
+        return base.with_versions(rollouts, self)
+
+    # ---- the same on all engines ----------------------------------------------------------------------------------------------
+
+    def _deliver(self, what: str, path: str, version: int) -> SwapReceipt:
+        """Heads or actor to all engines at once; the slowest one's seconds."""
+        started = time.perf_counter()
+        file = self._keep(path, f"{what}-{version}")
+        answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version))
+        receipts = [(seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)]
+        if not receipts:
+            file.unlink(missing_ok=True)
+            raise next(
+                (error for _, error in answers if isinstance(error, SwapError)),
+                SwapError(
+                    "No engine took the new weights.", given=f"{what} {version}", expected="one engine", do="Read the engines' logs."
+                ),
+            )
+        old = self._kept.get(what)
+        self._kept[what] = (file, version)
+        if old is not None and old[0] != file:
+            old[0].unlink(missing_ok=True)
+        for seat, receipt in receipts:
+            if receipt.checksum == receipts[0][1].checksum:
+                seat.versions[what] = version
+        sums = {receipt.checksum for _, receipt in receipts}
+        if len(sums) > 1:
+            raise SwapError(
+                "The engines hold different weights after one swap.", given=sorted(sums), expected="one checksum", do="Swap again."
+            )
+        return SwapReceipt(version, receipts[0][1].checksum, time.perf_counter() - started)
+
+    def _keep(self, path: str, name: str) -> Path:
+        """The file under a name of the pool's own: writers remove or replace theirs. A hard link where that is possible, else a copy."""
+        if self._folder is None:
+            self._folder = Path(
+                tempfile.mkdtemp(prefix="medusa-ppo-pool-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None)
+            )
+        file = self._folder / f"{name}-{time.monotonic_ns()}.safetensors"
+        try:
+            os.link(path, file)
+        except OSError:
+            shutil.copyfile(path, file)
+        return file
+
+    def _set(self, name: str, value: Any) -> None:
+        self._settings[name] = value
+        self._everywhere(lambda engine: self._settle(engine, {name: value}))
+        for seat in self._ready():
+            seat.settings = dict(self._settings)
+
+    def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[_Seat, Any]]:
+        """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
+        self._revive()
+        while not self._ready():
+            starting = [seat.starting for seat in self._seats if seat.starting is not None]
+            if not starting:
+                raise self._none_left()
+            wait(starting, return_when=FIRST_COMPLETED)
+            self._revive()
+        jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in self._ready() if seat.engine is not None]
+        wait([job for _, job in jobs])
+        answers = []
+        for seat, job in jobs:
+            error = job.exception()
+            if isinstance(error, SwapError):
+                logger.warning("Engine %d did not take the new weights. %s", seat.index, error)
+            elif error is not None:
+                self._lost(seat, error)
+            answers.append((seat, error or job.result()))
+        return answers
+
+    # ---- lost engines -----------------------------------------------------------------------------------------------------------
+
+    def _lost(self, seat: _Seat, error: BaseException) -> None:
+        """Start a lost engine again in the background. An error that isn't the engine's is raised."""
+        if not isinstance(error, EngineError):
+            raise error
+        logger.warning("Engine %d is lost. %s", seat.index, error)
+        engine, seat.engine = seat.engine, None
+        if seat.restarts < MAX_RESTARTS:
+            seat.restarts += 1
+            self.restarts += 1
+            seat.starting = self._threads.submit(self._start_again, seat.index, engine)
+        elif engine is not None:
+            self._threads.submit(engine.close)
+
+    def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
+        if old is not None:
+            old.close()
+        return self._factory(index)
+
+    def _revive(self) -> None:
+        """Seat the engines whose start is over; they have nothing yet of what the pool holds."""
+        for seat in self._seats:
+            if seat.starting is None or not seat.starting.done():
+                continue
+            error, start, seat.starting = seat.starting.exception(), seat.starting, None
+            if error is not None:
+                self._lost(seat, error)
+            else:
+                seat.engine, seat.versions, seat.settings = start.result(), {}, {}
+
+    def _ready(self) -> list[_Seat]:
+        return [seat for seat in self._seats if seat.engine is not None]
+
+    def _engines(self) -> list[base.RolloutEngine]:
+        return [seat.engine for seat in self._seats if seat.engine is not None]
+
+    def _none_left(self) -> EngineError:
+        return EngineError(
+            "No engine of the pool is left.",
+            given=f"{self.restarts} restarts",
+            expected="at least one engine",
+            do="Read the engines' logs.",
+        )
+
+
+def _with_piece(share: EngineShare, part: Rollouts) -> EngineShare:
+    return replace(
+        share,
+        pieces=share.pieces + 1,
+        tokens=share.tokens + part.generated_tokens + sum(len(prompt) for prompt in part.prompts),
+        generated_tokens=share.generated_tokens + part.generated_tokens,
+        seconds=share.seconds + part.seconds,
+        counters=share.counters + part.counters,
+    )

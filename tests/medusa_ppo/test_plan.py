@@ -1,0 +1,121 @@
+"""`medusa-ppo plan`: its sizes are those of the real things, and it starts nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from heads.config import HeadsConfig
+from heads.errors import ModelError
+from heads.modules import MedusaHeads
+from medusa_ppo.cli import app
+from medusa_ppo.config import build_config, load_config
+from medusa_ppo.plan import make_plan, size_text
+from medusa_ppo.ppo.sync import actor_state
+from medusa_ppo.sizes import ModelSizes, companion_bytes, heads_parameters, hidden_bytes
+from medusa_ppo.types import RolloutBatch
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)).save_pretrained(tmp_path / "actor")
+    return tmp_path / "actor"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=False)),
+        LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=4, tie_word_embeddings=True)),
+        Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
+    ],
+    ids=["llama", "llama-tied", "qwen3"],
+)
+def test_parameters_are_those_of_the_model(model: torch.nn.Module) -> None:
+    small = sum(p.numel() for name, p in model.named_parameters() if "q_norm" in name or "k_norm" in name)  # Left out: a head's width each.
+    assert ModelSizes.from_config(model.config.to_dict()).parameters == sum(p.numel() for p in model.parameters()) - small
+
+
+def test_older_families_within_two_percent() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=5000, n_embd=64, n_layer=2, n_head=2, n_positions=16))
+    assert ModelSizes.from_config(model.config.to_dict()).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+
+
+def test_what_can_not_be_planned_is_refused() -> None:
+    with pytest.raises(ModelError, match="experts"):
+        ModelSizes.from_config({**SMALL, "num_local_experts": 8})
+    with pytest.raises(ModelError, match="lacks a size"):
+        ModelSizes.from_config({"hidden_size": 4})
+
+
+def test_messages_are_as_large_as_said() -> None:
+    model, tokens = ModelSizes.from_config(SMALL), 7
+    batch = RolloutBatch(torch.zeros(tokens, 32), torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens), torch.tensor([3, 4]))
+    lengths = batch.lengths_S.numel() * 8
+    assert hidden_bytes(model, tokens) == batch.nbytes - lengths
+    for kind in ("medusa", "markov", "hydra"):
+        for lm_head in ("shared", "own"):
+            heads = HeadsConfig(32, 100, 3, kind, 2, lm_head, rank=4)
+            assert heads_parameters(heads) == sum(p.numel() for p in MedusaHeads(heads).parameters())
+    assert companion_bytes(HeadsConfig(32, 100, 1, "hydra"), model) > companion_bytes(HeadsConfig(32, 100, 1), model) > 0
+
+
+def test_a_plan_adds_up(folder: Path) -> None:
+    config = build_config({"model": {"path": str(folder)}, "engine": {"replicas": 3}, "heads": {"kind": "hydra"}})
+    plan = make_plan(config, gpus=False)
+    assert [(p.name, p.count) for p in plan.processes] == [("PPO loop", 1), ("engine", 3), ("companion", 1)]
+    assert plan.gpus == 0 and plan.memory == sum(p.count * sum(p.parts.values()) for p in plan.processes)
+    moves = {move.what: move for move in plan.moves}
+    state = actor_state(LlamaForCausalLM.from_pretrained(folder))
+    assert moves["actor weights"].size == sum(t.numel() * t.element_size() for t in state.values())
+    assert moves["actor weights"].total == 3 * moves["actor weights"].size
+    assert moves["lm_head and embedding"].size == 2 * 100 * 32 * 4
+    assert plan.response_tokens == 32 * 4 * 96
+    without = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"enabled": False}}), gpus=True)
+    assert [p.name for p in without.processes] == ["PPO loop", "engine"] and len(without.moves) == 2
+    assert without.gpus == pytest.approx(1.1)
+    ranks = build_config({"model": {"path": str(folder)}, "engine": {"extra": {"tensor_parallel_size": 4}, "resource": "big"}})
+    engine = make_plan(ranks, gpus=True).processes[1]
+    assert engine.gpus == 4 and "'big'" in engine.where and engine.parts["weights"] == plan.processes[1].parts["weights"] // 4
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
+    config = load_config(path, [f"model.path={folder}"])
+    plan = make_plan(config, gpus=True)
+    cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 9, "two-nodes-colocated": 16}.get(path.stem)
+    assert cards is None or plan.gpus <= cards + (path.stem == "one-gpu")  # On one GPU the PPO process shares it with Ray's processes.
+
+
+def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {folder}}}\n")
+    code = (
+        "import sys; from medusa_ppo.cli import app; from typer.testing import CliRunner\n"
+        f"r = CliRunner().invoke(app, ['plan', '--config', {str(tmp_path / 'run.yaml')!r}, 'engine.replicas=2', '--no-gpus'])\n"
+        "print(r.output); assert r.exit_code == 0; assert not {'torch', 'ray', 'vllm'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("2 x engine", "Who runs where", "hidden states: PPO loop to companion", "no GPU"):
+        assert words in done.stdout
+
+
+def test_the_demo_and_mistakes(tmp_path: Path) -> None:
+    demo = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")]), gpus=False)
+    assert 3e6 < demo.model.parameters < 4e6
+    (tmp_path / "run.yaml").write_text("model: {path: /no/such/folder}\n")
+    result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "run.yaml")])
+    assert result.exit_code == 2
+
+
+def test_sizes_read_well() -> None:
+    assert [size_text(n) for n in (12, 2048, 3 * 2**20, 5 * 2**40)] == ["12 B", "2.0 KiB", "3.0 MiB", "5.0 TiB"]
