@@ -16,7 +16,8 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.offline.collect import hidden_batch, samples_of, write_responses
+from medusa_ppo.offline.collect import samples_of, write_responses
+from medusa_ppo.offline.hidden import hidden_batch
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import engine_config, read_setting, running_engine
 from medusa_ppo.types import RolloutBatch, Sampling

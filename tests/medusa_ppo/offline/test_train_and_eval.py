@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads
 from medusa_ppo.cli import app
-from medusa_ppo.ppo.demo.task import demo_rows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -19,13 +18,6 @@ def run(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result.output
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
-    path.write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in demo_rows("train", 0, 48)))
-    return path
 
 
 def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Path, questions: Path, tmp_path: Path) -> None:
@@ -49,6 +41,20 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Pat
     by_replay, by_engine = (figures[name]["mean_acceptance_length"] for name in ("replay", "vllm"))
     assert abs(by_replay / by_engine - 1) < 0.1  # about 1,100 tokens each, sampled anew
     assert figures["vllm"]["drafts"] > 300
+
+    file = tmp_path / "several"
+    other = tmp_path / "other"
+    run("train", *source, "--out", other, "--num-heads", 2, "--max-train-tokens", 500, "--epochs", 1, "--kind", "medusa")
+    several = ("--temperatures", "0.5,1", "--category", "question", "--limit", 12, "--compare", other, "--draft", "sampled")
+    for engine in ("replay", "vllm"):
+        outputs = ("--json", file.with_suffix(".json"), "--markdown", file.with_suffix(".md"), "--html", file.with_suffix(".html"))
+        run("eval", *source, "--heads", out, "--engine", engine, *several, *outputs)
+        found = json.loads(file.with_suffix(".json").read_text())
+        assert [row["temperature"] for row in found["temperatures"]] == [0.5, 1.0] and len(found["categories"]) == 12
+        low, high = found["compare"]["difference_interval"]
+        assert 0 < low < found["compare"]["difference"] < high, "six epochs beat one"
+        assert sum(row["drafts"] for row in found["categories"]) == pytest.approx(found["drafts"], abs=6)
+        assert "## By question" in file.with_suffix(".md").read_text() and "<svg" in file.with_suffix(".html").read_text()
 
 
 def test_full_texts_need_no_engine(chain_actor: Path, questions: Path, tmp_path: Path) -> None:
