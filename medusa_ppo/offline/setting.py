@@ -28,6 +28,8 @@ DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
 """Columns that are found by their names when neither a template nor a column is given."""
 
+WAYS = "--template (the model answers prompts), --column (full texts or chat messages), or a column named messages or prompt"
+
 Kind = Literal["prompts", "texts", "chat"]
 
 
@@ -93,6 +95,7 @@ def read_setting(
         ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
     """
     rows: Iterable[Row]
+    check_one_way(template, column)
     if streamed_rows:
         rows = iter(islice(stream_rows(data), limit or None))
         first = next(rows, None)
@@ -128,25 +131,29 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
     Raises:
         DataError: both a template and a column are given, or neither and no column goes by its name; an unknown column.
     """
-    wanted = "--template (the model answers prompts), --column (full texts or chat messages), or a column named messages or prompt"
-    if template and column:
-        raise DataError(
-            "Say where the text comes from, in one way.",
-            given=f"--template {template!r}, --column {column!r}",
-            expected=wanted,
-            do="Give one of the two.",
-        )
+    check_one_way(template, column)
     if template:
         return Source("prompts")
     found = column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
     if not found:
-        raise DataError("Say where the text comes from.", given=f"columns {', '.join(row)}", expected=wanted, do="Give one of them.")
+        raise DataError("Say where the text comes from.", given=f"columns {', '.join(row)}", expected=WAYS, do="Give one of them.")
     require_column([row], found)
     if not column and found == PROMPT:
         return Source("prompts", found)
     if is_chat(row[found]):
         return Source("prompts" if respond else "chat", found)
     return Source("prompts" if respond else "texts", found)
+
+
+def check_one_way(template: str, column: str) -> None:
+    """Raises DataError when both are given; said before anything is read."""
+    if template and column:
+        raise DataError(
+            "Say where the text comes from, in one way.",
+            given=f"--template {template!r}, --column {column!r}",
+            expected=WAYS,
+            do="Give one of the two.",
+        )
 
 
 def _load(data: str, limit: int, said: bool) -> list[Row]:
