@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from medusa_ppo.actors.hf import DTYPES
 
@@ -15,6 +16,12 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 def training_device() -> torch.device:
     """The first GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_device(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, moved to where heads are trained."""
+    torch.nn.Module.to(model, training_device())
+    return model
 
 
 def compute_dtype(dtype: str) -> torch.dtype:

@@ -18,7 +18,7 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.data import require_column
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, samples_of
-from medusa_ppo.offline.device import training_device
+from medusa_ppo.offline.device import on_device, training_device
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import Setting, engine_config, read_setting, running_engine
@@ -181,7 +181,7 @@ def _replayed(
 ) -> list[list[Measured]]:
     """All heads on the same rollouts, at every temperature."""
     device = training_device()
-    actor = load_actor(options.model).to(device)
+    actor = on_device(load_actor(options.model))
     lm_head_VD, embedding_VD = lm_head_weight(actor).detach().float(), embedding_weight(actor).detach().float()
     drafts = options.draft_temperature if options.draft == "sampled" else 0.0
     measured: list[list[Measured]] = [[] for _ in heads]

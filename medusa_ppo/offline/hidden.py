@@ -180,7 +180,7 @@ class HiddenReader:
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor | None, needs_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Without a cache: transformers looks for packed sequences only where there is none.
-        options = {"use_cache": False} if "use_cache" in self._accepts else {}
+        options: dict[str, int] = {"use_cache": False} if "use_cache" in self._accepts else {}
         if not needs_logits and "logits_to_keep" in self._accepts:
             options["logits_to_keep"] = 1
         positions = {}

@@ -74,7 +74,7 @@ class ResumeFolder:
 
     def rounds(self) -> list[list[Sample]]:
         """Responses of the rounds that were written before the interruption."""
-        found = []
+        found: list[list[Sample]] = []
         while (path := self._round(len(found))).is_file():
             found.append(_unpack(load_state(path)))
         return found

@@ -23,7 +23,7 @@ from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport, cosine_schedule
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.collect import split_samples
-from medusa_ppo.offline.device import compute_dtype, training_device
+from medusa_ppo.offline.device import compute_dtype, on_device, training_device
 from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.progress import Advance, OfflineProgress
@@ -68,7 +68,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     compute = compute_dtype(options.dtype)
     if compute != DTYPES[options.dtype]:
         progress.say(f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32")
-    model = load_actor(options.model, compute).to(training_device())
+    model = on_device(load_actor(options.model, compute))
     reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
     with progress.phase("Hidden states of the holdout", len(held_out)) as advance:
@@ -134,9 +134,14 @@ class _Run:
         report = self._trainer.train_batch(batch)
         if report.problem:
             progress.say(report.problem)
-        tables = {"embedding_VD": self._trainer.embedding_VD, "draft_temperature": self._options.draft_temperature}
         spent_s = time.monotonic() - began
-        judged = replay(self._trainer.heads, self._holdout, self._trainer.lm_head_VD, **tables)
+        judged = replay(
+            self._trainer.heads,
+            self._holdout,
+            self._trainer.lm_head_VD,
+            embedding_VD=self._trainer.embedding_VD,
+            draft_temperature=self._options.draft_temperature,
+        )
         tokens = int(batch.response_ids_M.numel())
         wall_s = self.position.wall_s + time.monotonic() - began
         line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)

@@ -8,8 +8,8 @@ from typing import Any
 from medusa_ppo.reports import wording as w
 
 Figures = Mapping[str, Any]
-HEADINGS = ("mean acceptance length", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
-COMPARED = ("the others", "difference", "95 % interval of it")
+HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
+COMPARED = ("the others", "difference", "its interval")
 
 
 def lines(result: Figures) -> list[str]:

@@ -6,41 +6,21 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError
-from medusa_ppo.offline.collect import Sample, response_rounds, samples_from_texts, samples_of, split_samples, take_prompts, write_responses
+from medusa_ppo.offline.collect import Sample, samples_from_texts, samples_of, split_samples, take_prompts
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
-
-
-class Echo:
-    """Stands in for an engine, which takes half a minute to start: answers each prompt with the seed, three times."""
-
-    def generate(self, prompts, sampling: Sampling) -> Rollouts:
-        responses = tuple(Response(i, (sampling.seed,) * 3, (-1.0,) * 3, "length") for i in range(len(prompts)))
-        return Rollouts(tuple(tuple(p) for p in prompts), responses, Counters(), 1.0, sampling)
-
-
-def nothing(*_: object) -> None:
-    pass
 
 
 def test_prompts_begin_again_at_the_end() -> None:
     assert take_prompts("abc", 2, 5) == ["c", "a", "b", "c", "a"]
 
 
-def test_rounds_go_on_where_they_were_interrupted() -> None:
-    prompts = [(n,) for n in range(5)]
-    every = write_responses(Echo(), prompts, Sampling(), 30, 7, nothing, per_round=2)  # type: ignore[arg-type]
-    assert [r.sampling.seed for r in every] == [7, 8, 9, 10, 11] and every[2].prompts == ((4,), (0,))
-    rest = response_rounds(Echo(), prompts, Sampling(seed=7), 30, nothing, 2, rounds_done=2, tokens_done=12)  # type: ignore[arg-type]
-    assert list(rest) == every[2:]
-    once = write_responses(Echo(), prompts, Sampling(), 0, 0, nothing, per_round=2)  # type: ignore[arg-type]
-    assert [p for r in once for p in r.prompts] == prompts
-
-
 def test_answers_to_one_prompt_have_one_number() -> None:
-    rounds = write_responses(Echo(), [(1, 2), (3,)], Sampling(), 12, 0, nothing, per_round=2)  # type: ignore[arg-type]
+    """In whatever round they were given; empty ones are left out."""
+    answers = (Response(0, (7, 8, 9), (-1.0, -2.0, -3.0), "stop"), Response(1, (), (), "stop"), Response(1, (5,), (-1.0,), "length"))
+    rounds = [Rollouts(prompts, answers, Counters(), 1.0, Sampling()) for prompts in (((1, 2), (3,)), ((3,), (4,)))]
     samples = samples_of(rounds)
-    assert [s.prompt for s in samples] == [0, 1, 0, 1]
-    assert samples[2] == Sample((1, 2, 1, 1, 1), ((2, 5),), 0, (-1.0,) * 3) and samples[2].written == 3
+    assert [s.prompt for s in samples] == [0, 1, 1, 2]
+    assert samples[0] == Sample((1, 2, 7, 8, 9), ((2, 5),), 0, (-1.0, -2.0, -3.0)) and samples[0].written == 3
 
 
 def test_long_texts_become_windows_that_lose_no_target(tokenizer: PreTrainedTokenizerBase) -> None:

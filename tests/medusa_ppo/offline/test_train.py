@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.plan import plan_training
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import find_source
+from medusa_ppo.offline.state import Position, ResumeFolder
 from medusa_ppo.offline.train import train_heads
 
 TIMES = ("tokens_per_s", "wall_s")
@@ -76,6 +78,26 @@ def test_an_interrupted_training_ends_with_the_same_bits(
     assert log(cut) == log(whole) and not (cut.out / "resume").exists()
     for name, value in state(whole).items():
         assert torch.equal(value, state(cut)[name]), name
+
+
+def test_a_killed_training_goes_on_from_its_last_save(options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ran when the process died: the log and the best heads may be further on than the state."""
+    snapshot, real = tmp_path / "snapshot", ResumeFolder.save_trainer
+
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: Position) -> None:
+        real(self, state, position)
+        if position.parts == 5:
+            shutil.copytree(options.out / "resume", snapshot)
+
+    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    train(options)
+    expected, heads = log(options), state(options)
+    shutil.copytree(snapshot, options.out / "resume")
+    train(options)
+    assert log(options) == expected and len(expected) == 12
+    for name, value in heads.items():
+        assert torch.equal(value, state(options)[name]), name
 
 
 def test_other_settings_are_refused_and_fresh_begins_anew(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads
 from medusa_ppo.cli import app
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.state import ResumeFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -55,6 +58,29 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Pat
         assert 0 < low < found["compare"]["difference"] < high, "six epochs beat one"
         assert sum(row["drafts"] for row in found["categories"]) == pytest.approx(found["drafts"], abs=6)
         assert "## By question" in file.with_suffix(".md").read_text() and "<svg" in file.with_suffix(".html").read_text()
+
+
+def test_responses_that_were_written_are_not_written_again(
+    chain_actor: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ("--model", chain_actor, "--data", questions, "--template", "{question}", "--max-new-tokens", 16, "--num-heads", 2)
+    arguments = ("train", *source, "--max-train-tokens", 4500, "--epochs", 1, "--out", tmp_path / "heads")
+    real = ResumeFolder.save_round
+
+    def interrupted(self: ResumeFolder, number: int, samples: Sequence[Sample]) -> None:
+        real(self, number, samples)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeFolder, "save_round", interrupted)
+        assert CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code == 130
+    folder = tmp_path / "heads" / "resume"
+    written = [path.read_bytes() for path in sorted(folder.glob("round-*"))]
+    assert len(written) == 2
+    shown = run(*arguments)
+    assert "Going on" in shown and "tokens of responses are there already" in shown
+    assert len((tmp_path / "heads" / "train.jsonl").read_text().splitlines()) == 4 and not folder.exists()
 
 
 def test_full_texts_need_no_engine(chain_actor: Path, questions: Path, tmp_path: Path) -> None:
