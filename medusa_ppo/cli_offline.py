@@ -36,6 +36,7 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = 2e-3,
     batch_positions: Annotated[int, typer.Option(min=1, help="Positions per micro-batch.")] = 512,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Ray processes that train together, each on its own sequences; a GPU each.")] = 1,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model, its hidden states and all products.")] = "float32",
     cache_bytes: Annotated[int, typer.Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")] = 4 * 1024**3,
     temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = 1.0,

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -45,6 +46,16 @@ class TrainReport:
     optimizer_steps: int = 0
     seconds: float = 0.0
     problem: str = ""
+
+
+class Team(Protocol):
+    """Other processes that train the same heads on other rows, and take every optimizer step together with this one."""
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by the sum of everybody's, in place."""
+
+    def most(self, count: int) -> int:
+        """The largest of everybody's counts."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,7 @@ class HeadsTrainer:
         device: torch.device | None = None,
         schedule: Callable[[int], float] | None = None,
         dtype: torch.dtype | None = None,
+        team: Team | None = None,
     ) -> None:
         """
         Args:
@@ -127,10 +139,12 @@ class HeadsTrainer:
             seed: of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
+            team: processes to sum gradients with; None: alone.
             dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
         """
         self._schedule = schedule
         self._dtype = dtype
+        self._team = team
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
         self._config = config
@@ -186,6 +200,10 @@ class HeadsTrainer:
         mean_K = torch.stack(losses).double().mean(0)
         return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started)
 
+    def reseed(self, seed: int) -> None:
+        """Begin the order of the positions anew."""
+        self._generator.manual_seed(seed)
+
     def reset_to(self, state: dict[str, torch.Tensor]) -> None:
         """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters and generator go on."""
         self.heads.load_trainable_state(state)
@@ -201,7 +219,8 @@ class HeadsTrainer:
         for _ in range(epochs):
             picks = self._shuffle(sources)
             rows = self._config.batch_positions * self._config.accumulate
-            for start in range(0, picks.shape[0], rows):
+            steps = -(-picks.shape[0] // rows)
+            for start in range(0, rows * (self._team.most(steps) if self._team else steps), rows):
                 step = self.optimizer_steps + len(losses)
                 if self._schedule is not None:
                     for group in self._optimizer.param_groups:
@@ -224,19 +243,31 @@ class HeadsTrainer:
     def _step(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient of all positions at once."""
         total_K = _targets(sources, picks_N2)
+        if self._team:
+            self._team.add_up(total_K)
         loss_K = torch.zeros(self.heads.config.num_heads)
         self._optimizer.zero_grad(set_to_none=True)
-        for micro_N2 in picks_N2.split(self._config.batch_positions):
+        for micro_N2 in picks_N2.split(self._config.batch_positions) if picks_N2.shape[0] else ():
             # Each loss is a mean over its own positions; weighted by their share, the means add up to the mean over all.
             share_K = _targets(sources, micro_N2) / total_K.clamp(min=1)
             micro_K = self._losses(sources, micro_N2, loss) * share_K.to(self.device)
             micro_K.sum().backward()
             loss_K += micro_K.detach().cpu()
+        if self._team:
+            self._add_up_gradients(self._team, loss_K)
         norm_K = clip_per_head(self._named, self.heads.config.num_heads, self._config.clip_norm)
         if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
             raise _NotFiniteError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
         self._optimizer.step()
         return loss_K
+
+    def _add_up_gradients(self, team: Team, loss_K: torch.Tensor) -> None:
+        """Everybody's losses and gradients; a process without a position in this step adds nothing."""
+        team.add_up(loss_K)
+        for parameter in self._named.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            team.add_up(parameter.grad)
 
     def _losses(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """Loss of each head. Sources are gathered one after the other: their order means nothing."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from medusa_ppo.actors.hf import DTYPES
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products were 20 times as slow as float32 ones."""
+"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take many times as long as float32 ones."""
 
 
 def training_device() -> torch.device:

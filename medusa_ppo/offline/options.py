@@ -32,6 +32,7 @@ class TrainOptions:
     learning_rate: float = 2e-3
     batch_positions: int = 512
     accumulate: int = 1
+    workers: int = 1
     dtype: str = "float32"
     cache_bytes: int = CACHE_BYTES
     temperature: float = 1.0
@@ -41,8 +42,8 @@ class TrainOptions:
 
     @property
     def step_positions(self) -> int:
-        """Positions of one optimizer step."""
-        return self.batch_positions * self.accumulate
+        """Positions of one optimizer step, of all workers together."""
+        return self.batch_positions * self.accumulate * self.workers
 
     @property
     def draft_temperature(self) -> float:

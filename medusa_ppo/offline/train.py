@@ -8,29 +8,25 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from transformers import PreTrainedModel
 
 from heads.acceptance import ReplayResult
 from heads.checkpoint import save_heads
-from heads.config import HeadsConfig
 from heads.errors import DataError
 from heads.modules import MedusaHeads
-from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
-from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport, cosine_schedule
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.actors.hf import DTYPES
+from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.offline.collect import split_samples
-from medusa_ppo.offline.device import compute_dtype, on_device, training_device
-from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
+from medusa_ppo.offline.device import compute_dtype
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.progress import Advance, OfflineProgress
 from medusa_ppo.offline.samples import gather_samples, train_setting
 from medusa_ppo.offline.setting import out_folder
 from medusa_ppo.offline.state import Position, ResumeFolder
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.offline.team import Workers, running_workers
+from medusa_ppo.offline.worker import Worker, deal_parts
 
 __all__ = ["LOG_FILE", "TrainOptions", "train_heads"]
 
@@ -65,35 +61,28 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         out_folder(options.out)
         resume.begin()
         samples = gather_samples(options, setting, resume, progress)
-    compute = compute_dtype(options.dtype)
-    if compute != DTYPES[options.dtype]:
+    if compute_dtype(options.dtype) != DTYPES[options.dtype]:
         progress.say(f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32")
-    model = on_device(load_actor(options.model, compute))
-    reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
-    with progress.phase("Hidden states of the holdout", len(held_out)) as advance:
-        holdout = read_all(reader, held_out, advance)
-    states = HiddenStates(reader, training, options.cache_bytes, options.seed)
-    progress.say(f"{len(training)} sequences to train on ({states.tokens} tokens), {len(held_out)} held out")
-    run = _Run(options, model, states, holdout, resume)
-    try:
-        run.train(progress)
-    except BaseException:
-        run.save()
-        raise
+    progress.say("Reading the hidden states of the holdout ...")
+    with running_workers(options, training, held_out) as worker:
+        progress.say(f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out")
+        run = _Run(options, worker, resume)
+        try:
+            run.train(progress)
+        except BaseException:
+            run.save()
+            raise
     return run.best
 
 
 class _Run:
-    """One training: the trainer, where it stands, and its log."""
+    """One training: who does it, where it stands, and its log."""
 
-    def __init__(
-        self, options: TrainOptions, model: PreTrainedModel, states: HiddenStates, holdout: RolloutBatch, resume: ResumeFolder
-    ) -> None:
-        self._options, self._states, self._holdout, self._resume = options, states, holdout, resume
-        self._lm_head_VD = lm_head_weight(model).detach().float().cpu()
-        self._trainer = _make_trainer(options, model, states.tokens)
-        self._parts = min(len(states.groups), max(LOG_STEPS_PER_EPOCH, math.ceil(states.tokens / PART_TOKENS)))
+    def __init__(self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder) -> None:
+        self._options, self._worker, self._resume = options, worker, resume
+        wanted = max(LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers)))
+        self._parts = min(worker.groups // options.workers, wanted)
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
         self.position = Position()
@@ -101,7 +90,7 @@ class _Run:
         saved = resume.trainer()
         if saved is not None:
             state, self.position = saved
-            self._trainer.load_state_dict(state)
+            worker.load_state_dict(state)
             self._lines = _read_log(self._log, self.position.parts)
         self._log.write_text("".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8")
 
@@ -123,43 +112,30 @@ class _Run:
 
     def save(self) -> None:
         """Write the state, unless the trainer is ahead of the position: then what was saved before stands."""
-        if self._trainer.batches_trained + self._trainer.batches_skipped == self.position.parts > 0:
-            self._resume.save_trainer(self._trainer.state_dict(), self.position)
+        if self._worker.parts == self.position.parts > 0:
+            self._resume.save_trainer(self._worker.state_dict(), self.position)
             self._saved_at = time.monotonic()
 
-    def _one_part(self, log: Any, advance: Advance, progress: OfflineProgress) -> None:
+    def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
         began = time.monotonic()
         epoch, part = divmod(self.position.parts, self._parts)
-        batch = self._states.batch(self._order(epoch)[part])
-        report = self._trainer.train_batch(batch)
+        dealt = deal_parts(self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch)[part]
+        report, tokens = self._worker.train(dealt, self.position.parts)
         if report.problem:
             progress.say(report.problem)
         spent_s = time.monotonic() - began
-        judged = replay(
-            self._trainer.heads,
-            self._holdout,
-            self._trainer.lm_head_VD,
-            embedding_VD=self._trainer.embedding_VD,
-            draft_temperature=self._options.draft_temperature,
-        )
-        tokens = int(batch.response_ids_M.numel())
+        judged = self._worker.judge()
         wall_s = self.position.wall_s + time.monotonic() - began
         line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
         self._lines.append(line)
         log.write(json.dumps(line) + "\n")
         log.flush()
         if line is self.best:
-            _keep_best(self._options.out, self._trainer.heads, self._lm_head_VD, _metadata(self._options, line))
+            _keep_best(self._options.out, self._worker.heads(), self._worker.lm_head_VD, _metadata(self._options, line))
         self.position = Position(self.position.parts + 1, line["tokens"], wall_s)
         advance(1, _note(line))
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self.save()
-
-    def _order(self, epoch: int) -> list[list[int]]:
-        """The groups of every part of an epoch: a function of seed and epoch alone."""
-        generator = torch.Generator().manual_seed((self._options.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(len(self._states.groups), generator=generator)
-        return [part.tolist() for part in order.tensor_split(self._parts)]
 
     def _reason_to_stop(self) -> str:
         if self._lines and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]:
@@ -167,29 +143,6 @@ class _Run:
         if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
             return "The time is up; the best heads so far are kept, and the same command with more minutes goes on."
         return ""
-
-
-def _make_trainer(options: TrainOptions, model: PreTrainedModel, tokens: int) -> HeadsTrainer:
-    lm_head_VD, embedding_VD = lm_head_weight(model).detach(), embedding_weight(model).detach()
-    torch.manual_seed(options.seed)
-    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], options.num_heads, options.kind))
-    config = CompanionConfig(
-        loss=options.loss,
-        learning_rate=options.learning_rate,
-        batch_positions=options.batch_positions,
-        accumulate=options.accumulate,
-        epochs=1,
-    )
-    return HeadsTrainer(
-        heads,
-        lm_head_VD,
-        config,
-        options.seed,
-        embedding_VD=embedding_VD,
-        device=training_device(),
-        schedule=cosine_schedule(options.epochs * -(-tokens // options.step_positions)),
-        dtype=compute_dtype(options.dtype),
-    )
 
 
 def _keep_best(out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]) -> None:

@@ -33,3 +33,15 @@ def tokenizer(chain_actor: Path) -> PreTrainedTokenizerBase:
 def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+@pytest.fixture
+def chat_model(chain_actor: Path, chat_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+    """The chain actor's folder with a tokenizer that has a template."""
+    model = tmp_path / "chat-model"
+    model.mkdir()
+    for file in chain_actor.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (model / file.name).symlink_to(file)
+    chat_tokenizer.save_pretrained(model)
+    return model

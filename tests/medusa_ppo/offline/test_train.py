@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from heads.checkpoint import load_heads
 from heads.errors import ConfigError, DataError
@@ -18,7 +17,7 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.plan import plan_training
 from medusa_ppo.offline.progress import OfflineProgress
-from medusa_ppo.offline.setting import find_source
+from medusa_ppo.offline.setting import find_source, read_setting
 from medusa_ppo.offline.state import Position, ResumeFolder
 from medusa_ppo.offline.train import train_heads
 
@@ -153,21 +152,12 @@ def test_bfloat16_learns_like_float32(options: TrainOptions, tmp_path: Path) -> 
     assert [line["loss"] for line in log(half)] == pytest.approx(losses, rel=0.05) and losses != [line["loss"] for line in log(half)]
 
 
-def test_chats_are_trained_on_and_found_by_their_column(
-    options: TrainOptions, chat_tokenizer: PreTrainedTokenizerBase, chain_actor: Path, questions: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "chat-model"
-    model.mkdir()
-    for file in chain_actor.iterdir():
-        (model / file.name).symlink_to(file)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).unlink()
-    chat_tokenizer.save_pretrained(model)
+def test_chats_are_trained_on_and_found_by_their_column(options: TrainOptions, chat_model: Path, questions: Path, tmp_path: Path) -> None:
     rows = [json.loads(line)["question"] for line in questions.read_text().splitlines()]
     chats = [{"messages": [{"role": "user", "content": r}, {"role": "assistant", "content": r}]} for r in rows]
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    chat = replace(options, model=str(model), data=str(data), column="", epochs=1)
+    chat = replace(options, model=str(chat_model), data=str(data), column="", epochs=1)
     train(chat)
     alone = replace(options, epochs=1, out=tmp_path / "alone")
     train(alone)
@@ -186,6 +176,19 @@ def test_where_the_text_comes_from() -> None:
     for template, column in (("", ""), ("{x}", "x"), ("", "y")):
         with pytest.raises(DataError):
             find_source({"x": "b"}, template, column)
+
+
+def test_messages_and_prompt_columns_become_prompts(chat_model: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "what is 1 + 2?"}, {"role": "assistant", "content": "it is 3"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": chat, "prompt": "1 + 1"}) + "\n")
+    setting = read_setting(str(chat_model), str(data), "", 16, respond=True)
+    assert [setting.tokenizer.decode(ids) for ids in setting.prompts] == ["u: what is 1 + 2? a: "]
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1 + 1", "2 + 2 " * 500, "3 + 3")))
+    setting = read_setting(str(chat_model), str(data), "", 16)
+    assert [setting.tokenizer.decode(ids) for ids in setting.prompts] == ["1 + 1", "3 + 3"]
+    assert setting.kept == [0, 2] and setting.skipped == 1
+    assert read_setting(str(chat_model), str(data), "", 16, streamed_rows=1).kept == [0]
 
 
 def test_the_plan_says_sizes_and_writes_nothing(options: TrainOptions) -> None:
