@@ -83,6 +83,19 @@ class ReplayResult:
         """Unconditional: accepted at position k / draft steps."""
         return tuple(n / self.drafts if self.drafts else 0.0 for n in self.accepted_per_position)
 
+    def select(self, chosen_S: torch.Tensor) -> ReplayResult:
+        """The counts of some sequences (bool mask or int64 indices)."""
+        return ReplayResult(self.drafts_S[chosen_S], self.accepted_SK[chosen_S], self.unseen_S[chosen_S])
+
+    def by_group(self, group_S: torch.Tensor) -> ReplayResult:
+        """Counts summed over the sequences of each group (int64, 0 to G - 1): what a bootstrap over prompts draws from."""
+        groups = int(group_S.max()) + 1
+
+        def total(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros((groups, *values.shape[1:])).index_add_(0, group_S, values)
+
+        return ReplayResult(total(self.drafts_S), total(self.accepted_SK), total(self.unseen_S))
+
     def confidence_interval(self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0) -> Interval:
         """Interval of the mean acceptance length from a bootstrap over sequences."""
         counts = torch.stack([self.accepted_SK.sum(1), self.drafts_S], dim=1)

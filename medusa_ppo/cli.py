@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medusa_ppo import __version__
 from medusa_ppo.cli_bench import bench
+from medusa_ppo.cli_offline import evaluate, train
 from medusa_ppo.console import FAILED, Debug, command, console, escape
 
 if TYPE_CHECKING:
@@ -130,112 +130,8 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     console.print(f"Figures: {run_dir / 'summary.json'}", highlight=False, soft_wrap=True)
 
 
-@app.command()
-@command
-def train(
-    model: Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")],
-    data: Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")],
-    out: Annotated[Path, typer.Option(help="Folder for the heads (native checkpoint) and train.jsonl.")],
-    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "hydra",
-    num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = 4,
-    loss: Annotated[Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], typer.Option(help="Loss of the heads.")] = "ce_tv",
-    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.")] = "",
-    column: Annotated[str, typer.Option(help="Column with full texts to train on as they are.")] = "",
-    max_train_tokens: Annotated[int, typer.Option(min=1, help="Response tokens to train on.")] = 100_000,
-    max_minutes: Annotated[float, typer.Option(min=0, help="Stop after this many minutes; 0: no limit.")] = 0.0,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the tokens.")] = 4,
-    learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = 2e-3,
-    batch_positions: Annotated[int, typer.Option(min=1, help="Positions per optimizer step.")] = 512,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 128,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and memory, start nothing.")] = False,
-) -> None:
-    """Train heads for any causal LM on any dataset, on the model's own responses or on full texts.
-
-    Example:  [bold]medusa-ppo train --model ../shared/actors/gsm8k-4m --data ../shared/data/gsm8k/train.jsonl
-    --template '<|endoftext|>Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
-    """
-    from medusa_ppo.offline.train import TrainOptions, plan_training, train_heads
-
-    options = TrainOptions(
-        model,
-        data,
-        out,
-        kind,
-        num_heads,
-        loss,
-        template,
-        column,
-        max_train_tokens,
-        max_minutes,
-        epochs,
-        learning_rate,
-        batch_positions,
-        temperature,
-        max_new_tokens,
-        seed,
-    )
-    if dry_run:
-        for name, value in plan_training(options):
-            console.print(f"{name:<28}{value}", highlight=False, soft_wrap=True)
-        return
-    from medusa_ppo.offline.progress import OfflineProgress
-    from medusa_ppo.runtime import quiet_libraries
-
-    quiet_libraries()
-    with OfflineProgress(console) as progress:
-        result = train_heads(options, progress)
-    console.print(
-        f"Heads: {out}   replay mean acceptance length {result['replay_mean_acceptance_length']:.3f}", highlight=False, soft_wrap=True
-    )
-
-
-@app.command("eval")
-@command
-def evaluate(
-    model: Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")],
-    heads: Annotated[Path, typer.Option(help="Native heads directory.")],
-    data: Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")],
-    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")] = "",
-    engine: Annotated[
-        Literal["replay", "vllm"], typer.Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters.")
-    ] = "replay",
-    draft: Annotated[Literal["one-hot", "sampled"], typer.Option(help="How drafts are drawn.")] = "one-hot",
-    draft_temperature: Annotated[float, typer.Option(help="Temperature of sampled drafts.")] = 1.0,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1: off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: off.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 128,
-    limit: Annotated[int, typer.Option(min=0, help="Prompts to use; 0: all.")] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """Measure what heads are worth: mean acceptance length, per position, with a confidence interval.
-
-    Example:  [bold]medusa-ppo eval --model ../shared/actors/gsm8k-4m --heads heads-gsm8k
-    --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:' --engine vllm[/bold]
-    """
-    from medusa_ppo.offline.evaluate import EvalOptions, evaluate_heads
-    from medusa_ppo.offline.progress import OfflineProgress
-    from medusa_ppo.runtime import quiet_libraries
-
-    quiet_libraries()
-    options = EvalOptions(
-        model, heads, data, template, engine, draft, draft_temperature, temperature, top_p, top_k, max_new_tokens, limit, seed
-    )
-    with OfflineProgress(console) as progress:
-        result = evaluate_heads(options, progress)
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    low, high = result["confidence_interval"]
-    positions = "  ".join(f"{value:.3f}" for value in result["acceptance_per_position"])
-    console.print(
-        f"mean acceptance length   {result['mean_acceptance_length']:.3f}  (95 % interval {low:.3f} to {high:.3f}, {engine})",
-        highlight=False,
-    )
-    console.print(f"acceptance per position  {positions}", highlight=False)
-    console.print(f"tokens generated         {result['generated_tokens']} at {result['tokens_per_s']:.0f} tokens/s", highlight=False)
+app.command()(train)
+app.command("eval")(evaluate)
 
 
 @app.command()

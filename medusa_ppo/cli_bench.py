@@ -90,7 +90,7 @@ def heads(
     seed: Seed = 0,
     out: Out = Path("bench/heads.json"),
 ) -> None:
-    """Kinds x losses of heads on the same on-policy tokens, judged by replay on held-out responses, one-hot and sampled drafts.
+    """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of training against the original recipe's.
 
     Example:  [bold]medusa-ppo bench heads --model ../shared/actors/gsm8k-4m
     --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:'[/bold]

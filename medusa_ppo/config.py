@@ -131,7 +131,9 @@ class CompanionConfig(Section):
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm of each head, clipped per head."""
     batch_positions: int = Field(2048, ge=1)
-    """Positions per optimizer step."""
+    """Positions per optimizer step (per micro-batch of one, with `accumulate`)."""
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches whose gradients add up to one optimizer step."""
     epochs: int = Field(2, ge=1)
     """Passes over each rollout batch."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)

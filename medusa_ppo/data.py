@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
     if not rows:
         raise DataError("The data holds no rows.", given=name, expected="at least one row", do="Check the file, the split and the limit.")
     return rows
+
+
+def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterator[Row]:
+    """The same rows one after the other, read only as far as they are asked for: for data that is larger than the memory or the disk.
+
+    Raises:
+        DataError: as `load_rows`; for content further on, when it is reached.
+    """
+    name = os.fspath(path)
+    found = _load_file(Path(name), streaming=True) if _is_file_like(name) else _load_named(name, split, streaming=True)
+    with _one_sentence(name):
+        yield from found
 
 
 def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "prompt") -> list[str]:
@@ -96,7 +109,7 @@ def _is_file_like(name: str) -> bool:
     return path.exists() or path.suffix in FILE_TYPES or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name.strip()
 
 
-def _load_file(path: Path) -> datasets.Dataset:
+def _load_file(path: Path, streaming: bool = False) -> Any:
     path = path.expanduser()
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*") if p.suffix in FILE_TYPES)[:8] if path.parent.is_dir() else []
@@ -108,22 +121,33 @@ def _load_file(path: Path) -> datasets.Dataset:
         )
     if path.stat().st_size == 0:
         raise DataError("The data file is empty.", given=path, expected="at least one row", do="Write the rows first.")
-    return _quietly(path, kind, data_files=str(path), split="train")
+    return _quietly(path, kind, data_files=str(path), split="train", streaming=streaming)
 
 
-def _load_named(name: str, split: str) -> datasets.Dataset:
+def _load_named(name: str, split: str, streaming: bool = False) -> Any:
     if Path(name).is_dir():
-        return _quietly(name, name, split=split)
+        return _quietly(name, name, split=split, streaming=streaming)
     repository, _, configuration = name.partition(":")
-    return _quietly(name, repository, configuration or None, split=split)
+    return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
 
 
-def _quietly(given: object, *args: Any, **kwargs: Any) -> datasets.Dataset:
+def _quietly(given: object, *args: Any, **kwargs: Any) -> Any:
     """datasets.load_dataset without its bars, and with one sentence for whatever it raises."""
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(*args, **kwargs)
+        with _one_sentence(given):
+            return datasets.load_dataset(*args, **kwargs)
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def _one_sentence(given: object) -> Iterator[None]:
+    """Whatever `datasets` raises in the block, as a DataError."""
+    try:
+        yield
     except Exception as error:  # datasets raises its own, pyarrow's, pandas', the hub's and OS errors
         cause = error.__cause__ or error
         first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
@@ -133,6 +157,3 @@ def _quietly(given: object, *args: Any, **kwargs: Any) -> datasets.Dataset:
             expected="a JSONL, Parquet, CSV or text file, a folder of them, or a name on the hub with this split",
             do="Check the path or name, the split and the content; the hub needs a network.",
         ) from error
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()

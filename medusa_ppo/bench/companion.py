@@ -17,6 +17,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.bench.pairs import PairedRates, run_rounds
 from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.progress import Advance, OfflineProgress
 from medusa_ppo.offline.setting import read_setting
 from medusa_ppo.plugin import MedusaPlugin
@@ -144,7 +145,7 @@ def _parts(bench: CompanionBench, prompts: Sequence[Sequence[int]]) -> Iterator[
     """Prompts and sampling of each step; the last one is for the round that is not counted."""
     for step in range(bench.rounds + 1):
         start = step * bench.prompts_per_step
-        picked = [prompts[(start + i) % len(prompts)] for i in range(bench.prompts_per_step)]
+        picked = take_prompts(prompts, start, bench.prompts_per_step)
         yield picked, Sampling(max_new_tokens=bench.max_new_tokens, responses_per_prompt=RESPONSES, seed=bench.seed + step)
 
 

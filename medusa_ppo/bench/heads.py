@@ -9,14 +9,17 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from heads.config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
+from medusa_ppo.bench.throughput import first_tokens, race, throughput_sentence
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.offline.collect import hidden_batch, samples_of, write_responses
+from medusa_ppo.offline.collect import Sample, samples_of, split_samples, write_responses
+from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import engine_config, read_setting, running_engine
 from medusa_ppo.types import RolloutBatch, Sampling
@@ -43,40 +46,52 @@ class HeadsBench:
     seed: int = 0
 
 
-def collect(bench: HeadsBench, progress: OfflineProgress) -> tuple[RolloutBatch, RolloutBatch, torch.Tensor, torch.Tensor]:
-    """On-policy rollouts of the model at temperature 1: training and held-out batch, lm_head_VD, embedding_VD."""
+@dataclass(frozen=True)
+class Collected:
+    """What all combinations are trained and judged on. No held-out response answers a prompt that was trained on."""
+
+    actor: PreTrainedModel
+    samples: list[Sample]
+    train: RolloutBatch
+    holdout: RolloutBatch
+    lm_head_VD: torch.Tensor
+    embedding_VD: torch.Tensor
+
+
+def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
+    """On-policy rollouts of the model at temperature 1."""
     setting = read_setting(bench.model, bench.data, bench.template, bench.max_new_tokens)
-    wanted = bench.train_tokens + HELD_OUT_RESPONSES * bench.max_new_tokens
+    held_tokens = HELD_OUT_RESPONSES * bench.max_new_tokens
+    wanted = bench.train_tokens + held_tokens
     with running_engine(bench.model, "", engine_config(setting.prompts, bench.max_new_tokens), bench.seed) as engine:
         with progress.phase("Writing responses", wanted) as advance:
             rounds = write_responses(engine, setting.prompts, Sampling(max_new_tokens=bench.max_new_tokens), wanted, bench.seed, advance)
     samples = samples_of(rounds)
+    training, held = split_samples(samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed)
+    training = first_tokens(training, bench.train_tokens)
     actor = load_actor(bench.model)
-    with progress.phase("Hidden states", len(samples)) as advance:
-        batch = hidden_batch(actor, samples, 1.0, advance)
-    count = batch.lengths_S.numel()
-    ends = batch.lengths_S.cumsum(0) - batch.lengths_S[:HELD_OUT_RESPONSES].sum()
-    last = int((ends <= bench.train_tokens).sum())
-    train = batch.select(torch.arange(HELD_OUT_RESPONSES, max(HELD_OUT_RESPONSES + 1, min(last, count))))
-    holdout = batch.select(torch.arange(HELD_OUT_RESPONSES))
-    return train, holdout, lm_head_weight(actor).detach().float(), embedding_weight(actor).detach().float()
+    with progress.phase("Hidden states", len(training) + len(held)) as advance:
+        reader = HiddenReader(actor, 1.0)
+        train, holdout = (read_all(reader, part, advance) for part in (training, held))
+    return Collected(actor, training, train, holdout, lm_head_weight(actor).detach().float(), embedding_weight(actor).detach().float())
 
 
 def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
-    """Train every combination on the same tokens and replay it on the same held-out responses."""
-    train, holdout, lm_head_VD, embedding_VD = collect(bench, progress)
+    """Train every combination on the same tokens and replay it on the same held-out responses; then race the original recipe."""
+    found = collect(bench, progress)
     rows = []
     pairs = [(kind, loss) for kind in bench.kinds for loss in bench.losses]
     with progress.phase("Training", len(pairs)) as advance:
         for kind, loss in pairs:
-            row = _train_and_judge(bench, kind, loss, train, holdout, lm_head_VD, embedding_VD)
+            row = _train_and_judge(bench, kind, loss, found.train, found.holdout, found.lm_head_VD, found.embedding_VD)
             rows.append(row)
             advance(1, f"{kind} {loss}: one-hot {row['one_hot']:.3f}, sampled {row['sampled']:.3f}")
     return {
-        "train_tokens": train.response_ids_M.numel(),
-        "held_out_tokens": holdout.response_ids_M.numel(),
+        "train_tokens": found.train.response_ids_M.numel(),
+        "held_out_tokens": found.holdout.response_ids_M.numel(),
         "epochs": bench.epochs,
         "rows": rows,
+        "throughput": race(found.actor, found.samples, bench.num_heads, bench.batch_positions, bench.seed, progress),
     }
 
 
@@ -138,7 +153,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 def verdict(result: dict[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
-    sentences = []
+    sentences = [throughput_sentence(result["throughput"])]
     for drafts, key in (("one-hot", "one_hot"), ("sampled", "sampled")):
         best = max(result["rows"], key=itemgetter(key))
         sentences.append(f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step.")

@@ -13,6 +13,7 @@ from medusa_ppo.bench.arms import CHOSEN, NONE, STOCK, Arm, running_arms
 from medusa_ppo.bench.output import draw_ratios
 from medusa_ppo.bench.pairs import PairedRates, run_rounds
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import read_setting
 from medusa_ppo.runtime import local_ray
@@ -83,7 +84,7 @@ def _run_batch(
             tokens, seconds = 0, 0.0
             for group in range(groups):
                 start = (max(number, 0) * groups + group) * batch
-                picked = [prompts[(start + i) % len(prompts)] for i in range(batch)]
+                picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
                 tokens, seconds = tokens + rollouts.generated_tokens, seconds + rollouts.seconds
                 if number >= 0:

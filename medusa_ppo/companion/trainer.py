@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -45,6 +46,16 @@ class TrainReport:
     optimizer_steps: int = 0
     seconds: float = 0.0
     problem: str = ""
+
+
+class Team(Protocol):
+    """Other processes that train the same heads on other rows, and take every optimizer step together with this one."""
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by the sum of everybody's, in place."""
+
+    def most(self, count: int) -> int:
+        """The largest of everybody's counts."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,8 @@ class HeadsTrainer:
         embedding_VD: torch.Tensor | None = None,
         device: torch.device | None = None,
         schedule: Callable[[int], float] | None = None,
+        dtype: torch.dtype | None = None,
+        team: Team | None = None,
     ) -> None:
         """
         Args:
@@ -126,8 +139,12 @@ class HeadsTrainer:
             seed: of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
+            team: processes to sum gradients with; None: alone.
+            dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
         """
         self._schedule = schedule
+        self._dtype = dtype
+        self._team = team
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
         self._config = config
@@ -142,8 +159,8 @@ class HeadsTrainer:
         self.optimizer_steps = 0
 
     def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
-        """Replace the actor's frozen tables. On a CPU they are held in float32, on a GPU as they come."""
-        dtype = torch.float32 if self.device.type == "cpu" else lm_head_VD.dtype
+        """Replace the actor's frozen tables. Without a dtype asked for, a CPU holds them in float32, a GPU as they come."""
+        dtype = self._dtype or (torch.float32 if self.device.type == "cpu" else lm_head_VD.dtype)
         self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
         self.embedding_VD = None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
 
@@ -183,6 +200,10 @@ class HeadsTrainer:
         mean_K = torch.stack(losses).double().mean(0)
         return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started)
 
+    def reseed(self, seed: int) -> None:
+        """Begin the order of the positions anew."""
+        self._generator.manual_seed(seed)
+
     def reset_to(self, state: dict[str, torch.Tensor]) -> None:
         """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters and generator go on."""
         self.heads.load_trainable_state(state)
@@ -197,13 +218,15 @@ class HeadsTrainer:
         losses: list[torch.Tensor] = []
         for _ in range(epochs):
             picks = self._shuffle(sources)
-            for start in range(0, picks.shape[0], self._config.batch_positions):
+            rows = self._config.batch_positions * self._config.accumulate
+            steps = -(-picks.shape[0] // rows)
+            for start in range(0, rows * (self._team.most(steps) if self._team else steps), rows):
                 step = self.optimizer_steps + len(losses)
                 if self._schedule is not None:
                     for group in self._optimizer.param_groups:
                         group["lr"] = self._config.learning_rate * self._schedule(step)
                 loss = self._loss.at(step)
-                losses.append(self._step([source for source, _ in sources], picks[start : start + self._config.batch_positions], loss))
+                losses.append(self._step([source for source, _ in sources], picks[start : start + rows], loss))
         return losses, int(sources[0][0].usable_N.numel())
 
     def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
@@ -218,18 +241,48 @@ class HeadsTrainer:
         return pairs[torch.randperm(pairs.shape[0], generator=self._generator)]
 
     def _step(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
-        """One optimizer step; returns the loss of each head. Sources are gathered one after the other: their order means nothing."""
+        """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient of all positions at once."""
+        total_K = _targets(sources, picks_N2)
+        if self._team:
+            self._team.add_up(total_K)
+        loss_K = torch.zeros(self.heads.config.num_heads)
+        self._optimizer.zero_grad(set_to_none=True)
+        for micro_N2 in picks_N2.split(self._config.batch_positions) if picks_N2.shape[0] else ():
+            # Each loss is a mean over its own positions; weighted by their share, the means add up to the mean over all.
+            share_K = _targets(sources, micro_N2) / total_K.clamp(min=1)
+            micro_K = self._losses(sources, micro_N2, loss) * share_K.to(self.device)
+            micro_K.sum().backward()
+            loss_K += micro_K.detach().cpu()
+        if self._team:
+            self._add_up_gradients(self._team, loss_K)
+        norm_K = clip_per_head(self._named, self.heads.config.num_heads, self._config.clip_norm)
+        if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
+            raise _NotFiniteError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
+        self._optimizer.step()
+        return loss_K
+
+    def _add_up_gradients(self, team: Team, loss_K: torch.Tensor) -> None:
+        """Everybody's losses and gradients; a process without a position in this step adds nothing."""
+        team.add_up(loss_K)
+        for parameter in self._named.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            team.add_up(parameter.grad)
+
+    def _losses(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+        """Loss of each head. Sources are gathered one after the other: their order means nothing."""
         grouped = [(source, picks_N2[picks_N2[:, 0] == index, 1]) for index, source in enumerate(sources)]
         grouped = [(source, rows_N) for source, rows_N in grouped if rows_N.numel()]
         hidden_ND = self._gather([source.hidden_MD[rows_N] for source, rows_N in grouped])
         conditions = [source.condition_MK[rows_N] for source, rows_N in grouped if source.condition_MK is not None]
-        factored = self.heads.factored(
-            hidden_ND,
-            self.lm_head_VD,
-            condition=torch.cat(conditions).to(self.device) if conditions else None,
-            embedding_VD=self.embedding_VD,
-        )
-        loss_K = head_loss(
+        with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
+            factored = self.heads.factored(
+                hidden_ND,
+                self.lm_head_VD,
+                condition=torch.cat(conditions).to(self.device) if conditions else None,
+                embedding_VD=self.embedding_VD,
+            )
+        return head_loss(
             factored,
             torch.cat([source.targets_MK[rows_N] for source, rows_N in grouped]).to(self.device),
             torch.cat([source.mask_MK[rows_N] for source, rows_N in grouped]).to(self.device),
@@ -238,13 +291,6 @@ class HeadsTrainer:
             teacher=self._teacher(grouped) if loss.needs_teacher else None,
             temperature=grouped[0][0].temperature,
         )
-        self._optimizer.zero_grad(set_to_none=True)
-        loss_K.sum().backward()
-        norm_K = clip_per_head(self._named, self.heads.config.num_heads, self._config.clip_norm)
-        if not bool(torch.isfinite(loss_K.detach()).all() and torch.isfinite(norm_K).all()):
-            raise _NotFiniteError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
-        self._optimizer.step()
-        return loss_K.detach().cpu()
 
     def _gather(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.to(self.device, torch.float32) for part in parts])
@@ -307,6 +353,12 @@ class HeadsTrainer:
                 expected="tensors written by HeadsTrainer.state_dict for heads of the same kind and size",
                 do="Resume from the folder that the companion wrote, with the same heads configuration.",
             ) from error
+
+
+def _targets(sources: Sequence[Positions], picks_N2: torch.Tensor) -> torch.Tensor:
+    """How many of the picked positions each head has a target at, float32 `K`."""
+    counts = [source.mask_MK[picks_N2[picks_N2[:, 0] == index, 1]].sum(0) for index, source in enumerate(sources)]
+    return torch.stack(counts).sum(0).float()
 
 
 def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:

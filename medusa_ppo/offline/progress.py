@@ -10,6 +10,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from medusa_ppo.reports.wording import seconds
+
 LINE_EVERY_S = 15.0
 """Seconds between two lines of a phase where there is no terminal to draw a bar on."""
 
@@ -51,16 +53,19 @@ class OfflineProgress:
         done = 0.0
         if not self._live:
             self.say(f"{name} ...")
-        last, said = "", time.monotonic()
+        began = said = time.monotonic()
+        last = ""
 
         def advance(amount: float = 1, note: str = "") -> None:
             nonlocal done, last, said
             done += amount
             last = note or last
             self._bars.update(task, completed=done, note=last)
-            if not self._live and time.monotonic() - said > LINE_EVERY_S:
-                said = time.monotonic()
-                self.say(f"{name}: {min(1.0, done / total):.0%}  {last}" if total else f"{name}: {last}")
+            now = time.monotonic()
+            if not self._live and now - said > LINE_EVERY_S:
+                said = now
+                left = seconds((now - began) * max(0.0, total - done) / done) if done else "?"
+                self.say(f"{name}: {min(1.0, done / total):.0%}  {last}, {left} left" if total else f"{name}: {last}")
 
         yield advance
         self._bars.update(task, completed=total or done)

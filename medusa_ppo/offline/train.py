@@ -1,182 +1,148 @@
-"""`medusa-ppo train`: heads for any causal LM, on its own responses or on full texts."""
+"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
 
 from heads.acceptance import ReplayResult
 from heads.checkpoint import save_heads
-from heads.config import HeadsConfig
 from heads.errors import DataError
 from heads.modules import MedusaHeads
-from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
-from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
-from medusa_ppo.config import CompanionConfig
-from medusa_ppo.offline.collect import Sample, hidden_batch, samples_from_texts, samples_of, write_responses
-from medusa_ppo.offline.progress import OfflineProgress
-from medusa_ppo.offline.setting import Setting, engine_config, out_folder, read_setting, running_engine, texts_of
-from medusa_ppo.types import RolloutBatch, Sampling
+from medusa_ppo.actors.hf import DTYPES
+from medusa_ppo.companion.trainer import TrainReport
+from medusa_ppo.offline.collect import split_samples
+from medusa_ppo.offline.device import compute_dtype
+from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.progress import Advance, OfflineProgress
+from medusa_ppo.offline.samples import gather_samples, train_setting
+from medusa_ppo.offline.setting import out_folder
+from medusa_ppo.offline.state import Position, ResumeFolder
+from medusa_ppo.offline.team import Workers, running_workers
+from medusa_ppo.offline.worker import Worker, deal_parts
 
+__all__ = ["LOG_FILE", "TrainOptions", "train_heads"]
+
+LOG_FILE = "train.jsonl"
 HOLDOUT_FRACTION = 0.1
+HOLDOUT_TOKENS = 16_384
+"""Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than the training itself."""
 LOG_STEPS_PER_EPOCH = 4
-FLOAT_BYTES = 4
-ADAM_STATES = 2
+PART_TOKENS = 32_768
+"""Most tokens between two log steps, and held at once beside the cache."""
+SAVE_EVERY_S = 30.0
+
+Line = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """The command's options; see `medusa-ppo train --help`."""
-
-    model: str
-    data: str
-    out: Path
-    kind: str = "hydra"
-    num_heads: int = 4
-    loss: str = "ce_tv"
-    template: str = ""
-    column: str = ""
-    max_train_tokens: int = 100_000
-    max_minutes: float = 0.0
-    epochs: int = 4
-    learning_rate: float = 2e-3
-    batch_positions: int = 512
-    temperature: float = 1.0
-    max_new_tokens: int = 128
-    seed: int = 0
-
-
-def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
-    """What `--dry-run` prints: sizes and memory, from the configuration files alone."""
-    setting = _checked_setting(options)
-    model = AutoConfig.from_pretrained(options.model)
-    heads = MedusaHeads(_heads_config(options, model.hidden_size, model.vocab_size))
-    parameters = sum(p.numel() for p in heads.parameters())
-    hidden_bytes = options.max_train_tokens * model.hidden_size * FLOAT_BYTES
-    return [
-        ("model", f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size})"),
-        ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
-        ("heads, optimizer, gradients", f"{parameters * FLOAT_BYTES * (2 + ADAM_STATES) / 2**20:.0f} MiB"),
-        ("hidden states", f"{hidden_bytes / 2**20:.0f} MiB for {options.max_train_tokens} tokens"),
-        (
-            "source",
-            f"{len(setting.prompts)} prompts, responses by the model"
-            if options.template
-            else f"column {options.column!r} of {len(setting.rows)} rows",
-        ),
-        ("optimizer steps", str(options.epochs * -(-options.max_train_tokens // options.batch_positions))),
-        ("output", str(options.out)),
-    ]
-
-
-def train_heads(options: TrainOptions, progress: OfflineProgress) -> dict[str, Any]:
-    """Collect responses and hidden states, train, keep the best heads by replay on held-out responses.
+def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
+    """Collect sequences, train on their hidden states, keep the best heads by replay on held-out ones.
 
     Returns:
-        The last best line of `train.jsonl` and the number of tokens.
+        The best line of `train.jsonl`.
 
     Raises:
-        ModelError, DataError: unusable model, data, template or column.
+        ConfigError, ModelError, DataError: unusable options, model, data, template or column.
+        CheckpointError: the state of an interrupted training is damaged.
     """
-    setting = _checked_setting(options)
-    out = out_folder(options.out)
-    samples = _collect(options, setting, progress)
-    model = load_actor(options.model)
-    with progress.phase("Hidden states", len(samples)) as advance:
-        batch = hidden_batch(model, samples, options.temperature, advance)
-    train, holdout = _split(batch, options.seed)
-    progress.say(
-        f"{train.lengths_S.numel()} responses to train on ({train.response_ids_M.numel()} tokens), {holdout.lengths_S.numel()} held out"
-    )
-    return _train(options, model, train, holdout, out, progress)
+    resume = ResumeFolder(options.out, options)
+    if resume.found:
+        progress.say(f"Going on with the interrupted training in {options.out} (--fresh begins anew)")
+    samples = resume.samples()
+    if samples is None:
+        setting = train_setting(options)
+        out_folder(options.out)
+        resume.begin()
+        samples = gather_samples(options, setting, resume, progress)
+    if compute_dtype(options.dtype) != DTYPES[options.dtype]:
+        progress.say(f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32")
+    training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
+    progress.say("Reading the hidden states of the holdout ...")
+    with running_workers(options, training, held_out) as worker:
+        progress.say(f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out")
+        run = _Run(options, worker, resume)
+        try:
+            run.train(progress)
+        except BaseException:
+            run.save()
+            raise
+    return run.best
 
 
-def _checked_setting(options: TrainOptions) -> Setting:
-    if bool(options.template) == bool(options.column):
-        raise DataError(
-            "Say where the text comes from, in one way.",
-            given=f"--template {options.template!r}, --column {options.column!r}",
-            expected="--template (the model answers prompts) or --column (full texts)",
-            do="Give exactly one of the two.",
-        )
-    return read_setting(options.model, options.data, options.template, options.max_new_tokens)
+class _Run:
+    """One training: who does it, where it stands, and its log."""
 
+    def __init__(self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder) -> None:
+        self._options, self._worker, self._resume = options, worker, resume
+        wanted = max(LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers)))
+        self._parts = min(worker.groups // options.workers, wanted)
+        self._log = options.out / LOG_FILE
+        self._saved_at = time.monotonic()
+        self.position = Position()
+        self._lines: list[Line] = []
+        saved = resume.trainer()
+        if saved is not None:
+            state, self.position = saved
+            worker.load_state_dict(state)
+            self._lines = _read_log(self._log, self.position.parts)
+        self._log.write_text("".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8")
 
-def _heads_config(options: TrainOptions, hidden_size: int, vocab_size: int) -> HeadsConfig:
-    return HeadsConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_heads=options.num_heads, kind=options.kind)
+    @property
+    def best(self) -> Line:
+        return max(self._lines, key=lambda line: line["replay_mean_acceptance_length"])
 
+    def train(self, progress: OfflineProgress) -> None:
+        """All parts that are left, or until the time is up or the target reached."""
+        total = self._options.epochs * self._parts
+        with progress.phase("Training the heads", total - self.position.parts) as advance, self._log.open("a", encoding="utf-8") as log:
+            while self.position.parts < total:
+                if reason := self._reason_to_stop():
+                    progress.say(reason)
+                    self.save()
+                    return
+                self._one_part(log, advance, progress)
+        self._resume.remove()
 
-def _collect(options: TrainOptions, setting: Setting, progress: OfflineProgress) -> list[Sample]:
-    if options.column:
-        texts = texts_of(setting.rows, options.column)
-        return samples_from_texts(texts, setting.tokenizer, setting.context, options.max_train_tokens)
-    if setting.skipped:
-        progress.say(f"{setting.skipped} prompts are too long and left out")
-    sampling = Sampling(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
-    progress.say("Starting the engine ...")
-    with running_engine(options.model, "", engine_config(setting.prompts, options.max_new_tokens), options.seed) as engine:
-        with progress.phase("Writing responses", options.max_train_tokens) as advance:
-            return samples_of(write_responses(engine, setting.prompts, sampling, options.max_train_tokens, options.seed, advance))
+    def save(self) -> None:
+        """Write the state, unless the trainer is ahead of the position: then what was saved before stands."""
+        if self._worker.parts == self.position.parts > 0:
+            self._resume.save_trainer(self._worker.state_dict(), self.position)
+            self._saved_at = time.monotonic()
 
+    def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
+        began = time.monotonic()
+        epoch, part = divmod(self.position.parts, self._parts)
+        dealt = deal_parts(self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch)[part]
+        report, tokens = self._worker.train(dealt, self.position.parts)
+        if report.problem:
+            progress.say(report.problem)
+        spent_s = time.monotonic() - began
+        judged = self._worker.judge()
+        wall_s = self.position.wall_s + time.monotonic() - began
+        line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
+        self._lines.append(line)
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+        if line is self.best:
+            _keep_best(self._options.out, self._worker.heads(), self._worker.lm_head_VD, _metadata(self._options, line))
+        self.position = Position(self.position.parts + 1, line["tokens"], wall_s)
+        advance(1, _note(line))
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self.save()
 
-def _split(batch: RolloutBatch, seed: int) -> tuple[RolloutBatch, RolloutBatch]:
-    train, holdout = batch.hold_out(HOLDOUT_FRACTION, seed)
-    if holdout is None:
-        count = batch.lengths_S.numel()
-        raise DataError("Too few prompts to keep some out of training.", given=f"{count} responses", expected="2 prompts", do="Give more.")
-    return train, holdout
-
-
-def _parts(batch: RolloutBatch, epochs: int, seed: int) -> Iterator[RolloutBatch]:
-    """Every epoch in a new order, cut into a few parts; a log line follows each."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        for part in torch.randperm(batch.lengths_S.numel(), generator=generator).tensor_split(LOG_STEPS_PER_EPOCH):
-            if part.numel():
-                yield batch.select(part)
-
-
-def _train(
-    options: TrainOptions, model: PreTrainedModel, train: RolloutBatch, holdout: RolloutBatch, out: Path, progress: OfflineProgress
-) -> dict[str, Any]:
-    lm_head_VD = lm_head_weight(model).detach().float().cpu()
-    embedding_VD = embedding_weight(model).detach().float().cpu()
-    torch.manual_seed(options.seed)
-    heads = MedusaHeads(_heads_config(options, lm_head_VD.shape[1], lm_head_VD.shape[0]))
-    config = CompanionConfig(loss=options.loss, learning_rate=options.learning_rate, batch_positions=options.batch_positions, epochs=1)
-    steps = options.epochs * -(-train.response_ids_M.numel() // options.batch_positions)
-    trainer = HeadsTrainer(heads, lm_head_VD, config, options.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))
-    drafts = 0.0 if options.loss == "ce" else 1.0  # judge the heads by the drafts that their loss aims at
-    best: dict[str, Any] = {}
-    tokens = 0
-    started = time.monotonic()
-    parts = options.epochs * min(LOG_STEPS_PER_EPOCH, train.lengths_S.numel())
-    with progress.phase("Training the heads", parts) as advance, (out / "train.jsonl").open("w", encoding="utf-8") as log:
-        for part in _parts(train, options.epochs, options.seed):
-            report = trainer.train_batch(part)
-            tokens += part.response_ids_M.numel()
-            judged = replay(trainer.heads, holdout, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, draft_temperature=drafts)
-            line = _log_line(tokens, report.loss, judged, time.monotonic() - started)
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            advance(1, f"loss {report.loss:.3f}, replay {judged.mean_acceptance_length:.3f}")
-            if not best or line["replay_mean_acceptance_length"] > best["replay_mean_acceptance_length"]:
-                best = line
-                _keep_best(out, heads, lm_head_VD, _metadata(options, line))
-            if options.max_minutes and time.monotonic() - started > 60 * options.max_minutes:
-                progress.say("The time is up; the best heads so far are kept.")
-                break
-    return best
+    def _reason_to_stop(self) -> str:
+        if self._lines and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]:
+            return f"The target of {self._options.target_mal} is reached; the same command with a higher one goes on."
+        if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
+            return "The time is up; the best heads so far are kept, and the same command with more minutes goes on."
+        return ""
 
 
 def _keep_best(out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]) -> None:
@@ -190,16 +156,38 @@ def _keep_best(out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata
             os.replace(Path(folder) / "heads" / file, out / file)
 
 
-def _log_line(tokens: int, loss: float, judged: ReplayResult, seconds: float) -> dict[str, Any]:
+def _read_log(path: Path, count: int) -> list[Line]:
+    """The lines of the parts that the saved state has seen; later ones will be written again."""
+    lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
+    try:
+        found = [json.loads(line) for line in lines]
+    except ValueError as error:
+        found, problem = [], f"{path}: {error}"
+    else:
+        problem = f"{path}: {len(found)} lines"
+    if len(found) != count:
+        raise DataError("The log of the interrupted training is damaged.", given=problem, expected=f"{count} lines", do="Use --fresh.")
+    return found
+
+
+def _log_line(tokens: int, report: TrainReport, judged: ReplayResult, wall_s: float, tokens_per_s: float) -> Line:
     return {
         "tokens": tokens,
-        "loss": loss,
+        "loss": None if math.isnan(report.loss) else report.loss,
+        "losses": list(report.losses),
         "replay_mean_acceptance_length": judged.mean_acceptance_length,
         "acceptance_per_position": list(judged.acceptance_per_position),
-        "wall_s": seconds,
+        "tokens_per_s": tokens_per_s,
+        "wall_s": wall_s,
     }
 
 
-def _metadata(options: TrainOptions, line: dict[str, Any]) -> dict[str, Any]:
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items() if key not in ("out",)}
-    return {"options": settings, "replay_mean_acceptance_length": line["replay_mean_acceptance_length"], "trained_tokens": line["tokens"]}
+def _note(line: Line) -> str:
+    positions = " ".join(f"{value:.2f}" for value in line["acceptance_per_position"])
+    loss = "no step" if line["loss"] is None else f"loss {line['loss']:.3f}"
+    return f"{loss}, replay {line['replay_mean_acceptance_length']:.3f} ({positions}), {line['tokens_per_s']:.0f} tokens/s"
+
+
+def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
+    replayed = line["replay_mean_acceptance_length"]
+    return {"options": options.settings(), "replay_mean_acceptance_length": replayed, "trained_tokens": line["tokens"]}

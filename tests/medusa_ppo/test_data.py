@@ -106,3 +106,16 @@ def test_unreachable_hub_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(data.datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="can't be read"):
         data.load_rows("nobody/nothing-of-this-name")
+
+
+def test_streamed_rows_are_the_same_and_read_only_as_far_as_asked_for(tmp_path: Path):
+    path = write(tmp_path, "jsonl")
+    assert list(data.stream_rows(path)) == data.load_rows(path)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "train-0.jsonl").write_text(path.read_text())
+    (folder / "train-1.jsonl").write_text('{"question": broken\n')
+    rows = data.stream_rows(folder)
+    assert [next(rows) for _ in range(2)] == data.load_rows(path)[:2]
+    with pytest.raises(DataError, match="can't be read"):
+        list(rows)

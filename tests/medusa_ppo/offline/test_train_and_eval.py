@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads
 from medusa_ppo.cli import app
-from medusa_ppo.ppo.demo.task import demo_rows
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.state import ResumeFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -19,13 +21,6 @@ def run(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result.output
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
-    path.write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in demo_rows("train", 0, 48)))
-    return path
 
 
 def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Path, questions: Path, tmp_path: Path) -> None:
@@ -49,6 +44,43 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Pat
     by_replay, by_engine = (figures[name]["mean_acceptance_length"] for name in ("replay", "vllm"))
     assert abs(by_replay / by_engine - 1) < 0.1  # about 1,100 tokens each, sampled anew
     assert figures["vllm"]["drafts"] > 300
+
+    file = tmp_path / "several"
+    other = tmp_path / "other"
+    run("train", *source, "--out", other, "--num-heads", 2, "--max-train-tokens", 500, "--epochs", 1, "--kind", "medusa")
+    several = ("--temperatures", "0.5,1", "--category", "question", "--limit", 12, "--compare", other, "--draft", "sampled")
+    for engine in ("replay", "vllm"):
+        outputs = ("--json", file.with_suffix(".json"), "--markdown", file.with_suffix(".md"), "--html", file.with_suffix(".html"))
+        run("eval", *source, "--heads", out, "--engine", engine, *several, *outputs)
+        found = json.loads(file.with_suffix(".json").read_text())
+        assert [row["temperature"] for row in found["temperatures"]] == [0.5, 1.0] and len(found["categories"]) == 12
+        low, high = found["compare"]["difference_interval"]
+        assert 0 < low < found["compare"]["difference"] < high, "six epochs beat one"
+        assert sum(row["drafts"] for row in found["categories"]) == pytest.approx(found["drafts"], abs=6)
+        assert "## By question" in file.with_suffix(".md").read_text() and "<svg" in file.with_suffix(".html").read_text()
+
+
+def test_responses_that_were_written_are_not_written_again(
+    chain_actor: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ("--model", chain_actor, "--data", questions, "--template", "{question}", "--max-new-tokens", 16, "--num-heads", 2)
+    arguments = ("train", *source, "--max-train-tokens", 4500, "--epochs", 1, "--out", tmp_path / "heads")
+    real = ResumeFolder.save_round
+
+    def interrupted(self: ResumeFolder, number: int, samples: Sequence[Sample]) -> None:
+        real(self, number, samples)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeFolder, "save_round", interrupted)
+        assert CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code == 130
+    folder = tmp_path / "heads" / "resume"
+    written = [path.read_bytes() for path in sorted(folder.glob("round-*"))]
+    assert len(written) == 2
+    shown = run(*arguments)
+    assert "Going on" in shown and "tokens of responses are there already" in shown
+    assert len((tmp_path / "heads" / "train.jsonl").read_text().splitlines()) == 4 and not folder.exists()
 
 
 def test_full_texts_need_no_engine(chain_actor: Path, questions: Path, tmp_path: Path) -> None:

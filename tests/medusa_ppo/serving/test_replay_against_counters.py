@@ -12,7 +12,8 @@ from heads.checkpoint import save_state
 from heads.losses import LossConfig, head_loss
 from heads.modules import MedusaHeads
 from heads.targets import head_targets, segments_from_lengths
-from medusa_ppo.offline.collect import hidden_batch, samples_of
+from medusa_ppo.offline.collect import samples_of
+from medusa_ppo.offline.hidden import hidden_batch
 from medusa_ppo.serving.colocated import ColocatedEngine
 from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
 
