@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
+from heads.checkpoint import CONFIG_NAME, MAX_CONFIG_BYTES
 from heads.errors import CheckpointError
 from heads.formats import NUMBERED, OWN, SHARED, TABLES, Claims, KeyTable, PlainHeads, plain_heads, read_layout
 from heads.shards import TensorFiles, is_output_table, lm_head_name, model_files, open_files
 from heads.tensorfile import FLOAT_DTYPES, file_inside, parse_json, read_regular
 
-CONFIG_NAME = "config.json"
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-MAX_CONFIG_BYTES = 1 << 20
 FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
 
 

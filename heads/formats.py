@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from heads.checkpoint import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError
 from heads.tensorfile import FLOAT_DTYPES, Header
 
 BLOCK, BIAS, OWN, SHARED = "blocks.{k}.layers.{l}.weight", "blocks.{k}.layers.{l}.bias", "lm_heads.{k}.weight", "lm_head.weight"
 """The names of heads that are free of any format: stock vLLM's, which are our native ones too."""
-MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
 INDEX = "(0|[1-9][0-9]{0,2})"
 
 

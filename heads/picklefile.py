@@ -267,4 +267,6 @@ class _Description:
 
 
 def _damaged(path: Path, given: str, expected: str) -> CheckpointError:
-    return CheckpointError("The .pt file can't be read.", given=f"{path}: {given}", expected=expected, do="Copy it again.")
+    return CheckpointError(
+        "The .pt file can't be read.", given=f"{path}: {given}", expected=expected, do="Copy it again, or save it anew with torch.save."
+    )

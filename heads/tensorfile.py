@@ -196,7 +196,7 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as handle:
             state = {name: handle.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise CheckpointError(
             "The file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Copy it again."
         ) from error

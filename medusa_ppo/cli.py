@@ -12,6 +12,7 @@ import typer
 
 from medusa_ppo import __version__
 from medusa_ppo.cli_bench import bench
+from medusa_ppo.cli_formats import convert, push
 from medusa_ppo.console import FAILED, Debug, command, console, escape
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(convert)
+app.command()(push)
 
 
 def _raise_interrupt(signum: int, frame: object) -> None:
@@ -174,7 +177,7 @@ def train(
 @command
 def evaluate(
     model: Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")],
-    heads: Annotated[Path, typer.Option(help="Native heads directory.")],
+    heads: Annotated[str, typer.Option(help="Native heads directory, or hf://owner/name.")],
     data: Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")],
     template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")] = "",
     engine: Annotated[
@@ -196,12 +199,13 @@ def evaluate(
     --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
     from medusa_ppo.offline.evaluate import EvalOptions, evaluate_heads
+    from medusa_ppo.offline.hub import local_heads
     from medusa_ppo.offline.progress import OfflineProgress
     from medusa_ppo.runtime import quiet_libraries
 
     quiet_libraries()
     options = EvalOptions(
-        model, heads, data, template, engine, draft, draft_temperature, temperature, top_p, top_k, max_new_tokens, limit, seed
+        model, local_heads(heads), data, template, engine, draft, draft_temperature, temperature, top_p, top_k, max_new_tokens, limit, seed
     )
     with OfflineProgress(console) as progress:
         result = evaluate_heads(options, progress)

@@ -216,7 +216,7 @@ def test_trap_no_vocabulary_in_the_config(tmp_path: Path, base: Path) -> None:
 
 
 def test_trap_tied_layers(tmp_path: Path) -> None:
-    """List repetition: both names are in the file, on one storage. They become two equal layers, and go back where that is what is built."""
+    """List repetition: both names are in the file, on one storage. They become two equal layers, and go back where that is built."""
     module = original_heads(2, layers=2)
     source = fasterdecoding(tmp_path / "a", module, medusa_num_layers=2)
     done = convert(source, tmp_path / "b", "vllm")
