@@ -9,7 +9,7 @@ whether biases are there, in whether each head has an lm_head of its own, and in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -275,21 +275,37 @@ def _wrong(where: str, given: str, expected: str) -> CheckpointError:
 
 def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:
     """ConfigError that names what the format can't hold; nothing is ever dropped in silence."""
-    table, config = TABLES[target], plain.config
-    reason = do = ""
-    if plain.biased and table.biases == "never":
-        reason, do = "the residual blocks have biases, and ours have none", "Convert to vllm, which keeps them (medusa_fc_bias)."
-    elif table.lm_heads == "shared" and config.lm_head == "own":
-        reason, do = "each head has an lm_head of its own, and the format only knows the base model's", "Convert to tgi-v1."
-    elif table.layers == "one" and config.num_layers > 1:
-        reason, do = f"the heads have {config.num_layers} layers, and the format knows one", "Convert to tgi-v1."
-    elif table.layers == "tied" and config.num_layers > 1 and not plain.tied:
-        reason = f"the {config.num_layers} layers differ; the format's loader repeats one layer and would keep the last only"
-        do = "Convert to vllm, tgi-v1 or modelopt."
-    elif config.lm_head == "shared" and plain.lm_head_VD is None and (table.needs_lm_head or table.lm_heads == "own"):
-        reason, do = "the format needs the model's lm_head in the file, and it is not here", "Give the model's folder with --model."
+    reason = _obstacle(plain, target)
     if reason:
-        raise ConfigError(f"These heads can't be written as {target}.", given=reason, expected="heads that the format can hold", do=do)
+        others = ", ".join(representable_formats(plain)) or "none without the model's lm_head"
+        do = "Give the model's folder with --model." if reason is NO_LM_HEAD else "Choose one of these."
+        raise ConfigError(
+            f"These heads can't be written as {target}.", given=reason, expected=f"a format that can hold them: {others}", do=do
+        )
+
+
+def representable_formats(plain: PlainHeads) -> list[str]:
+    """The formats that can hold these heads."""
+    return [target for target in FORMATS if not _obstacle(plain, target)]
+
+
+NO_LM_HEAD = "the format needs the model's lm_head in the file, and it is not here"
+
+
+def _obstacle(plain: PlainHeads, target: str) -> str:
+    """Why the format can't hold the heads; empty when it can."""
+    table, config = TABLES[target], plain.config
+    if plain.biased and table.biases == "never":
+        return "the residual blocks have biases, and ours have none"
+    if table.lm_heads == "shared" and config.lm_head == "own":
+        return "each head has an lm_head of its own, and the format only knows the base model's"
+    if table.layers == "one" and config.num_layers > 1:
+        return f"the heads have {config.num_layers} layers, and the format knows one"
+    if table.layers == "tied" and config.num_layers > 1 and not plain.tied:
+        return f"the {config.num_layers} layers differ; the format's loader repeats one layer and would keep the last only"
+    if config.lm_head == "shared" and plain.lm_head_VD is None and (table.needs_lm_head or table.lm_heads == "own"):
+        return NO_LM_HEAD
+    return ""
 
 
 def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
@@ -310,15 +326,3 @@ def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
     if table.shared and config.lm_head == "shared" and plain.lm_head_VD is not None:
         out[table.shared] = plain.lm_head_VD.to(plain.dtype)
     return {name: tensor.clone().contiguous() for name, tensor in out.items()}
-
-
-def representable_formats(plain: PlainHeads, targets: Iterable[str] = FORMATS) -> list[str]:
-    """The formats that can hold these heads."""
-    out = []
-    for target in targets:
-        try:
-            refuse_unrepresentable(plain, target)
-        except ConfigError:
-            continue
-        out.append(target)
-    return out

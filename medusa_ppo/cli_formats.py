@@ -27,7 +27,10 @@ def convert(
     from medusa_ppo.offline.convert import convert as convert_heads
     from medusa_ppo.offline.hub import local_heads
 
-    done = convert_heads(local_heads(source), target, to, model)
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    done = convert_heads(local_heads(source), target, to, model, say)
     sizes = done.config
     console.print(
         f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}",

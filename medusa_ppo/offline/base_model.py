@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ def open_base_model(name: str) -> BaseModel:
     return BaseModel(folder, name, config, tables.read([key])[key])
 
 
-def write_full_model(base: BaseModel, out: Path, tensors: Mapping[str, torch.Tensor], changes: Mapping[str, Any]) -> None:
-    """Copy the model into `out` with the heads as one more weight file and `changes` in its config.json.
+def write_full_model(
+    base: BaseModel, out: Path, tensors: Mapping[str, torch.Tensor], changes: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Copy the model into `out` with the heads as one more weight file and `changes` in its config.json; `say` is told of each file.
 
     Raises:
         ModelError: weights that are no safetensors, or that hold heads already.
@@ -78,6 +80,7 @@ def write_full_model(base: BaseModel, out: Path, tensors: Mapping[str, torch.Ten
     weight_map: dict[str, str] = {}
     for number, path in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{total:05d}.safetensors"
+        say(f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f} MiB ...")
         shutil.copyfile(path, out / name)
         weight_map.update(dict.fromkeys(read_header(path), name))
     if set(weight_map) & set(tensors):

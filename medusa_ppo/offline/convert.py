@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class _Source:
     native: HeadsMetadata | None = None
 
 
-def convert(source: Path, target: Path, to: str, model: str = "") -> Conversion:
+def convert(source: Path, target: Path, to: str, model: str = "", say: Callable[[str], None] = lambda text: None) -> Conversion:
     """Read heads of any format, write them as another.
 
     Args:
@@ -55,6 +56,7 @@ def convert(source: Path, target: Path, to: str, model: str = "") -> Conversion:
         target: a new folder.
         to: one of heads.formats.FORMATS.
         model: folder of the model that the heads are for; needed where its lm_head or its whole weights go into the target.
+        say: told of what takes long.
 
     Raises:
         CheckpointError: the source is damaged, or is not what its own reader would take it for.
@@ -78,7 +80,7 @@ def convert(source: Path, target: Path, to: str, model: str = "") -> Conversion:
         )
     refuse_unrepresentable(read.heads, to)
     with new_directory(target) as folder:
-        notes = _write(read, folder, to, base)
+        notes = _write(read, folder, to, base, say)
     return Conversion(read.format, to, read.heads.config, (*read.notes, *notes))
 
 
@@ -112,7 +114,7 @@ def _read(source: Path, to: str, base: BaseModel | None) -> _Source:
 # ---- writing ---------------------------------------------------------------------------------------------------------------------
 
 
-def _write(read: _Source, folder: Path, to: str, base: BaseModel | None) -> list[str]:
+def _write(read: _Source, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]) -> list[str]:
     heads, config = read.heads, read.heads.config
     if to == "native":
         return _write_native(read, folder)
@@ -122,7 +124,7 @@ def _write(read: _Source, folder: Path, to: str, base: BaseModel | None) -> list
         write_tensors(folder / "model.safetensors", tensors)
         _write_json(folder, _vllm_config(heads))
     elif to in FULL_MODELS and base is not None:
-        write_full_model(base, folder, tensors, _full_model_config(config, to))
+        write_full_model(base, folder, tensors, _full_model_config(config, to), say)
     else:
         if to == "fasterdecoding":
             torch.save(tensors, folder / "medusa_lm_head.pt")

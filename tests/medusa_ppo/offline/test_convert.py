@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from heads.checkpoint import load_heads, load_lm_head, save_heads
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, MedusaError, ModelError
-from heads.foreign import read_foreign
 from heads.formats import FORMATS, PlainHeads, representable_formats
 from heads.modules import MedusaHeads
 from medusa_ppo.offline.convert import convert
@@ -146,28 +145,38 @@ def test_which_variant_fits_which_format() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_written_computes_what_was_read(variant: str, tmp_path: Path, base: Path) -> None:
-    """The function of the heads, computed from each written file by the formula of its format's own code."""
+    """Each written file, loaded strictly into modules as its format's own code builds them, against the formula on what was given."""
     heads = VARIANTS[variant]()
     source = written(heads, tmp_path, base)
     h_ND = torch.randn(5, D, generator=torch.Generator().manual_seed(1)).to(heads.dtype)
-    expected = [formula(heads.tensors, k, heads, h_ND) for k in range(K)]
-    for name in representable_formats(heads):
-        convert(source, tmp_path / "out" / name, name, str(base))
-        if name == "native":
-            module, _ = load_heads(tmp_path / "out" / name)
-            again = PlainHeads(module.config, module.trainable_state())
-        else:
-            again = read_foreign(tmp_path / "out" / name, base_lm_head()).heads
+    expected = [formula(heads, k, h_ND) for k in range(K)]
+    for name, prefix in (
+        ("fasterdecoding", ""),
+        ("medusa-1.0", "medusa_head."),
+        ("tgi-v1", ""),
+        ("tgi-v2", ""),
+        ("modelopt", "medusa_heads."),
+    ):
+        if name not in representable_formats(heads):
+            continue
+        folder = tmp_path / "out" / name
+        convert(source, folder, name, str(base))
+        named = {key.split(":")[-1]: value for key, value in content(folder).items()}
+        state = {key.removeprefix(prefix): value for key, value in named.items() if key.removeprefix(prefix)[0].isdigit()}
+        repeated = name in ("fasterdecoding", "medusa-1.0")
+        module = original_heads(K, heads.config.num_layers, own=name != "tgi-v2", repeated=repeated).to(heads.dtype)
+        module.load_state_dict(state)
         for k in range(K):
-            assert torch.equal(formula(again.tensors, k, again, h_ND), expected[k]), name
+            out = module[k](h_ND)
+            assert torch.equal(out @ base_lm_head().to(heads.dtype).T if name == "tgi-v2" else out, expected[k]), name
 
 
-def formula(tensors: dict[str, torch.Tensor], k: int, heads: PlainHeads, h_ND: torch.Tensor) -> torch.Tensor:
+def formula(heads: PlainHeads, k: int, h_ND: torch.Tensor) -> torch.Tensor:
     f_ND = h_ND
     for layer in range(heads.config.num_layers):
-        bias_D = tensors.get(f"blocks.{k}.layers.{layer}.bias")
-        f_ND = f_ND + torch.nn.functional.silu(torch.nn.functional.linear(f_ND, tensors[f"blocks.{k}.layers.{layer}.weight"], bias_D))
-    own = tensors.get(f"lm_heads.{k}.weight")
+        bias_D = heads.tensors.get(f"blocks.{k}.layers.{layer}.bias", torch.zeros(D, dtype=heads.dtype))
+        f_ND = f_ND + torch.nn.functional.silu(torch.nn.functional.linear(f_ND, heads.tensors[f"blocks.{k}.layers.{layer}.weight"], bias_D))
+    own = heads.tensors.get(f"lm_heads.{k}.weight")
     return f_ND @ (base_lm_head().to(heads.dtype) if own is None else own).T
 
 
@@ -181,12 +190,16 @@ class Residual(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(D, D)
 
+    def forward(self, f_ND: torch.Tensor) -> torch.Tensor:
+        return f_ND + torch.nn.functional.silu(self.linear(f_ND))
 
-def original_heads(heads: int = 5, layers: int = 1, own: bool = True) -> torch.nn.ModuleList:
-    """Heads as the original code builds them: the layers of a head are one module, repeated in a list."""
+
+def original_heads(heads: int = 5, layers: int = 1, own: bool = True, repeated: bool = True) -> torch.nn.ModuleList:
+    """Heads as the original code builds them: a head's layers are one module, repeated in a list. Others build as many as there are."""
     torch.manual_seed(0)
     ends = [[torch.nn.Linear(D, V, bias=False)] if own else [] for _ in range(heads)]
-    return torch.nn.ModuleList([torch.nn.Sequential(*([Residual()] * layers), *end) for end in ends])
+    blocks = [[Residual()] * layers if repeated else [Residual() for _ in range(layers)] for _ in range(heads)]
+    return torch.nn.ModuleList([torch.nn.Sequential(*block, *end) for block, end in zip(blocks, ends, strict=True)])
 
 
 def fasterdecoding(folder: Path, module: torch.nn.ModuleList, **config: Any) -> Path:

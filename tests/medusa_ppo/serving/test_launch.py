@@ -108,6 +108,13 @@ def test_what_cannot_be_combined_is_named(model: Path, tmp_path: Path, extra: di
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
 
 
+def test_vllms_v2_runner_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its list of what it can't run names Medusa; forced, it breaks later."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedVersionError, match="V2"):
+        plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(), 0)
+
+
 @pytest.mark.parametrize(
     ("prompts", "word"),
     [([], "no prompt"), ([[]], "empty or too long"), ([[1] * 60], "empty or too long"), ([[1, 99]], "outside the vocabulary")],
