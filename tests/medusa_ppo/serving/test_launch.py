@@ -11,7 +11,7 @@ import torch
 
 from heads.checkpoint import save_heads
 from heads.config import HeadsConfig
-from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine, rpc
