@@ -428,6 +428,37 @@ def test_a_clear_error_nothing_executed_nothing_allocated(outcomes: dict[str, di
     assert not outcome["wrote"]
 
 
+WORDS = {
+    "pt: object that runs code": "posix mkdir",
+    "pt: eval": "eval",
+    "pt: code by a call in the description": "posix mkdir",
+    "pt: a bytearray of 64 GiB": "bytearray",
+    "pt: a tensor constructor of 64 GiB": "torch Tensor",
+    "pt: lists in lists without end": "EMPTY_LIST",
+    "pt: tuples in tuples without end": "no text",
+    "pt: a million empty dicts": "step 200001",
+    "pt: an expanded tensor of 2^72 numbers": "does not lie in its storage",
+    "pt: a tensor larger than its storage": "does not lie in its storage",
+    "pt: negative offset": "without a sound size",
+    "pt: storage named by a path": "bytes are not in the file",
+    "pt: a key twice": "'a' twice",
+    "pt: zip bomb": "compressed",
+    "pt: entry outside the folder": "'../../x'",
+    "pt: an entry twice": "an entry twice",
+    "pt: overlapping entries": "overlap",
+    "pt: big-endian": "big-endian",
+    "safetensors: a key twice": "a key appears twice",
+    "safetensors: head number 999": "1000 heads",
+    "safetensors: a head number with a zero in front": "unknown tensors",
+}
+"""What refuses them: the check that is meant, not one behind it that would have done so too."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_it_is_the_first_door_that_stays_shut(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    assert WORDS[name] in outcomes[name]["message"]
+
+
 def test_the_limit_bites(outcomes: dict[str, dict[str, Any]]) -> None:
     """The control: 65 MiB are not to be had in the child process."""
     assert outcomes["control"]["error"] == "MemoryError"
