@@ -20,6 +20,7 @@ from heads.shards import TensorFiles, is_output_table, lm_head_name, model_files
 from heads.tensorfile import FLOAT_DTYPES, file_inside, parse_json, read_regular
 
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+NUMBERED_CLAIMS, MODELOPT_CLAIMS = ("medusa_num_heads", "medusa_num_layers"), ("num_medusa_heads", "num_medusa_layers")
 FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
 
 
@@ -60,24 +61,27 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> Foreign:
     folder = path if path.is_dir() else path.parent
     config = read_config(folder)
     heads_file = path if path.is_file() else next((folder / name for name in HEADS_FILES if (folder / name).exists()), None)
-    if heads_file is not None:
-        files = open_files([file_inside(folder, heads_file.name)])
-        own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
-        name = "tgi-v2" if not own else "tgi-v1" if heads_file.suffix == ".safetensors" else "fasterdecoding"
-        table, claims = NUMBERED, _claims(config, "medusa_num_heads", "medusa_num_layers")
-    else:
-        files = open_files(model_files(folder), lambda name: name.startswith(tuple(FULL_MODELS)) or is_output_table(name) or _stock(config))
-        name = _full_format(files, config, folder)
-        if name == "vllm":
-            return _read_stock(files, config, lm_head_VD, str(path))
-        table = TABLES[name]
-        section = config.get("medusa") if name == "modelopt" and isinstance(config.get("medusa"), dict) else config
-        claims = _claims(
-            section, *(("num_medusa_heads", "num_medusa_layers") if name == "modelopt" else ("medusa_num_heads", "medusa_num_layers"))
-        )
-        lm_head_VD = _base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
-        files = TensorFiles({key: entry for key, entry in files.header.items() if key.startswith(tuple(FULL_MODELS))}, files.files)
-    return _read(name, files, table, claims, config, lm_head_VD, str(path), [])
+    if heads_file is None:
+        return _read_model(folder, config, lm_head_VD)
+    files = open_files([file_inside(folder, heads_file.name)])
+    own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
+    name = "tgi-v2" if not own else "tgi-v1" if heads_file.suffix == ".safetensors" else "fasterdecoding"
+    return _read(name, files, NUMBERED, _claims(config, *NUMBERED_CLAIMS), config, lm_head_VD, str(path), [])
+
+
+def _read_model(folder: Path, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None) -> Foreign:
+    """Heads inside a whole model, or in a folder for stock vLLM."""
+    prefixes = tuple(FULL_MODELS)
+    files = open_files(model_files(folder), lambda name: name.startswith(prefixes) or is_output_table(name) or _stock(config))
+    name = _full_format(files, config, folder)
+    if name == "vllm":
+        return _read_stock(files, config, lm_head_VD, str(folder))
+    section = config.get("medusa") if name == "modelopt" else None
+    values = {**config, **(section if isinstance(section, dict) else {})}
+    claims = _claims(values, *(MODELOPT_CLAIMS if name == "modelopt" else NUMBERED_CLAIMS))
+    lm_head_VD = _base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
+    heads = TensorFiles({key: entry for key, entry in files.header.items() if key.startswith(prefixes)}, files.files)
+    return _read(name, heads, TABLES[name], claims, config, lm_head_VD, str(folder), [])
 
 
 def _read(
@@ -131,8 +135,8 @@ def _stock(config: Mapping[str, Any]) -> bool:
 
 
 def _claims(config: Mapping[str, Any], heads: str, layers: str) -> Claims:
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    values = {**config, **text}
+    nested = config.get("text_config")
+    values = {**config, **(nested if isinstance(nested, dict) else {})}
     found = [values.get(key) for key in (heads, layers, "vocab_size", "hidden_size")]
     for key, value in zip((heads, layers, "vocab_size", "hidden_size"), found, strict=True):
         if value is not None and (type(value) is not int or not 0 < value <= 1 << 24):

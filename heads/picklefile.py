@@ -2,7 +2,7 @@
 
 A .pt file is a zip with one pickle (data.pkl) that describes tensors, and one stored entry of bytes for each storage. Before torch sees
 it, the zip's directory is bounded and checked (no compression, no overlap, no entry twice), and the pickle is followed by a small reader of
-our own: a dozen opcodes, five names, no calls. It accepts what `torch.save` writes for a flat dict of tensors, and nothing else.
+our own: thirty instructions, eleven names, no calls. It accepts what `torch.save` writes for a flat dict of tensors, and nothing else.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def open_base_model(name: str) -> BaseModel:
     if not config:
         raise ModelError("The model folder has no config.json.", given=name, expected="a transformers model folder", do="Correct --model.")
     tables = open_files(model_files(folder), is_output_table)
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     key = lm_head_name(tables.header, tied)
     if key is None:
