@@ -460,7 +460,7 @@ def test_it_is_the_first_door_that_stays_shut(outcomes: dict[str, dict[str, Any]
 
 
 def test_the_limit_bites(outcomes: dict[str, dict[str, Any]]) -> None:
-    """The control: 65 MiB are not to be had in the child process."""
+    """The control: 72 MiB are not to be had in the child process."""
     assert outcomes["control"]["error"] == "MemoryError"
 
 

@@ -217,6 +217,17 @@ def test_convert_takes_a_hub_name(heads: Path, hub: FolderHub, tmp_path: Path, m
     assert result.exit_code == 1 and "hf auth login" in result.output and TOKEN not in result.output
 
 
+def test_eval_takes_a_hub_name(hub: FolderHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are pulled before anything heavy starts, so a wrong name costs nothing."""
+    monkeypatch.setattr(hub_module, "_open", lambda given: given or hub)
+    arguments = ["eval", "--model", "no-model", "--data", "no-data", "--template", "{q}", "--heads"]
+    result = CliRunner().invoke(app, [*arguments, "hf://me/none"])
+    assert result.exit_code == 1 and "pulling me/none" in result.output, result.output
+    save_heads(hub.root / "me" / "heads", MedusaHeads(HeadsConfig(D, V, K)))
+    result = CliRunner().invoke(app, [*arguments, "hf://me/heads"])
+    assert result.exit_code == 2 and "no-model" in result.output, result.output
+
+
 def test_push_by_the_command(heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "_open", lambda given: given or hub)
     figures = eval_file(tmp_path / "e.json")
