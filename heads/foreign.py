@@ -180,7 +180,8 @@ def _read_stock(files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch
         del names["token_map"]
         names.pop(SHARED, None)
         notes.append("The truncated vocabulary (token_map) is left out: with our plug-in, engine.draft_vocab does that while it serves.")
-    if not shared and names.pop(SHARED, None):
+    if not shared and SHARED in names:
+        del names[SHARED]
         notes.append("lm_head.weight is left out: original_lm_head is not true, and vLLM ignores it.")
     if shared and any(OWN.format(k=k) in names for k in range(1, 64)):
         raise _refused(where, "one lm_head per head and original_lm_head true", "vLLM would drop all but the first")

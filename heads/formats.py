@@ -46,8 +46,8 @@ class KeyTable:
     layers: str = "any"
     needs_lm_head: bool = False
 
-    def prefixed(self, prefix: str, **changes: str) -> KeyTable:
-        return replace(self, block=prefix + self.block, bias=prefix + self.bias, own=prefix + self.own, **changes)
+    def prefixed(self, prefix: str) -> KeyTable:
+        return replace(self, block=prefix + self.block, bias=prefix + self.bias, own=prefix + self.own)
 
 
 NUMBERED = KeyTable("{k}.{l}.linear.weight", "{k}.{l}.linear.bias", "{k}.{n}.weight")
@@ -55,7 +55,7 @@ TABLES: dict[str, KeyTable] = {
     "native": KeyTable(BLOCK, BIAS, OWN, SHARED, biases="never", lm_heads="any"),
     "vllm": KeyTable(BLOCK, BIAS, OWN, SHARED, biases="optional", lm_heads="any", needs_lm_head=True),
     "fasterdecoding": replace(NUMBERED, layers="tied"),
-    "medusa-1.0": NUMBERED.prefixed("medusa_head.", layers="tied"),
+    "medusa-1.0": replace(NUMBERED, layers="tied").prefixed("medusa_head."),
     "tgi-v1": NUMBERED,
     "tgi-v2": replace(NUMBERED, own="", lm_heads="shared", layers="one"),
     "modelopt": NUMBERED.prefixed("medusa_heads."),
