@@ -12,7 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from heads.errors import CheckpointError, ConfigError
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,
+    MAX_HEADS_HEADER_BYTES,
     checksum,
+    file_inside,
     load_state,
     parse_json,
     read_header,
@@ -36,7 +39,17 @@ from heads.tensorfile import (
     write_tensors,
 )
 
-__all__ = ["FORMAT_VERSION", "HeadsMetadata", "checksum", "load_heads", "load_lm_head", "load_state", "save_heads", "save_state"]
+__all__ = [
+    "FORMAT_VERSION",
+    "HeadsMetadata",
+    "checksum",
+    "load_heads",
+    "load_lm_head",
+    "load_state",
+    "new_directory",
+    "save_heads",
+    "save_state",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +119,20 @@ def save_heads(
     own = HeadsMetadata(version, checksum(state), str(heads.dtype).removeprefix("torch."), lm_head_checksum, dict(metadata or {}))
     config = _config_json(heads.config, own)
     require_finite(tensors, "the heads to save")
+    with new_directory(path) as temporary:
+        (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        sync_file(temporary / CONFIG_NAME)
+        write_tensors(temporary / WEIGHTS_NAME, tensors)
+
+
+@contextmanager
+def new_directory(path: str | Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `path` when the block ends well, and is gone otherwise."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.new-", dir=path.parent))
     try:
-        (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        sync_file(temporary / CONFIG_NAME)
-        write_tensors(temporary / WEIGHTS_NAME, tensors)
+        yield temporary
         temporary.chmod(0o755)
         _replace_directory(temporary, path)
     finally:
@@ -173,7 +193,7 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
                 expected=f"{name} {actor}, the actor's",
                 do="Use heads that were trained for this actor, or train new ones.",
             )
-    weights = path / WEIGHTS_NAME
+    weights = file_inside(path, WEIGHTS_NAME)
     _check_names_and_shapes(weights, config, metadata)
     state = read_tensors(weights, list(config.tensor_shapes()))
     _check_bytes(state, metadata.checksum, weights)
@@ -185,7 +205,7 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
 def load_lm_head(path: str | Path) -> torch.Tensor | None:
     """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the heads."""
     path, config, metadata = _open(path)
-    weights = path / WEIGHTS_NAME
+    weights = file_inside(path, WEIGHTS_NAME)
     _check_names_and_shapes(weights, config, metadata)
     if not metadata.has_lm_head:
         return None
@@ -207,7 +227,7 @@ def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata]:
             expected=f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
             do="Check the path.",
         )
-    return path, *_read_config(path / CONFIG_NAME)
+    return path, *_read_config(file_inside(path, CONFIG_NAME))
 
 
 def _check_bytes(tensors: dict[str, torch.Tensor], expected: str, path: Path) -> None:
@@ -289,7 +309,7 @@ def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata
 
 def _check_names_and_shapes(path: Path, config: HeadsConfig, metadata: HeadsMetadata) -> None:
     """Compare the file's header with what the configuration implies, before any tensor is read."""
-    header, shapes = read_header(path), config.tensor_shapes()
+    header, shapes = read_header(path, MAX_HEADS_HEADER_BYTES), config.tensor_shapes()
     if metadata.has_lm_head:
         shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
     missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))

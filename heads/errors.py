@@ -11,6 +11,7 @@ MedusaError                     every error that a user can meet
     ├── EngineError             the vLLM engine
     │   ├── SwapError           heads or actor weights that did not reach the engine
     │   └── UnsupportedVersionError   a version of vLLM that was never checked
+    ├── HubError                pushing heads to the model hub, or pulling them
     └── LossyError              a setting that would change the output distribution
 
 Each message says what was given, what was expected, and what to do.
@@ -98,6 +99,10 @@ class SwapError(EngineError):
 
 class UnsupportedVersionError(EngineError):
     """A version of a foreign library that was never checked."""
+
+
+class HubError(RunError):
+    """Pushing heads to the model hub or pulling them failed."""
 
 
 class LossyError(RunError):

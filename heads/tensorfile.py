@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from heads.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
+MAX_HEADS_HEADER_BYTES = 1 << 20
+"""Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so this bounds memory too."""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 STATE_DTYPES = {**FLOAT_DTYPES, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
@@ -86,7 +88,7 @@ def load_state(path: str | Path) -> dict[str, torch.Tensor]:
 
 def read_regular(path: Path, limit: int) -> bytes:
     """The whole of a small regular file; a device or pipe is refused unopened."""
-    size = _regular_size(path)
+    size = regular_size(path)
     if size > limit:
         raise CheckpointError(
             "A file of the checkpoint is too large.",
@@ -97,7 +99,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     return path.read_bytes()
 
 
-def _regular_size(path: Path) -> int:
+def regular_size(path: Path) -> int:
+    """Bytes of a file; a device, a pipe or a folder is refused unopened."""
     try:
         status = path.stat()
     except OSError as error:
@@ -132,14 +135,33 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def read_header(path: Path) -> Header:
+def file_inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder, which must be a plain name, and no link that leads out of the folder.
+
+    A hub cache links its snapshots' files to blobs beside them (snapshots/REVISION/NAME -> blobs/DIGEST): those links are followed.
+    """
+    path = folder / name
+    if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
+        raise CheckpointError(
+            "A file is named by a path.", given=repr(name[:80]), expected="a file name without folders", do="Don't trust this folder."
+        )
+    home = folder.resolve()
+    home = home.parent.parent if home.parent.name == "snapshots" else home
+    if path.is_symlink() and not path.resolve().is_relative_to(home):
+        raise CheckpointError(
+            "A file of the folder is a link that leads out of it.", given=str(path), expected="a plain file", do="Copy the file itself."
+        )
+    return path
+
+
+def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
     """Tensor name -> (dtype code, shape), after checking that the header's own claims fit the file's size."""
-    size = _regular_size(path)
+    size = regular_size(path)
     with path.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        if size < 8 or length > min(limit, size - 8):
             raise CheckpointError(
-                "The file is cut short or no safetensors file.",
+                "The file is cut short, no safetensors file, or has a header beyond bounds.",
                 given=f"{path}: {size} bytes, header {length}",
                 expected="a whole file",
                 do="Copy it again.",
@@ -174,7 +196,7 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as handle:
             state = {name: handle.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         raise CheckpointError(
             "The file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Copy it again."
         ) from error

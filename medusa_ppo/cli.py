@@ -11,6 +11,7 @@ import typer
 
 from medusa_ppo import __version__
 from medusa_ppo.cli_bench import bench
+from medusa_ppo.cli_formats import convert, push
 from medusa_ppo.cli_offline import evaluate, train
 from medusa_ppo.console import FAILED, Debug, command, console, escape
 
@@ -132,6 +133,8 @@ def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
 
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(convert)
+app.command()(push)
 
 
 @app.command()

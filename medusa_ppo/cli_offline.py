@@ -72,7 +72,7 @@ def train(
 @command
 def evaluate(
     model: Model,
-    heads: Annotated[Path, typer.Option(help="Native heads directory.")],
+    heads: Annotated[str, typer.Option(help="Native heads directory, or hf://owner/name.")],
     data: Data,
     template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")] = "",
     column: Annotated[str, typer.Option(help="Column with prompts, or with chat messages whose last answer the model writes.")] = "",
@@ -103,7 +103,9 @@ def evaluate(
     files = {name: given.pop(name) for name in ("json_file", "markdown", "html")}
     given["temperatures"] = _numbers(temperatures)
     from medusa_ppo.offline.evaluate import EvalOptions, evaluate_heads
+    from medusa_ppo.offline.hub import local_heads
 
+    given["heads"] = local_heads(heads)
     with _progress() as progress:
         result = evaluate_heads(EvalOptions(**given), progress)
     _show(result, files)

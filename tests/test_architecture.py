@@ -16,6 +16,7 @@ SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")]
 HOMES = {
     "vllm": ("medusa_ppo/serving/",),
     "megatron": ("medusa_ppo/actors/megatron.py", "medusa_ppo/actors/megatron_sharding.py"),
+    "huggingface_hub": ("medusa_ppo/offline/hub.py",),
     "trl": ("medusa_ppo/loops/trl.py",),
     "verl": ("medusa_ppo/loops/verl.py",),
     "openrlhf": ("medusa_ppo/loops/openrlhf.py",),

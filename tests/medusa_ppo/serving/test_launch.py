@@ -11,7 +11,7 @@ import torch
 
 from heads.checkpoint import save_heads
 from heads.config import HeadsConfig
-from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine, rpc
@@ -106,6 +106,13 @@ def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> N
 def test_what_cannot_be_combined_is_named(model: Path, tmp_path: Path, extra: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
+
+
+def test_vllms_v2_runner_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its list of what it can't run names Medusa; forced, it breaks later."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedVersionError, match="V2"):
+        plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(), 0)
 
 
 @pytest.mark.parametrize(
