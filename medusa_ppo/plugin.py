@@ -164,7 +164,9 @@ class MedusaPlugin:
                 self.empty_responses += self._collector.empty_responses
 
     @contextlib.contextmanager
-    def actor_forward(self, model: nn.Module, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> Iterator[None]:
+    def actor_forward(
+        self, model: nn.Module, response_mask_BT: torch.Tensor, sequences: Sequence[int | None] | torch.Tensor
+    ) -> Iterator[None]:
         """Context around one forward pass of the actor that the loop makes anyway. Any micro-batches, any order of rows, any padding.
 
         When every response has been seen, the batch goes to the companion, so that it trains while the loop updates.
@@ -172,7 +174,7 @@ class MedusaPlugin:
         Args:
             model: the actor.
             response_mask_BT: true where token t of the row is a response token.
-            sequences: for each row, the index of its response in `rollouts.responses`.
+            sequences: for each row, the index of its response in `rollouts.responses`; None: the row is none of them.
 
         Raises:
             DataError: no single forward pass happened inside, or the rows do not fit the rollouts.

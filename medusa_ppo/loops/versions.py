@@ -1,0 +1,34 @@
+"""Which versions of the loops were checked, and the refusal of all others. Imports none of them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from heads.errors import UnsupportedVersionError
+
+CHECKED: dict[str, tuple[str, ...]] = {"trl": ("1.16",), "verl": ("0.9",), "openrlhf": ("0.11",)}
+"""Distribution -> the minor versions whose classes and signatures tests/contracts/ compares with what we rely on."""
+
+
+def require_loop(name: str) -> str:
+    """The installed version of a loop.
+
+    Raises:
+        UnsupportedVersionError: it is missing, or of a version that was never checked.
+    """
+    install = f"pip install '{name}=={CHECKED[name][-1]}.*'"
+    expected = " or ".join(f"{name} {version}.x" for version in CHECKED[name])
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        raise UnsupportedVersionError(
+            f"{name} is not installed.", given=f"no package named {name}", expected=expected, do=f"{install}."
+        ) from None
+    if ".".join(version.split(".")[:2]) not in CHECKED[name]:
+        raise UnsupportedVersionError(
+            f"This version of {name} was never checked with medusa-ppo.",
+            given=version,
+            expected=expected,
+            do=f"{install}, or run tests/contracts/ against yours and report what is red.",
+        )
+    return version
