@@ -34,7 +34,7 @@ from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig
 from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.types import CompanionStatus, PublishedHeads, Rollouts
+from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -116,21 +116,35 @@ class MedusaPlugin:
             run_dir: the run's folder.
             resume_from: folder that `save` wrote; empty: begin anew.
         """
-        heads = initial_heads(config, model)
+        heads, tables = initial_heads(config, model), (lm_head_weight(model), embedding_weight(model))
+        return cls.start_from_tables(config, heads, tables, engine, run_dir, resume_from=resume_from)
+
+    @classmethod
+    def start_from_tables(
+        cls,
+        config: RunConfig,
+        heads: MedusaHeads,
+        tables_VD: tuple[torch.Tensor, torch.Tensor],
+        engine: RolloutEngine,
+        run_dir: str | Path,
+        *,
+        resume_from: str | Path = "",
+    ) -> MedusaPlugin:
+        """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its embedding."""
         companion = None
         if config.companion.enabled:
             companion = CompanionClient.start(
                 heads.config,
                 config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
-                lm_head_weight(model).detach(),
+                tables_VD[0].detach(),
                 seed=config.seed,
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
-                embedding_VD=embedding_weight(model).detach() if heads.config.needs_embedding else None,
+                embedding_VD=tables_VD[1].detach() if heads.config.needs_embedding else None,
                 resume_from=resume_from,
             )
         plugin = cls(engine, companion, wait=config.companion.wait, on_error=config.companion.on_error, heads=heads)
-        plugin._lm_head_VD = lm_head_weight(model)
+        plugin._lm_head_VD = tables_VD[0]
         return plugin
 
     # ---- the hooks --------------------------------------------------------------------------------------------------------
@@ -190,13 +204,24 @@ class MedusaPlugin:
             if collector.complete:
                 self._flush()
 
+    def batch_ready(self, batch: RolloutBatch) -> None:
+        """In the place of `actor_forward`, where the actor lives in another process that has tapped its own pass."""
+        with self._exposed():
+            self._collector = None
+            if self._companion is not None:
+                self._companion.submit(batch)
+
     def policy_updated(self, model: nn.Module, policy_version: int) -> None:
         """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now."""
+        self.tables_updated((lm_head_weight(model), embedding_weight(model)), policy_version)
+
+    def tables_updated(self, tables_VD: tuple[torch.Tensor, torch.Tensor], policy_version: int) -> None:
+        """As `policy_updated`, where the actor lives in another process."""
         with self._exposed():
             self._flush()
-            self._lm_head_VD = lm_head_weight(model)
+            self._lm_head_VD = tables_VD[0]
             if self._companion is not None and self._heads is not None:
-                self._send_tables(model, policy_version, self._heads.config)
+                self._send_tables(tables_VD, policy_version, self._heads.config)
 
     def metrics(self) -> dict[str, Any]:
         """Figures of the step since the last call, under the names of medusa_ppo/metrics.py. A figure that isn't known is left out."""
@@ -256,11 +281,11 @@ class MedusaPlugin:
             return
         self._companion.submit(collector.batch())
 
-    def _send_tables(self, model: nn.Module, policy_version: int, config: HeadsConfig) -> None:
+    def _send_tables(self, tables_VD: tuple[torch.Tensor, torch.Tensor], policy_version: int, config: HeadsConfig) -> None:
         assert self._companion is not None
-        embedding_VD = embedding_weight(model).detach() if config.needs_embedding else None
+        embedding_VD = tables_VD[1].detach() if config.needs_embedding else None
         if config.lm_head == "shared" or embedding_VD is not None:
-            self._companion.update_lm_head(lm_head_weight(model).detach(), policy_version, embedding_VD=embedding_VD)
+            self._companion.update_lm_head(tables_VD[0].detach(), policy_version, embedding_VD=embedding_VD)
 
     def _install(self, published: PublishedHeads) -> None:
         try:
@@ -310,7 +335,11 @@ def initial_heads(config: RunConfig, model: nn.Module) -> MedusaHeads:
     Raises:
         CheckpointError: the directory is damaged or of another actor.
     """
-    lm_head_VD = lm_head_weight(model).detach()
+    return heads_for_table(config, lm_head_weight(model).detach())
+
+
+def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
+    """As `initial_heads`, from the actor's lm_head alone."""
     vocab_size, hidden_size = lm_head_VD.shape
     section = config.heads
     if section.path:

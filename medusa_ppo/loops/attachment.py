@@ -195,8 +195,12 @@ class Attachment:
         if self.plugin is None:
             return
         self.plugin.policy_updated(model, version)
+        self._write_step()
+
+    def _write_step(self) -> None:
+        """One line for each rollout batch: a loop may update more often than it generates."""
         rollouts, self._rollouts = self._rollouts, None
-        if rollouts is not None and self._writer is not None:
+        if rollouts is not None and self._writer is not None and self.plugin is not None:
             values = {names.STEP: self._steps, **_rollout_values(rollouts), **self.plugin.metrics()}
             values[names.WALL_S] = time.monotonic() - self._began
             self._writer.step(values)
