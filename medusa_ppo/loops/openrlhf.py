@@ -206,10 +206,11 @@ def install(config: RunConfig) -> None:
     from openrlhf.utils import get_strategy
 
     create = vllm_engine.create_vllm_engines
+    kept: list[RemoteAttachment] = []  # The heads' folder must outlive the engines' start.
 
     def create_with_heads(num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any) -> Any:
         attachment = RemoteAttachment(config, pretrain, config.run_dir)
-        _KEPT.append(attachment)  # Its heads' folder must outlive the engines' start.
+        kept.append(attachment)
         vllm_engine.RolloutRayActor = rollout_actor({**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1})
         return create(num_engines, tensor_parallel_size, pretrain, *args, **kwargs)
 
@@ -222,9 +223,6 @@ def install(config: RunConfig) -> None:
     ppo_actor.PolicyModelActor = policy_actor()
     ppo_trainer.PPOTrainer = trainer_actor()
     sys.modules["openrlhf.utils"].get_strategy = strategy_with_heads  # type: ignore[attr-defined]
-
-
-_KEPT: list[RemoteAttachment] = []
 
 
 def main(arguments: list[str] | None = None) -> None:
