@@ -28,7 +28,7 @@ from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime import local_ray
 from medusa_ppo.serving.attached import AttachedEngine
 from medusa_ppo.serving.colocated import read_counters
-from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.serving.engine import RolloutEngine, WorkerEngine
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
 from medusa_ppo.serving.server import ServerEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
@@ -146,12 +146,10 @@ class Attachment:
         Args:
             lost_heads: the engine had slept and thrown its weights away, the heads among them.
         """
-        if isinstance(self.engine, AttachedEngine):
-            if lost_heads:
-                self.engine.feed_again()
+        if isinstance(self.engine, AttachedEngine) and lost_heads:
+            self.engine.feed_again()
+        if isinstance(self.engine, WorkerEngine):
             self.engine.target_changed(self._policy_version)
-        elif self.engine is not None:
-            self.engine.policy_version = self._policy_version
 
     @contextlib.contextmanager
     def generation(self, sampling: Sampling) -> Iterator[list[Generated]]:

@@ -227,7 +227,7 @@ def install(config: RunConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run OpenRLHF's own command with draft heads; without `--medusa`, as it is."""
-    parser = argparse.ArgumentParser(prog="python -m medusa_ppo.loops.openrlhf", add_help=False)
+    parser = argparse.ArgumentParser(prog="python -m medusa_ppo.loops.openrlhf", add_help=False, allow_abbrev=False)
     parser.add_argument("--medusa", default="")
     given, rest = parser.parse_known_args(arguments)
     require_loop("openrlhf")

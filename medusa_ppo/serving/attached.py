@@ -95,11 +95,6 @@ class AttachedEngine(base.WorkerEngine):
             )
         return super().swap_heads(self._kept_state, self.heads_version)
 
-    def target_changed(self, version: int) -> None:
-        """The loop itself has put new weights into the engine: what our proposer read from the old ones is read again."""
-        self._call("medusa_target_changed", version)
-        self.policy_version = version
-
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
         started = time.perf_counter()
         receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version)

@@ -52,7 +52,14 @@ def test_the_command_imports_the_names_that_we_replace_and_runs_as_main():
     ):
         assert line in text, line
     position(text, "strategy = get_strategy(args)", "vllm_engines = create_vllm_engines(", "PPOTrainer.remote(", "ppo_trainer.fit.remote()")
-    for flag in ("ckpt.output_dir", "rollout.temperature", "rollout.top_p", "ds.zero_stage", "ds.tensor_parallel_size", "ds.ring_attn_size"):
+    for flag in (
+        "ckpt.output_dir",
+        "rollout.temperature",
+        "rollout.top_p",
+        "ds.zero_stage",
+        "ds.tensor_parallel_size",
+        "ds.ring_attn_size",
+    ):
         assert f'"--{flag}"' in text, flag
     position(text, "args.vllm.num_engines,", "args.vllm.tensor_parallel_size,", "args.actor.model_name_or_path,")
 

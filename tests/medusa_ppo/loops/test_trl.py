@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.reports.store import read_run
 
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import json, sys
 from datasets import Dataset
@@ -51,11 +55,10 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
 
 def train(kind: str, actor: Path, out: Path, medusa: Any, **settings: Any) -> list[dict[str, float]]:
     """A training in a process of its own (two engines of TRL don't fit into one); its log."""
-    root = Path(__file__).resolve().parents[3]
-    (out).mkdir(parents=True)
-    (out / "benchmarks_trl_pairs.py").write_text((root / "benchmarks" / "trl_pairs.py").read_text())
+    out.mkdir(parents=True)
+    (out / "benchmarks_trl_pairs.py").write_text((ROOT / "benchmarks" / "trl_pairs.py").read_text())
     env = os.environ | {
-        "PYTHONPATH": f"{root}:{out}",
+        "PYTHONPATH": f"{ROOT}:{out}",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -105,6 +108,45 @@ def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(chain_acto
     start = final_weights_of(chain_actor)
     assert not same_bits(final_weights(tmp_path / "with"), start), "nothing was learned"
     assert same_bits(final_weights(tmp_path / "with"), final_weights(tmp_path / "without"))
+
+
+@pytest.fixture
+def served_heads(chain_actor: Path, tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A vLLM server as docs/hooks.md starts it: the heads' folder, and the port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config, heads = tmp_path / "heads.yaml", tmp_path / "heads"
+    config.write_text("heads: {num_heads: 2}\n")
+    command = [sys.executable, "-m", "medusa_ppo.loops.serve", "--model", str(chain_actor), "--heads", str(heads), "--medusa", str(config)]
+    command += ["--port", str(port), "--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager", "--max-logprobs", "-1"]
+    command += ["--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", str(64 * 1024**2)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "server.log", "wb") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield heads, port
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_server_mode_feeds_a_server_that_was_started_before(served_heads: tuple[Path, int], chain_actor: Path, tmp_path: Path):
+    heads, port = served_heads
+    medusa = {"heads": {"num_heads": 2, "path": str(heads)}, "companion": COMPANION}
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}", "vllm_server_timeout": 400}
+    log = train("grpo", chain_actor, tmp_path / "run", medusa, max_steps=4, **server)
+
+    steps = [row for row in log if f"medusa/{names.MAL_SERVING}" in row]
+    assert steps[-1][f"medusa/{names.HEADS_VERSION}"] >= 2
+    assert steps[-1][f"medusa/{names.MAL_SERVING}"] > steps[0][f"medusa/{names.MAL_SERVING}"] + 0.2
+    assert all(abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 0.02 for row in steps)
 
 
 def final_weights_of(actor: Path) -> dict[str, torch.Tensor]:
