@@ -16,7 +16,7 @@ SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")]
 HOMES = {
     "vllm": ("medusa_ppo/serving/",),
     "megatron": ("medusa_ppo/actors/megatron.py", "medusa_ppo/actors/megatron_sharding.py"),
-    "trl": ("medusa_ppo/loops/trl.py",),
+    "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl",),
     "openrlhf": ("medusa_ppo/loops/openrlhf",),
 }

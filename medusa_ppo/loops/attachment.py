@@ -240,6 +240,17 @@ def as_rollouts(part: Generated, sampling: Sampling, counters: Counters, seconds
     return Rollouts(tuple(prompts), tuple(responses), counters, seconds, sampling)
 
 
+@contextlib.contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Another object under a module's name for the time of the block: some loops have no seam where their engine is built."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
 def _rollout_values(rollouts: Rollouts) -> dict[str, Any]:
     """What the rollouts say by themselves."""
     count = max(1, len(rollouts.responses))

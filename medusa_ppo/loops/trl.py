@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from trl.generation import vllm_generation
 
 from heads.errors import ConfigError
-from medusa_ppo.loops.attachment import Attachment, Generated, as_config
+from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced
 from medusa_ppo.loops.versions import require_loop
 from medusa_ppo.serving.versions import is_cpu_build
 from medusa_ppo.types import Sampling
@@ -49,7 +49,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
             attachment.attach_server(model, self.vllm_client.base_url)
         else:
             extra = attachment.engine_arguments(model)
-            with _replaced(vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)):
+            with replaced(vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)):
                 super().__init__(model=model, mode=mode, **arguments)
             attachment.attach_llm(self.llm)
         if self.logprobs is None:
@@ -129,7 +129,7 @@ class MedusaMixin:
             )
         attachment = Attachment(config)
         module = next(sys.modules[kind.__module__] for kind in type(self).__mro__ if kind.__module__.startswith("trl.trainer."))
-        with _replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
+        with replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
             super().__init__(*args, **kwargs)
         if not getattr(self, "use_vllm", False):
             raise ConfigError(
@@ -177,19 +177,8 @@ def _sampled(logprobs: list[list[list[float | None]]]) -> list[list[float | None
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another object under a module's name for the time of the block: TRL has no seam where its engine is built."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-@contextlib.contextmanager
 def _without_communicator() -> Iterator[None]:
     """TRL opens a NCCL group to the server as soon as it sees it; on the CPU build there is none, and weights go by file."""
     client = vllm_generation.VLLMClient
-    with _replaced(client, "init_communicator", lambda self, device: None):
+    with replaced(client, "init_communicator", lambda self, device: None):
         yield

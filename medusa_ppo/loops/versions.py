@@ -6,8 +6,8 @@ from importlib import metadata
 
 from heads.errors import UnsupportedVersionError
 
-CHECKED: dict[str, tuple[str, ...]] = {"trl": ("1.16",), "verl": ("0.9",), "openrlhf": ("0.11",)}
-"""Distribution -> the minor versions whose classes and signatures tests/contracts/ compares with what we rely on."""
+CHECKED: dict[str, tuple[str, ...]] = {"trl": ("1.16",), "trl.experimental.ppo": ("1.12",), "verl": ("0.9",), "openrlhf": ("0.11",)}
+"""Distribution (and which part of it) -> the minor versions whose classes and signatures tests/contracts/ compares with what we rely on."""
 
 
 def require_loop(name: str) -> str:
@@ -16,13 +16,14 @@ def require_loop(name: str) -> str:
     Raises:
         UnsupportedVersionError: it is missing, or of a version that was never checked.
     """
-    install = f"pip install '{name}=={CHECKED[name][-1]}.*'"
-    expected = " or ".join(f"{name} {version}.x" for version in CHECKED[name])
+    package = name.split(".")[0]
+    install = f"pip install '{package}=={CHECKED[name][-1]}.*'"
+    expected = " or ".join(f"{package} {version}.x" for version in CHECKED[name])
     try:
-        version = metadata.version(name)
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise UnsupportedVersionError(
-            f"{name} is not installed.", given=f"no package named {name}", expected=expected, do=f"{install}."
+            f"{name} is not installed.", given=f"no package named {package}", expected=expected, do=f"{install}."
         ) from None
     if ".".join(version.split(".")[:2]) not in CHECKED[name]:
         raise UnsupportedVersionError(
