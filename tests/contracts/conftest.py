@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +44,22 @@ def small_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
+"""Prompts and responses of a small scoring pass."""
+
+
+@pytest.fixture(scope="session")
+def scored(small_actor: Path) -> tuple[torch.nn.Module, list[Any], torch.Tensor, torch.Tensor]:
+    """The actor, ROWS, and what any right tap must find: states and log-probs of their response tokens, from one unpadded row each."""
+    from medusa_ppo.actors.hf import load_actor
+
+    model = load_actor(small_actor)
+    states, logprobs = [], []
+    with torch.no_grad():
+        for prompt, answer in ROWS:
+            hidden = model.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[0, len(prompt) - 1 : -1]
+            states.append(hidden)
+            logprobs.append(model.lm_head(hidden).log_softmax(-1)[range(len(answer)), list(answer)])
+    return model, ROWS, torch.cat(states), torch.cat(logprobs)

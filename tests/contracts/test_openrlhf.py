@@ -145,6 +145,40 @@ def test_rows_are_those_of_openrlhfs_own_experiences():
     assert rows == [([5, 6], [1, 2])] and spans == [(0, 1, 3)]
 
 
+@torch.no_grad()
+def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
+    """OpenRLHF's worker and model classes on the CPU; only the device is stood in for, and DeepSpeed's wrapper is an empty one."""
+    from openrlhf.models.actor import Actor
+
+    model, rows, states_MD, logprobs_M = scored
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    wrapper.forward = lambda *a, **k: model(*a, **k)  # type: ignore[method-assign]
+    actor = Actor.__new__(Actor)
+    torch.nn.Module.__init__(actor)
+    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = wrapper, False, 1.0, False
+    worker_class = ours.plain_class(ours.policy_actor())
+    worker = worker_class.__new__(worker_class)
+    worker.actor = actor
+    companion = build_config({}).companion
+    args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0), medusa=Namespace(companion=companion))
+    worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
+
+    for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF pads them
+        length = len(prompt) + len(answer)
+        sequences, attention = torch.zeros(1, length + 2, dtype=torch.int64), torch.zeros(1, length + 2, dtype=torch.int64)
+        sequences[0, :length], attention[0, :length] = torch.tensor([*prompt, *answer]), 1
+        actions = torch.zeros(1, length + 1, dtype=torch.int64)
+        actions[0, len(prompt) - 1 : length - 1] = 1
+        worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+
+    batch = worker.medusa_take(4)
+    torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
+    assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4
+
+
 @pytest.mark.parametrize("name", ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size", "actor.num_nodes"])
 def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
     from medusa_ppo.loops.remote import refuse

@@ -116,6 +116,49 @@ def test_rows_and_log_probs_of_a_nested_batch(ours: Any):
         assert torch.equal(mine, other)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding: bool):
+    """verl's FSDP engine's own preparation of inputs and outputs around the model, without FSDP and its devices."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    from medusa_ppo.loops.passes import PassTap
+    from medusa_ppo.types import Sampling
+
+    model, rows, states_MD, logprobs_M = scored
+    engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length, engine.use_ulysses_sp, engine.module = 0, False, model
+
+    def nested(parts: list[list[int]]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(part) for part in parts], layout=torch.jagged)
+
+    whole = [[*prompt, *answer] for prompt, answer in rows]
+    fields = {
+        "input_ids": nested(whole),
+        "position_ids": nested([list(range(len(row))) for row in whole]),
+        "response_mask": nested([[1] * len(answer) for _, answer in rows]),
+        "temperature": torch.ones(len(rows)),
+    }
+    data = TensorDict(fields, batch_size=[len(rows)])
+    tu.assign_non_tensor(data, use_remove_padding=remove_padding, use_fused_kernels=False, calculate_entropy=False)
+
+    tap = PassTap(model, Sampling(), 2**20)
+    found, kept = ours.rows_of(data)
+    with tap.watch(found):
+        inputs, arguments = engine.prepare_model_inputs(micro_batch=data)
+        raw = engine.module(**inputs, use_cache=False)
+        output = engine.prepare_model_outputs(output=raw, output_args=arguments, micro_batch=data, logits_processor_func=None)
+    logprobs = ours.response_logprobs(output["log_probs"], data["response_mask"])
+    tap.add_logprobs([logprobs[i] for i in kept])
+
+    batch = tap.take(4)
+    assert batch is not None
+    torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
+
+
 def verl_config(**changes: Any) -> Any:
     """verl's own default configuration, with the actor's folder and our line."""
     import verl
