@@ -145,19 +145,27 @@ def test_rows_are_those_of_openrlhfs_own_experiences():
     assert rows == [([5, 6], [1, 2])] and spans == [(0, 1, 3)]
 
 
+class Wrapper(torch.nn.Module):
+    """In the place of DeepSpeed's engine, which needs a process group: the model is its `module`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
 @torch.no_grad()
 def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
-    """OpenRLHF's worker and model classes on the CPU; only the device is stood in for, and DeepSpeed's wrapper is an empty one."""
+    """OpenRLHF's worker and model classes on the CPU; only the device and DeepSpeed's wrapper are stood in for."""
     from openrlhf.models.actor import Actor
 
     model, rows, states_MD, logprobs_M = scored
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    wrapper = torch.nn.Module()
-    wrapper.module = model
-    wrapper.forward = lambda *a, **k: model(*a, **k)  # type: ignore[method-assign]
     actor = Actor.__new__(Actor)
     torch.nn.Module.__init__(actor)
-    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = wrapper, False, 1.0, False
+    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = Wrapper(model), False, 1.0, False
     worker_class = ours.plain_class(ours.policy_actor())
     worker = worker_class.__new__(worker_class)
     worker.actor = actor
