@@ -19,32 +19,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import trl
-from transformers import TrainerCallback
-from trl.generation import vllm_generation
-
 from heads.errors import ConfigError
-from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced
 from medusa_ppo.loops.versions import require_loop
-from medusa_ppo.serving.versions import is_cpu_build
-from medusa_ppo.types import Sampling
+
+require_loop("trl")  # First: another version may not even have what is imported next.
+
+import trl  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
+
+from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
+from medusa_ppo.serving.versions import is_cpu_build  # noqa: E402
+from medusa_ppo.types import Sampling  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]
 
 logger = logging.getLogger(__name__)
-
-require_loop("trl")
 
 
 class MedusaGeneration(vllm_generation.VLLMGeneration):
     """TRL's generation with our heads in its vLLM."""
 
     def __init__(self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any) -> None:
-        _refuse(model, arguments)
+        _refuse(arguments)
         self.attachment = attachment
-        self.forward_sync = is_cpu_build()  # vLLM's CPU build packs its weights, which TRL's parameter-by-parameter sync can't refill.
+        self.file_sync = is_cpu_build()  # vLLM's CPU build packs its weights, which TRL's parameter-by-parameter sync can't refill.
         if mode == "server":
-            with _without_communicator() if self.forward_sync else contextlib.nullcontext():
+            with _without_communicator() if self.file_sync else contextlib.nullcontext():
                 super().__init__(model=model, mode=mode, **arguments)
             attachment.attach_server(model, self.vllm_client.base_url)
         else:
@@ -57,7 +58,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
 
     def sync_weights(self) -> None:
         """The actor's weights into vLLM, and what hangs on them."""
-        if self.forward_sync:
+        if self.file_sync:
             self.attachment.sync_by_file(dict(self._iter_named_params()))
             return
         super().sync_weights()
@@ -153,7 +154,7 @@ class MedusaRLOOTrainer(MedusaMixin, trl.RLOOTrainer):
     """`trl.RLOOTrainer` with draft heads."""
 
 
-def _refuse(model: Any, arguments: dict[str, Any]) -> None:
+def _refuse(arguments: dict[str, Any]) -> None:
     if arguments["accelerator"].num_processes > 1:
         raise ConfigError(
             "Draft heads in TRL were only checked with one training process.",

@@ -12,17 +12,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
-from trl.experimental.ppo import PPOTrainer, ppo_trainer
-
 from heads.errors import ConfigError
-from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced
 from medusa_ppo.loops.versions import require_loop
-from medusa_ppo.serving.no_engine import NoEngine
-from medusa_ppo.types import Sampling
 
-require_loop("trl.experimental.ppo")
+require_loop("trl.experimental.ppo")  # First: another version may not even have what is imported next.
+
+import torch  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl.experimental.ppo import PPOTrainer, ppo_trainer  # noqa: E402
+
+from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
+from medusa_ppo.serving.no_engine import NoEngine  # noqa: E402
+from medusa_ppo.types import Sampling  # noqa: E402
 
 
 class _Events(TrainerCallback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -32,3 +34,15 @@ def test_a_missing_loop_is_named():
             require_loop("no-such-loop")
     finally:
         del CHECKED["no-such-loop"]
+
+
+@pytest.mark.parametrize(("module", "package"), [("trl", "trl"), ("trl_ppo", "trl")])
+def test_the_refusal_comes_before_anything_of_the_loop_is_imported(module: str, package: str):
+    code = (
+        "import sys; from importlib import metadata; known = metadata.version; "
+        f"metadata.version = lambda name: '9.9.9' if name == '{package}' else known(name); "
+        f"\ntry: import medusa_ppo.loops.{module}"
+        f"\nexcept Exception as error: print(error); assert '{package}' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "never checked" in done.stdout and "9.9.9" in done.stdout
