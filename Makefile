@@ -14,7 +14,7 @@ STAMP := $(VENV)/.setup-$(STACK)
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup demo test test-slow test-gpu check format lock clean
+.PHONY: help setup demo test test-slow test-gpu test-contracts check format lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,13 @@ test-slow: setup  ## The tests that take minutes
 
 test-gpu: setup  ## The tests that need a CUDA device
 	@$(BIN)/pytest -m gpu
+
+# Where the environments of the loops that don't resolve beside our vLLM are made.
+CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts
+
+test-contracts: setup  ## What we rely on in TRL, verl and OpenRLHF, against the real packages (first time: makes two environments)
+	@$(BIN)/pytest tests/contracts
+	.ci/contracts $(CONTRACTS)
 
 check: setup  ## Style, types, imports: what CI runs before the tests
 	@$(BIN)/ruff check .

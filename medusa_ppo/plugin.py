@@ -32,12 +32,15 @@ from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig
+from medusa_ppo.figures import companion_figures, rollout_figures
 from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.types import CompanionStatus, PublishedHeads, Rollouts
+from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 600.0
+Tables = tuple[torch.Tensor, torch.Tensor | None]
+"""The actor's lm_head, and its embedding for heads that read it."""
 
 
 @dataclasses.dataclass
@@ -119,20 +122,35 @@ class MedusaPlugin:
             resume_from: folder that `save` wrote; empty: begin anew.
         """
         heads = initial_heads(config, model)
+        tables = _tables(model, heads.config)
+        return cls.start_from_tables(config, heads, tables, engine, run_dir, resume_from=resume_from)
+
+    @classmethod
+    def start_from_tables(
+        cls,
+        config: RunConfig,
+        heads: MedusaHeads,
+        tables_VD: Tables,
+        engine: RolloutEngine,
+        run_dir: str | Path,
+        *,
+        resume_from: str | Path = "",
+    ) -> MedusaPlugin:
+        """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its embedding."""
         companion = None
         if config.companion.enabled:
             companion = CompanionClient.start(
                 heads.config,
                 config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
-                as_view(model).lm_head_VD.detach(),
+                tables_VD[0].detach(),
                 seed=config.seed,
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
-                embedding_VD=as_view(model).embedding_VD.detach() if heads.config.needs_embedding else None,
+                embedding_VD=tables_VD[1].detach() if heads.config.needs_embedding and tables_VD[1] is not None else None,
                 resume_from=resume_from,
             )
         plugin = cls(engine, companion, wait=config.companion.wait, on_error=config.companion.on_error, heads=heads)
-        plugin._lm_head_VD = as_view(model).lm_head_VD
+        plugin._lm_head_VD = tables_VD[0]
         return plugin
 
     # ---- the hooks --------------------------------------------------------------------------------------------------------
@@ -166,7 +184,7 @@ class MedusaPlugin:
                 self.empty_responses += self._collector.empty_responses
 
     @contextlib.contextmanager
-    def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> Iterator[None]:
+    def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None] | torch.Tensor) -> Iterator[None]:
         """Context around one forward pass of the actor that the loop makes anyway. Any micro-batches, any order of rows, any padding.
 
         When every response has been seen, the batch goes to the companion, so that it trains while the loop updates.
@@ -174,7 +192,7 @@ class MedusaPlugin:
         Args:
             model: the actor, a transformers model or a `MegatronActor`.
             response_mask_BT: true where token t of the row is a response token.
-            sequences: for each row, the index of its response in `rollouts.responses`.
+            sequences: for each row, the index of its response in `rollouts.responses`; None: the row is none of them.
 
         Raises:
             DataError: no single forward pass happened inside, or the rows do not fit the rollouts.
@@ -190,13 +208,24 @@ class MedusaPlugin:
             if collector.complete:
                 self._flush()
 
+    def batch_ready(self, batch: RolloutBatch) -> None:
+        """In the place of `actor_forward`, where the actor lives in another process that has tapped its own pass."""
+        with self._exposed():
+            self._collector = None
+            if self._companion is not None:
+                self._companion.submit(batch)
+
     def policy_updated(self, model: Actor, policy_version: int) -> None:
         """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now."""
+        self.tables_updated(_tables(model, self._heads.config if self._heads else None), policy_version)
+
+    def tables_updated(self, tables_VD: Tables, policy_version: int) -> None:
+        """As `policy_updated`, where the actor lives in another process."""
         with self._exposed():
             self._flush()
-            self._lm_head_VD = as_view(model).lm_head_VD
+            self._lm_head_VD = tables_VD[0]
             if self._companion is not None and self._heads is not None:
-                self._send_tables(model, policy_version, self._heads.config)
+                self._send_tables(tables_VD, policy_version, self._heads.config)
 
     def metrics(self) -> dict[str, Any]:
         """Figures of the step since the last call, under the names of medusa_ppo/metrics.py. A figure that isn't known is left out."""
@@ -205,11 +234,11 @@ class MedusaPlugin:
         step, self._step = self._step, _Step()
         values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: step.swap_s}
         if step.rollouts is not None:
-            values |= _rollout_figures(step.rollouts, step.serving)
+            values |= rollout_figures(step.rollouts, step.serving)
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
-            values |= _companion_figures(status)
+            values |= companion_figures(status)
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
         return values
@@ -256,11 +285,11 @@ class MedusaPlugin:
             return
         self._companion.submit(collector.batch())
 
-    def _send_tables(self, model: Actor, policy_version: int, config: HeadsConfig) -> None:
+    def _send_tables(self, tables_VD: Tables, policy_version: int, config: HeadsConfig) -> None:
         assert self._companion is not None
-        embedding_VD = as_view(model).embedding_VD.detach() if config.needs_embedding else None
+        embedding_VD = tables_VD[1].detach() if config.needs_embedding and tables_VD[1] is not None else None
         if config.lm_head == "shared" or embedding_VD is not None:
-            self._companion.update_lm_head(as_view(model).lm_head_VD.detach(), policy_version, embedding_VD=embedding_VD)
+            self._companion.update_lm_head(tables_VD[0].detach(), policy_version, embedding_VD=embedding_VD)
 
     def _install(self, published: PublishedHeads) -> None:
         try:
@@ -310,7 +339,11 @@ def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:
     Raises:
         CheckpointError: the directory is damaged or of another actor.
     """
-    lm_head_VD = as_view(model).lm_head_VD.detach()
+    return heads_for_table(config, as_view(model).lm_head_VD.detach())
+
+
+def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
+    """As `initial_heads`, from the actor's lm_head alone."""
     vocab_size, hidden_size = lm_head_VD.shape
     section = config.heads
     if section.path:
@@ -333,37 +366,7 @@ def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:
     return heads
 
 
-def _rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None) -> dict[str, Any]:
-    counters = rollouts.counters
-    pool: dict[str, Any] = {}
-    if rollouts.engines:
-        pool[names.MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
-        pool[names.TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
-    return pool | {
-        names.HEADS_VERSION: rollouts.heads_version,
-        names.STALENESS: rollouts.policy_version - (serving.policy_version if serving else 0),
-        names.NUM_DRAFTS: rollouts.num_drafts,
-        names.MAL_SERVING: counters.mean_acceptance_length,
-        names.ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
-        names.DRAFTS: counters.drafts,
-        names.ACCEPTED: counters.accepted,
-    }
-
-
-def _companion_figures(status: CompanionStatus) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        names.COMPANION_TRAINED_TOKENS: status.trained_tokens,
-        names.COMPANION_DROPPED: status.batches_dropped,
-        names.VERSIONS_PUBLISHED: status.versions_published,
-    }
-    if status.last_loss == status.last_loss:  # not NaN: something was trained
-        values[names.COMPANION_LOSS] = status.last_loss
-    if status.serving is not None:
-        values[names.REPLAY_POLICY_VERSION] = status.last_policy_version
-    rows = (
-        (names.REPLAY_SERVING, status.serving),
-        (names.REPLAY_CANDIDATE, status.candidate),
-        (names.REPLAY_FROZEN, status.frozen),
-        (names.REPLAY_UPPER, status.upper),
-    )
-    return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}
+def _tables(model: Actor, config: HeadsConfig | None) -> Tables:
+    """The embedding only where it is needed: a Megatron actor collects it from its ranks."""
+    view = as_view(model)
+    return view.lm_head_VD, view.embedding_VD if config is not None and config.needs_embedding else None

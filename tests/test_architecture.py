@@ -17,12 +17,15 @@ HOMES = {
     "vllm": ("medusa_ppo/serving/",),
     "megatron": ("medusa_ppo/actors/megatron.py", "medusa_ppo/actors/megatron_sharding.py"),
     "huggingface_hub": ("medusa_ppo/offline/hub.py",),
-    "trl": ("medusa_ppo/loops/trl.py",),
-    "verl": ("medusa_ppo/loops/verl.py",),
-    "openrlhf": ("medusa_ppo/loops/openrlhf.py",),
+    "trl": ("medusa_ppo/loops/trl",),
+    "verl": ("medusa_ppo/loops/verl",),
+    "openrlhf": ("medusa_ppo/loops/openrlhf",),
 }
 # Over the preferred 400 lines, with the reason.
-LONG_FILES = {"medusa_ppo/serving/internals.py": "everything that touches a private name of vLLM stands in one file"}
+LONG_FILES = {
+    "medusa_ppo/serving/internals.py": "everything that touches a private name of vLLM stands in one file",
+    "medusa_ppo/config.py": "every setting and its default stand in one file",
+}
 LONG_FUNCTION_LINES = 60
 
 

@@ -37,13 +37,13 @@ class BatchCollector:
         """Responses that have their states."""
         return sum(self._seen) - self.empty_responses
 
-    def add(self, hidden_BTD: torch.Tensor, response_mask_BT: torch.Tensor, sequences: Sequence[int] | torch.Tensor) -> int:
+    def add(self, hidden_BTD: torch.Tensor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None] | torch.Tensor) -> int:
         """Take the rows of one micro-batch. Responses that were taken before are passed over.
 
         Args:
             hidden_BTD: final hidden states, on any device; T may be one less than the mask's (a forward without the last token).
             response_mask_BT: true where token t of the row is a response token.
-            sequences: for each row, the index of its response in `rollouts.responses`.
+            sequences: for each row, the index of its response in `rollouts.responses`, or None: it is none of them and is passed over.
 
         Returns:
             Number of responses taken.
@@ -52,9 +52,13 @@ class BatchCollector:
             DataError: shapes, indices or token counts that do not fit the rollouts.
         """
         mask_BT = response_mask_BT.to(device="cpu", dtype=torch.bool)
-        order = [int(s) for s in sequences]
+        order = [None if s is None else int(s) for s in sequences]
         self._check(hidden_BTD, mask_BT, order)
-        rows = [row for row, s in enumerate(order) if not self._seen[s] and order.index(s) == row]
+        rows, taken = [], []
+        for row, s in enumerate(order):
+            if s is not None and not self._seen[s] and s not in taken:
+                rows.append(row)
+                taken.append(s)
         if not rows:
             return 0
         picked_BT = mask_BT[rows]
@@ -65,10 +69,10 @@ class BatchCollector:
         if self._hidden_MD is None:
             self._hidden_MD = torch.empty(sum(self._lengths), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
         at = 0
-        for row in rows:
-            start, length = self._starts[order[row]], self._lengths[order[row]]
+        for s in taken:
+            start, length = self._starts[s], self._lengths[s]
             self._hidden_MD[start : start + length] = states_MD[at : at + length]
-            self._seen[order[row]] = True
+            self._seen[s] = True
             at += length
         return len(rows)
 
@@ -100,7 +104,7 @@ class BatchCollector:
         rank = {s: i for i, s in enumerate(s for s, length in enumerate(self._lengths) if length)}
         return whole.select(torch.tensor([rank[s] for s in taken], dtype=torch.int64))
 
-    def _check(self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int]) -> None:
+    def _check(self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int | None]) -> None:
         rows, tokens = mask_BT.shape if mask_BT.dim() == 2 else (-1, -1)
         if hidden_BTD.shape[0] != rows or len(order) != rows or hidden_BTD.shape[1] not in (tokens, tokens - 1):
             raise DataError(
@@ -109,7 +113,7 @@ class BatchCollector:
                 expected="hidden [B, T or T - 1, D], mask [B, T], B sequences",
                 do="Pass the mask of exactly the tokens that go through the actor.",
             )
-        outside = [s for s in order if not 0 <= s < len(self._lengths)]
+        outside = [s for s in order if s is not None and not 0 <= s < len(self._lengths)]
         if outside:
             raise DataError(
                 "A row names a response that does not exist.",
@@ -120,7 +124,7 @@ class BatchCollector:
         counts = mask_BT.sum(1).tolist()
         spans = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).sum(1).tolist()
         for row, s in enumerate(order):
-            if counts[row] != self._lengths[s] or spans[row] > 1 or bool(mask_BT[row, 0]):
+            if s is not None and (counts[row] != self._lengths[s] or spans[row] > 1 or bool(mask_BT[row, 0])):
                 raise DataError(
                     "The response mask of a row does not cover its response.",
                     given=f"row {row} (response {s}): {counts[row]} tokens in {spans[row] + int(mask_BT[row, 0])} stretches",

@@ -148,6 +148,13 @@ def _response(prompt_index: int, completion: Any) -> Response:
     return Response(prompt_index, token_ids, logprobs, completion.finish_reason)
 
 
+def process_counters() -> Counters:
+    """vLLM's acceptance counters of the engine that was started in this process, however it was started."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return read_counters(get_metrics_snapshot())
+
+
 def read_counters(metrics: Any) -> Counters:
     """Counters from `LLM.get_metrics()`."""
     values = {m.name.removeprefix(COUNTER): m for m in metrics if m.name.startswith(COUNTER)}

@@ -122,6 +122,11 @@ class WorkerEngine(RolloutEngine):
         settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
         self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
 
+    def target_changed(self, version: int) -> None:
+        """Another loop has put new actor weights into the engine: what our proposer read from the old ones is read again."""
+        self._call("medusa_target_changed", version)
+        self.policy_version = version
+
     def checksums(self) -> dict[str, str]:
         answer = self._call("medusa_checksums")
         return {"heads": answer["heads"], "actor": answer["actor"]}

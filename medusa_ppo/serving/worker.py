@@ -74,6 +74,13 @@ class MedusaWorker:
         return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
 
     @reports_errors
+    def medusa_target_changed(self, version: int) -> dict[str, Any]:
+        """Another loop has loaded the actor's weights by its own means; its checksum isn't known here."""
+        self._medusa_require_drafter().target_changed()
+        self._medusa_actor = (int(version), "")
+        return {"version": int(version)}
+
+    @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
         """Checksums of what was loaded last; empty for an actor that was never synced (it is the model folder's)."""
         drafter = self._medusa_drafter()

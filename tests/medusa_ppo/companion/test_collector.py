@@ -95,6 +95,16 @@ def test_dtype_is_kept_and_states_are_detached_copies() -> None:
     assert torch.equal(batch.hidden_MD.float(), expected_states([2]))
 
 
+def test_rows_that_are_none_of_the_rollouts_are_passed_over() -> None:
+    lengths = [2, 3]
+    hidden_BTD, mask_BT = micro_batch(lengths, [1, 0, 1], random.Random(0))
+    hidden_BTD[2], mask_BT[2] = 99.0, 0  # padding of the trainer's own
+    collector = BatchCollector(rollouts_of(lengths))
+    assert collector.add(hidden_BTD, mask_BT, [1, None, None]) == 1 and not collector.complete
+    assert collector.add(hidden_BTD, mask_BT, [None, 0, None]) == 1
+    assert torch.equal(collector.batch().hidden_MD, expected_states(lengths))
+
+
 def test_nothing_at_all_is_an_error() -> None:
     for lengths in ([0, 0], [3]):
         with pytest.raises(DataError, match="No response of the rollout batch"):

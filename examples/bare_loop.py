@@ -1,0 +1,64 @@
+"""Any loop: the five hooks of MedusaPlugin around a policy-gradient loop in plain torch. `python examples/bare_loop.py ACTOR_FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_ppo import MedusaPlugin
+from medusa_ppo.actors.hf import load_actor, load_tokenizer
+from medusa_ppo.config import build_config
+from medusa_ppo.ppo.sync import ActorSync
+from medusa_ppo.runtime import local_ray
+from medusa_ppo.serving.colocated import ColocatedEngine
+from medusa_ppo.types import Rollouts, Sampling
+
+
+def pad(rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompt and response of each row with padding behind, and which tokens are the response's."""
+    rows = [(rollouts.prompts[r.prompt_index], r.token_ids) for r in rollouts.responses]
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids_BT, mask_BT = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(rows):
+        ids_BT[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        mask_BT[row, len(prompt) : len(prompt) + len(answer)] = True
+    return ids_BT, mask_BT
+
+
+def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any]]:
+    """Teach the actor to answer in an even number of tokens. Returns the plugin's figures of each step."""
+    config = build_config({"companion": {"learning_rate": 1e-2, "wait": True}, **sections})
+    actor, tokenizer, figures = load_actor(actor_path), load_tokenizer(actor_path), []
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
+    prompts = tokenizer([f"Question: {n} + {n} = ?\nAnswer:" for n in range(2, 10)]).input_ids
+    with tempfile.TemporaryDirectory() as folder, local_ray():
+        heads = MedusaPlugin.prepare_heads(config, actor, Path(folder) / "heads")  # the engine starts with these
+        with ColocatedEngine(actor_path, heads, config.engine) as engine, ActorSync(engine) as sync:
+            plugin = MedusaPlugin.start(config, actor, engine, folder)
+            for step in range(steps):
+                plugin.before_generation()  # hook 1: newer heads, if there are any, go into vLLM
+                rollouts = engine.generate(prompts, Sampling(max_new_tokens=24, responses_per_prompt=4, seed=step))
+                plugin.rollout_ready(rollouts)  # hook 2: tokens and behaviour log-probs
+                ids_BT, mask_BT = pad(rollouts)
+                rewards_B = torch.tensor([float(len(r.token_ids) % 2 == 0) for r in rollouts.responses])
+                with plugin.actor_forward(actor, mask_BT, range(len(mask_BT))):  # hook 3: this very pass is tapped
+                    logits_BTV = actor(ids_BT).logits
+                logprobs_BT = logits_BTV[:, :-1].log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0] * mask_BT[:, 1:]
+                loss = -((rewards_B - rewards_B.mean())[:, None] * logprobs_BT).sum() / mask_BT.sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                plugin.policy_updated(actor, step + 1)  # hook 4: the actor has changed
+                sync(actor, step + 1)
+                figures.append(plugin.metrics() | {"reward": rewards_B.mean().item()})  # hook 5: what the engine did
+            plugin.close()
+    return figures
+
+
+if __name__ == "__main__":
+    for number, values in enumerate(main(sys.argv[1])):
+        print(f"step {number}: reward {values['reward']:.2f}, acceptance length {values['mal_serving']:.2f}")

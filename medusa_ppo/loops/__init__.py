@@ -1,0 +1,1 @@
+"""Hooks for other people's loops: TRL, verl, OpenRLHF. Each framework is imported in one file only."""

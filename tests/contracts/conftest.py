@@ -1,0 +1,65 @@
+"""What the contract tests share: a small actor with heads, and stand-ins for packages that no machine without CUDA can have."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+STANDS_IN_FOR_CUDA = {
+    "flash_attn": (),
+    "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
+    "flash_attn.utils": (),
+    "flash_attn.utils.distributed": ("all_gather",),
+}
+
+if importlib.util.find_spec("openrlhf") is not None and importlib.util.find_spec("flash_attn") is None:
+    # OpenRLHF imports flash-attn at the top of its modules; it can't be built without CUDA. Nothing here calls it.
+    for module_name, names in STANDS_IN_FOR_CUDA.items():
+        stand_in = types.ModuleType(module_name)
+        stand_in.__spec__ = importlib.util.spec_from_loader(module_name, None)
+        for attribute in names:
+            setattr(stand_in, attribute, None)
+        sys.modules[module_name] = stand_in
+
+
+@pytest.fixture(scope="session")
+def small_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a tokenizer, as a folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    end = tokenizer.eos_token_id
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end))
+    folder = tmp_path_factory.mktemp("actor")
+    model.float().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
+"""Prompts and responses of a small scoring pass."""
+
+
+@pytest.fixture(scope="session")
+def scored(small_actor: Path) -> tuple[torch.nn.Module, list[Any], torch.Tensor, torch.Tensor]:
+    """The actor, ROWS, and what any right tap must find: states and log-probs of their response tokens, from one unpadded row each."""
+    from medusa_ppo.actors.hf import load_actor
+
+    model = load_actor(small_actor)
+    states, logprobs = [], []
+    with torch.no_grad():
+        for prompt, answer in ROWS:
+            hidden = model.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[0, len(prompt) - 1 : -1]
+            states.append(hidden)
+            logprobs.append(model.lm_head(hidden).log_softmax(-1)[range(len(answer)), list(answer)])
+    return model, ROWS, torch.cat(states), torch.cat(logprobs)

@@ -1,0 +1,258 @@
+"""Contract with OpenRLHF: everything that medusa_ppo/loops/openrlhf*.py relies on, in the installed package; its vLLM actor is run."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts")
+
+from heads.checkpoint import checksum, load_state, save_state
+from heads.errors import ConfigError
+from medusa_ppo.config import build_config
+from medusa_ppo.loops import openrlhf as ours
+from medusa_ppo.loops.versions import CHECKED, require_loop
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def source(thing: Any) -> str:
+    return textwrap.dedent(inspect.getsource(thing))
+
+
+def position(text: str, *parts: str) -> list[int]:
+    found = [text.index(part) for part in parts]
+    assert found == sorted(found), parts
+    return found
+
+
+def test_the_installed_version_is_a_checked_one():
+    assert require_loop("openrlhf").startswith(CHECKED["openrlhf"][-1])
+
+
+def test_the_command_imports_the_names_that_we_replace_and_runs_as_main():
+    from openrlhf.cli import train_ppo_ray
+
+    text = inspect.getsource(train_ppo_ray)
+    for line in (
+        "from openrlhf.trainer.ray import create_vllm_engines",
+        "from openrlhf.trainer.ray.ppo_actor import PolicyModelActor",
+        "from openrlhf.utils import get_strategy",
+        "from openrlhf.trainer.ppo_trainer import PPOTrainer",
+        'if __name__ == "__main__":',
+    ):
+        assert line in text, line
+    position(text, "strategy = get_strategy(args)", "vllm_engines = create_vllm_engines(", "PPOTrainer.remote(", "ppo_trainer.fit.remote()")
+    for flag in (
+        "ckpt.output_dir",
+        "rollout.temperature",
+        "rollout.top_p",
+        "ds.zero_stage",
+        "ds.tensor_parallel_size",
+        "ds.ring_attn_size",
+    ):
+        assert f'"--{flag}"' in text, flag
+    position(text, "args.vllm.num_engines,", "args.vllm.tensor_parallel_size,", "args.actor.model_name_or_path,")
+
+
+def test_engines_are_made_from_a_name_in_their_module_and_arguments_reach_vllm():
+    from openrlhf.trainer.ray import vllm_engine
+
+    make = source(vllm_engine.create_vllm_engines)
+    assert parameters(vllm_engine.create_vllm_engines)[:3] == ["num_engines", "tensor_parallel_size", "pretrain"]
+    position(make, "RolloutRayActor.options(", ".remote(**actor_kwargs)")
+    actor = ours.plain_class(vllm_engine.RolloutRayActor)
+    assert "vllm.AsyncEngineArgs(*args, **self.kwargs)" in source(actor.__init__) and "self.llm = " in source(actor.__init__)
+    assert inspect.iscoroutinefunction(actor.__init__)
+    assert not hasattr(actor, "medusa_call")
+
+
+def test_the_actor_worker_has_what_we_tap():
+    from openrlhf.models.actor import Actor
+    from openrlhf.trainer.ray import ppo_actor
+
+    worker = ours.plain_class(ppo_actor.PolicyModelActor)
+    assert parameters(worker.forward) == ["self", "sequences", "action_mask", "attention_mask", "packed_seq_lens", "mm_train_inputs_list"]
+    assert "self.actor.model" in source(worker) and "self.strategy" in source(worker.forward)
+    assert "self.model(sequences, attention_mask=foward_attention_mask, position_ids=position_ids" in source(Actor.forward)
+    assert "log_probs[:, -action_mask.shape[1] :] * action_mask" in source(Actor.forward)
+    assert "model = self.actor.model.module" in source(ppo_actor.ActorPPOTrainer.broadcast_to_vllm)
+    assert "self.strategy.args.ds.zero_stage == 3" in source(ppo_actor.ActorPPOTrainer.broadcast_to_vllm)
+
+
+def test_the_trainers_hooks_are_called_in_the_order_that_we_need():
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ppo_utils import experience_maker
+    from openrlhf.trainer.ray.launcher import RayActorGroup
+
+    trainer = ours.plain_class(ppo_trainer.PPOTrainer)
+    assert parameters(trainer.__init__)[:3] == ["self", "pretrain", "strategy"]
+    assert parameters(trainer.fit) == ["self", "global_step"]
+    assert parameters(trainer.train_step) == ["self", "rollout_samples", "global_step"]
+    assert parameters(trainer.broadcast_to_vllm) == ["self"]
+    position(
+        source(trainer.train_step),
+        "self.experience_maker.make_experience_batch(rollout_samples)",
+        "self.ppo_train(",
+        "self.broadcast_to_vllm()",
+    )
+    position(source(trainer.broadcast_to_vllm), 'self.vllm_engines, "wake_up", tags=["weights"]', 'method_name="broadcast_to_vllm"')
+    assert "self.vllm_engines = vllm_engines" in source(ppo_trainer.BasePPOTrainer.__init__)
+    assert "self.actor_model_group = actor_model_group" in source(ppo_trainer.BasePPOTrainer.__init__)
+    assert parameters(RayActorGroup.async_run_method) == ["self", "method_name", "args", "kwargs"]
+    assert 'method_name="forward"' in inspect.getsource(experience_maker)
+
+
+def test_sleep_is_level_one_which_keeps_the_heads():
+    from openrlhf.trainer.ray import vllm_engine
+
+    actor = ours.plain_class(vllm_engine.RolloutRayActor)
+    assert inspect.signature(actor.sleep).parameters["level"].default == 1
+
+
+def test_the_replaced_classes_are_made():
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ray import ppo_actor
+
+    for make, theirs in ((ours.policy_actor, ppo_actor.PolicyModelActor), (ours.trainer_actor, ppo_trainer.PPOTrainer)):
+        assert issubclass(ours.plain_class(make()), ours.plain_class(theirs))
+
+
+def test_the_two_worker_extensions_do_not_meet():
+    from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
+
+    from medusa_ppo.serving.worker import MedusaWorker
+
+    names = [{name for name in vars(kind) if not name.startswith("__")} for kind in (MedusaWorker, WorkerWrap)]
+    assert not names[0] & names[1]
+
+
+def test_rows_are_those_of_openrlhfs_own_experiences():
+    """Two rows padded as OpenRLHF pads them (right); the second has two stretches of actions and is passed over."""
+    sequences = torch.tensor([[5, 6, 1, 2, 0], [7, 3, 9, 4, 8]])
+    attention = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    actions = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]])
+    rows, spans = ours.rows_of(sequences, actions, attention)
+    assert rows == [([5, 6], [1, 2])] and spans == [(0, 1, 3)]
+
+
+class Wrapper(torch.nn.Module):
+    """In the place of DeepSpeed's engine, which needs a process group: the model is its `module`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@torch.no_grad()
+def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
+    """OpenRLHF's worker and model classes on the CPU; only the device and DeepSpeed's wrapper are stood in for."""
+    from openrlhf.models.actor import Actor
+
+    model, rows, states_MD, logprobs_M = scored
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    actor = Actor.__new__(Actor)
+    torch.nn.Module.__init__(actor)
+    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = Wrapper(model), False, 1.0, False
+    worker_class = ours.plain_class(ours.policy_actor())
+    worker = worker_class.__new__(worker_class)
+    worker.actor = actor
+    companion = build_config({}).companion
+    args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0), medusa=Namespace(companion=companion))
+    worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
+
+    for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF pads them
+        length = len(prompt) + len(answer)
+        sequences, attention = torch.zeros(1, length + 2, dtype=torch.int64), torch.zeros(1, length + 2, dtype=torch.int64)
+        sequences[0, :length], attention[0, :length] = torch.tensor([*prompt, *answer]), 1
+        actions = torch.zeros(1, length + 1, dtype=torch.int64)
+        actions[0, len(prompt) - 1 : length - 1] = 1
+        worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+
+    batch = worker.medusa_take(4)
+    torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
+    assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4
+
+
+@pytest.mark.parametrize("name", ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size", "actor.num_nodes"])
+def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
+    from medusa_ppo.loops.remote import refuse
+
+    def arguments(**values: int) -> Namespace:
+        return Namespace(**values)
+
+    args = Namespace(
+        train=arguments(async_enable=0),
+        ds=arguments(ring_attn_size=1, tensor_parallel_size=1),
+        actor=arguments(num_nodes=1),
+        vllm=arguments(num_engines=1),
+        data=arguments(),
+    )
+    refuse("OpenRLHF", ours.unsupported(args))
+    section, key = name.split(".")
+    setattr(getattr(args, section), key, 2)
+    with pytest.raises(ConfigError, match=f"--{name}"):
+        refuse("OpenRLHF", ours.unsupported(args))
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    from medusa_ppo.runtime import local_ray as start
+
+    with start(cpus=2):
+        yield
+
+
+@pytest.mark.engine
+def test_openrlhfs_own_vllm_actor_takes_our_heads(small_actor: Path, tmp_path: Path, local_ray: None):
+    """Its Ray actor with our arguments on vLLM's CPU build; its weight broadcast needs CUDA and is not called."""
+    import ray
+    from vllm import SamplingParams
+
+    from medusa_ppo.loops.remote import RemoteAttachment
+
+    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
+    actor_class = ours.rollout_actor({**attachment.arguments(ours.WORKER_EXTENSION), "max_logprobs": 1})
+    engine = actor_class.options(num_cpus=0, num_gpus=0).remote(
+        model=str(small_actor),
+        enforce_eager=True,
+        worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+        tensor_parallel_size=1,
+        seed=0,
+        distributed_executor_backend="uni",
+        max_model_len=64,
+        enable_prefix_caching=False,
+        dtype="float32",
+        full_determinism=False,
+        kv_cache_memory_bytes=64 * 1024**2,
+        num_gpus=0,
+        agent_func_path=None,
+        remote_rm_url=None,
+        mm_pad_token_ids=set(),
+    )
+    attachment.attach(lambda method, args: ours.call_all([engine], method, args), lambda: ours.sum_counters([engine]))
+    assert attachment.engine is not None and attachment.engine.max_drafts == 2
+
+    state = {name: torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
+    save_state(tmp_path / "new.safetensors", state)
+    assert attachment.engine.swap_heads(tmp_path / "new.safetensors", 1).checksum == checksum(state)
+    attachment.weights_synced(lost_heads=False)
+
+    sampling = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, logprobs=1)
+    outputs = ray.get([engine.generate.remote([5, 6, 7], sampling) for _ in range(4)])
+    assert all(len(output.outputs[0].token_ids) == 16 for output in outputs)
+    assert attachment.engine.counters().drafts > 0
+    ray.kill(engine)

@@ -1,0 +1,309 @@
+"""Contract with verl: everything that medusa_ppo/loops/verl*.py relies on, in the installed package; and its vLLM worker, really run."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
+
+from omegaconf import OmegaConf
+
+from heads.checkpoint import checksum, load_state, save_state
+from heads.errors import ConfigError
+from medusa_ppo.config import build_config
+from medusa_ppo.loops.versions import require_loop
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def source(thing: Any) -> str:
+    return textwrap.dedent(inspect.getsource(thing))
+
+
+def position(text: str, *parts: str) -> list[int]:
+    found = [text.index(part) for part in parts]
+    assert found == sorted(found), parts
+    return found
+
+
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    import verl.trainer.ppo.v1  # noqa: F401
+
+    return sys.modules["medusa_ppo.loops.verl"]
+
+
+def test_the_installed_version_is_a_checked_one():
+    import verl
+
+    assert require_loop("verl") == verl.__version__
+
+
+def test_the_entry_point_brings_our_trainer_and_costs_nothing_before_verls_own_is_imported():
+    code = "import verl, sys; assert 'medusa_ppo.loops.verl_plugin' in sys.modules; assert 'medusa_ppo.loops.verl' not in sys.modules; "
+    code += "from verl.trainer.ppo.v1 import get_trainer_cls; t = get_trainer_cls('medusa_sync'); "
+    code += "assert issubclass(t, get_trainer_cls('sync')) and t.__module__ == 'medusa_ppo.loops.verl'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    assert parameters(PPOTrainer.__init__) == ["self", "config"]
+    assert parameters(PPOTrainer.fit) == ["self", "agent_loop_manager"]
+    assert parameters(PPOTrainer._compute_old_log_prob) == parameters(PPOTrainer._update_actor) == ["self", "batch", "metrics"]
+    assert parameters(PPOTrainerSync.on_step_end) == parameters(PPOTrainerSync.on_init_end) == ["self"]
+    position(source(PPOTrainer._step_once), "self._compute_old_log_prob(", "self._compute_advantage(", "self._update_actor(")
+    position(source(PPOTrainer.fit), "self.on_step_begin()", "self.step(metrics", "self.on_step_end()", "self.logger.log(data=metrics")
+    position(source(PPOTrainer.init), "self._setup()", "self.on_init_end()")
+    assert "self.checkpoint_manager.update_weights(self.global_steps)" in source(PPOTrainerSync.on_step_end)
+    assert "self.actor_rollout_wg.compute_log_prob(batch)" in source(PPOTrainer._compute_old_log_prob)
+    setup = source(PPOTrainer._setup)
+    position(
+        setup, "self._init_resource_pool_mgr()", "cls=self.role_worker_mapping[actor_role]", "LLMServerManager.create(", "sleep_replicas()"
+    )
+    assert "role=str(actor_role)" in setup and "self.role_worker_mapping = {}" in source(PPOTrainer._init_resource_pool_mgr)
+    assert 'self.trainer_mode == "sync"' in inspect.getsource(sys.modules[PPOTrainer.__module__])
+    from verl.trainer.ppo.utils import Role
+
+    assert {str(Role.ActorRollout), str(Role.ActorRolloutRef)} < set(ours.ACTOR_ROLES)
+
+
+def test_the_worker_has_what_we_tap(ours: Any):
+    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, Execute
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    assert parameters(ActorRolloutRefWorker.compute_log_prob) == ["self", "data"]
+    assert "self.actor.infer_batch(data)" in source(ActorRolloutRefWorker.compute_log_prob)
+    assert "self.actor = self.actor_worker_cls(" in source(ActorRolloutRefWorker.init_model)
+    assert "self.engine" in source(TrainingWorker.__init__) and "self.module" in source(FSDPEngine)
+    assert "self.module(" in source(FSDPEngineWithLMHead.forward_step)
+    assert "return per_tensor_param, peft_config_dict" in source(FSDPEngine.get_per_tensor_param)
+    assert 'micro_batch["input_ids"]' in source(FSDPEngineWithLMHead.prepare_model_inputs)
+    old, new = (getattr(c.compute_log_prob, MAGIC_ATTR) for c in (ActorRolloutRefWorker, ours.MedusaActorRolloutRefWorker))
+    assert old["execute_mode"] == new["execute_mode"] and old["blocking"] == new["blocking"]
+    take = getattr(ours.MedusaActorRolloutRefWorker.medusa_take, MAGIC_ATTR)
+    assert (take["dispatch_mode"], take["execute_mode"]) == (Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+
+
+def test_rows_and_log_probs_of_a_nested_batch(ours: Any):
+    def nested(rows: list[list[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+    data = {"input_ids": nested([[5, 6, 1, 2], [7, 3, 9, 4], [8, 1]]), "response_mask": nested([[1, 1], [1, 0, 1], [1]])}
+    rows, kept = ours.rows_of(data)
+    assert rows == [([5, 6], [1, 2]), ([8], [1])] and kept == [0, 2]  # the middle one holds a tool's token
+
+    from verl.workers.utils.padding import response_from_nested
+
+    shifted = nested([[0.1, 0.2, 0.3, 9], [0.4, 0.5, 0.6, 9], [0.7, 9]], torch.float32)
+    theirs = response_from_nested(shifted, data["response_mask"]).unbind()
+    for mine, other in zip(ours.response_logprobs(shifted, data["response_mask"]), theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding: bool):
+    """verl's FSDP engine's own preparation of inputs and outputs around the model, without FSDP and its devices."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    from medusa_ppo.loops.passes import PassTap
+    from medusa_ppo.types import Sampling
+
+    model, rows, states_MD, logprobs_M = scored
+    engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length, engine.use_ulysses_sp, engine.module = 0, False, model
+
+    def nested(parts: list[list[int]]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(part) for part in parts], layout=torch.jagged)
+
+    whole = [[*prompt, *answer] for prompt, answer in rows]
+    fields = {
+        "input_ids": nested(whole),
+        "position_ids": nested([list(range(len(row))) for row in whole]),
+        "response_mask": nested([[1] * len(answer) for _, answer in rows]),
+        "temperature": torch.ones(len(rows)),
+    }
+    data = TensorDict(fields, batch_size=[len(rows)])
+    tu.assign_non_tensor(data, use_remove_padding=remove_padding, use_fused_kernels=False, calculate_entropy=False)
+
+    tap = PassTap(model, Sampling(), 2**20)
+    found, kept = ours.rows_of(data)
+    with tap.watch(found):
+        inputs, arguments = engine.prepare_model_inputs(micro_batch=data)
+        raw = engine.module(**inputs, use_cache=False)
+        output = engine.prepare_model_outputs(output=raw, output_args=arguments, micro_batch=data, logits_processor_func=None)
+    logprobs = ours.response_logprobs(output["log_probs"], data["response_mask"])
+    tap.add_logprobs([logprobs[i] for i in kept])
+
+    batch = tap.take(4)
+    assert batch is not None
+    torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
+
+
+def verl_config(**changes: Any) -> Any:
+    """verl's own default configuration, with the actor's folder and our line."""
+    import verl
+
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    config = OmegaConf.load(folder / "_generated_ppo_trainer.yaml")
+    OmegaConf.update(config, "actor_rollout_ref.rollout.name", "vllm")
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    OmegaConf.set_struct(config, True)
+    return config
+
+
+def test_verls_default_configuration_is_supported_and_gets_our_arguments(ours: Any, small_actor: Path, tmp_path: Path):
+    from medusa_ppo.loops.remote import RemoteAttachment
+
+    config = verl_config(actor_rollout_ref__rollout__engine_kwargs={"vllm": {"swap_space": 1}})
+    assert not any(ours.unsupported(config).values()), ours.unsupported(config)
+    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 3}}), str(small_actor), tmp_path)
+    ours.configure(config, attachment)
+
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.swap_space == 1 and kwargs.worker_extension_cls == ours.WORKER_EXTENSION
+    assert kwargs.speculative_config.method == "medusa" and kwargs.speculative_config.num_speculative_tokens == 3
+    assert kwargs.disable_log_stats is False
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"actor_rollout_ref__rollout__name": "sglang"},
+        {"actor_rollout_ref__actor__strategy": "megatron"},
+        {"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2},
+        {"actor_rollout_ref__model__lora_rank": 8},
+        {"actor_rollout_ref__rollout__data_parallel_size": 2},
+        {"algorithm__rollout_correction__bypass_mode": True},
+        {"trainer__nnodes": 2},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(ours: Any, change: dict[str, Any]):
+    config = verl_config(medusa={"heads": {"num_heads": 2}}, **change)
+    config.trainer.v1.trainer_mode = "medusa_sync"
+    with pytest.raises(ConfigError, match="settings of verl") as error:
+        ours.MedusaPPOTrainerSync(config)
+    assert next(iter(change)).split("__")[-1] in str(error.value)
+
+
+def test_engine_arguments_are_spread_last_and_become_flags():
+    from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    launch = source(vLLMHttpServer.launch_server)
+    position(launch, '"worker_extension_cls": self._get_worker_extension_cls()', "**engine_kwargs", "build_cli_args_from_config(args)")
+    flags = build_cli_args_from_config({"speculative_config": {"method": "medusa"}, "disable_log_stats": False})
+    assert flags == ["--speculative_config", '{"method": "medusa"}']
+
+
+def test_the_server_and_its_replica_are_where_we_replace_them(ours: Any):
+    from verl.workers.rollout import llm_server
+    from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+    from medusa_ppo.loops.verl_server import MedusaHttpServer, MedusaReplica
+
+    assert "self.server_class = ray.remote(vLLMHttpServer)" in source(vLLMReplica.__init__)
+    assert "self.server_class.options(" in source(vLLMReplica.launch_servers)
+    assert "return" not in source(vLLMHttpServer.collective_rpc), "verl gives answers back now: MedusaHttpServer.medusa_call can go"
+    assert "self.servers" in source(RolloutReplica.__init__) and "get_rollout_replica_class(" in inspect.getsource(llm_server)
+    assert not hasattr(vLLMHttpServer, "medusa_call") and issubclass(MedusaHttpServer, vLLMHttpServer)
+    before = RolloutReplicaRegistry._registry["vllm"]
+    RolloutReplicaRegistry.register("vllm", ours._load_replica)
+    try:
+        assert RolloutReplicaRegistry.get("vllm") is MedusaReplica
+    finally:
+        RolloutReplicaRegistry.register("vllm", before)
+
+
+def test_sleep_discards_the_heads_and_the_sync_passes_over_them():
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    assert source(vLLMHttpServer._resolve_sleep_level).rstrip().endswith("return 2")
+    assert 'method == "mtp"' in source(vLLMColocateWorkerExtension._use_mtp_drafter_weight_sync)
+
+
+def extension_methods() -> tuple[set[str], set[str]]:
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    from medusa_ppo.serving.worker import MedusaWorker
+
+    def own(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("__")}
+
+    return own(MedusaWorker), own(vLLMColocateWorkerExtension)
+
+
+def test_the_two_worker_extensions_do_not_meet():
+    mine, theirs = extension_methods()
+    assert not mine & theirs
+
+
+@pytest.mark.engine
+def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_them(small_actor: Path, tmp_path: Path):
+    """A minimal driver in the place of verl's server, which needs CUDA: the same calls in the order of on_init_end and on_step_end."""
+    from vllm import LLM, SamplingParams
+
+    from medusa_ppo.loops.remote import RemoteAttachment
+    from medusa_ppo.loops.verl import WORKER_EXTENSION
+    from medusa_ppo.serving.colocated import process_counters
+
+    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
+    llm = LLM(
+        model=str(small_actor),
+        max_model_len=64,
+        max_num_seqs=8,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 * 1024**2,
+        skip_tokenizer_init=True,
+        **attachment.arguments(WORKER_EXTENSION),
+    )
+    llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": 423})  # verl's own method, which its server calls after the start
+    attachment.attach(lambda method, args: llm.collective_rpc(method, args=args), process_counters)
+    engine = attachment.engine
+    assert engine is not None
+
+    def drafts() -> list[list[int]]:
+        hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).tolist()
+        return llm.collective_rpc("medusa_probe", args=(hidden, [1, 2, 3]))[0]["drafts"]
+
+    state = {name: torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
+    save_state(tmp_path / "new.safetensors", state)
+    receipt = engine.swap_heads(tmp_path / "new.safetensors", 1)
+    assert receipt.checksum == checksum(state)
+    fed = drafts()
+
+    drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    for parameter in drafter.heads.parameters():  # what level-2 sleep does to weights that no sync restores
+        parameter.data.fill_(7.0)
+    assert drafts() != fed
+    attachment.weights_synced(lost_heads=True)
+    assert drafts() == fed
+
+    prompts = [{"prompt_token_ids": [5, 6, 7]}] * 4
+    outputs = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False), use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 16 for output in outputs)
+    assert process_counters().drafts > 0
+    llm.llm_engine.engine_core.shutdown()

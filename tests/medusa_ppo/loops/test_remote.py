@@ -1,0 +1,105 @@
+"""The driver's half for verl and OpenRLHF, without either: real actor, tap and companion; only the foreign engine is stood in for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads.checkpoint import checksum, load_heads, load_state
+from heads.errors import ConfigError
+from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.config import build_config
+from medusa_ppo.loops.passes import PassTap
+from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse
+from medusa_ppo.reports.store import read_run
+from medusa_ppo.types import Counters, Sampling
+
+
+class Workers:
+    """In the place of a vLLM that needs CUDA to be started as verl starts it: answers as our worker extension does."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.heads = ""
+        self.calls: list[str] = []
+
+    def __call__(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        if method == "medusa_swap_heads":
+            self.version, self.heads = int(args[1]), checksum(load_state(args[0]))
+        return [
+            {
+                "kind": "medusa",
+                "drafter": "MedusaProposer",
+                "max_drafts": 2,
+                "heads_version": self.version,
+                "version": self.version,
+                "checksum": self.heads,
+                "seconds": 0.0,
+            }
+        ]
+
+
+@torch.no_grad()
+def rows_of(actor: Any, count: int) -> list[tuple[list[int], list[int]]]:
+    """Responses of the actor's own, to prompts of one token."""
+    torch.manual_seed(1)
+    prompts = torch.randint(1, 400, (count, 1))
+    answers = actor.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, min_new_tokens=24, do_sample=True)
+    return [(row[:1].tolist(), row[1:].tolist()) for row in answers]
+
+
+def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: None):
+    settings = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
+    config = build_config({"heads": {"num_heads": 2}, "companion": settings})
+    attachment = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
+    arguments = attachment.arguments("some.Worker")
+    assert arguments["worker_extension_cls"] == "some.Worker" and arguments["logprobs_mode"] == "processed_logprobs"
+    load_heads(arguments["speculative_config"]["model"])
+
+    actor, workers = load_actor(chain_actor), Workers()
+    totals = iter([Counters(), Counters(10, 20, 5, (4, 1)), Counters(30, 60, 25, (16, 9))])
+    attachment.attach(workers, lambda: next(totals))
+    attachment.start()
+    tap, rows = PassTap(actor, Sampling(), 2**30), rows_of(actor, 64)
+    for step in range(2):
+        with torch.no_grad(), tap.watch(rows):
+            ids = torch.tensor([prompt + answer for prompt, answer in rows])
+            logits = actor(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        tap.add_logprobs([v[[*range(24)], answer] for v, (_, answer) in zip(logits[:, :-1].log_softmax(-1), rows, strict=True)])
+        attachment.scored(tap.take(step), Sampling())
+        attachment.tables_changed(read_tables(str(chain_actor)), step + 1)
+        attachment.synced(lost_heads=True)
+    attachment.end()
+
+    assert workers.version >= 1
+    saved, metadata = load_heads(tmp_path / "medusa" / "heads-final")
+    assert metadata.version == workers.version and checksum(saved.trainable_state()) == workers.heads
+    run = read_run(tmp_path / "medusa")
+    assert [step[names.POLICY_VERSION] for step in run.steps] == [0, 1]
+    assert [step[names.MAL_SERVING] for step in run.steps] == [1.5, 2.0]  # of the differences of the totals
+    assert run.steps[-1][names.COMPANION_TRAINED_TOKENS] > 1000
+    assert workers.calls.count("medusa_target_changed") == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_are_read_from_the_files_and_are_those_of_the_model(tied: bool, tmp_path: Path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path)
+    lm_head, embedding = read_tables(str(tmp_path))
+    assert torch.equal(lm_head, model.lm_head.weight) and torch.equal(embedding, model.model.embed_tokens.weight)
+    assert torch.equal(lm_head, embedding) == tied
+
+
+def test_settings_are_refused_by_name():
+    refuse("a loop", {"--one": False})
+    with pytest.raises(ConfigError, match="a loop") as error:
+        refuse("a loop", {"--one": False, "--two": True, "--three": True})
+    assert "--two, --three" in str(error.value) and "--one" not in str(error.value)
