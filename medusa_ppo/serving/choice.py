@@ -3,9 +3,12 @@
 A step with B running sequences and k drafts each gives B (1 + a_1 + ... + a_k) tokens, where a_j is the share of draft runs that reach
 position j. It takes c_0 + c_1 B (k + 1) + c_2 B k + c_3 [k > 0] seconds: a fixed part, the rows that the model computes, the drafting, and
 what drafting costs once a step (verification, its bookkeeping). All c and a are estimated from the steps that happen anyway, with
-exponential forgetting, so they follow the heads, the policy and the machine.
-The k with the most tokens per second is taken, 0 included. Now and then one draft more, or none, is tried, so that no estimate goes stale;
-how often follows from what the trial costs: all trials together take about 1 % of the time.
+exponential forgetting, so they follow the heads, the policy and the machine. The formula carries what was learned over to numbers of
+sequences and drafts that were not seen; where steps were seen, what they took corrects it, because real steps have jumps (kernels change
+with their rows).
+
+The k with the most tokens per second is taken; none unless drafting promises 2 % at least. Now and then one draft more, or none, is tried,
+so that no estimate goes stale; how often follows from what the trial costs: all trials together take about 1 % of the time.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ FIRST_STEPS = 6
 NEW_HEADS_MEMORY = 0.05
 NEW_HEADS_TRIALS = 2
 RIDGE = 1e-6
+WORTHWHILE = 1.02
+CELL_MEMORY = 40.0
+CELL_PRIOR = 3.0
+CELL_CLIP = 0.7
 OUTLIER = 4.0
 MOST_OUTLIERS = 3
 
@@ -34,6 +41,8 @@ class StepCosts:
     gram: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
     moment: np.ndarray = field(default_factory=lambda: np.zeros(4))
     weight: float = 0.0
+    cells: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """(power of two of sequences, drafts) -> mean of log(seconds / formula), and how many steps stand behind it."""
 
     @staticmethod
     def features(batch: int, drafts: int) -> np.ndarray:
@@ -41,6 +50,11 @@ class StepCosts:
 
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
         """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
+        if self.weight >= 3:
+            miss = float(np.log(seconds / self._formula(batch, [drafts])[0]))
+            mean, steps = self.cells.get(key := (batch.bit_length(), drafts), (0.0, 0.0))
+            steps = min(steps + 1.0, CELL_MEMORY)
+            self.cells[key] = (mean + (float(np.clip(miss, -CELL_CLIP, CELL_CLIP)) - mean) / steps, steps)
         row = self.features(batch, drafts) / seconds
         self.gram = FORGET_COST * self.gram + np.outer(row, row)
         self.moment = FORGET_COST * self.moment + row
@@ -48,11 +62,18 @@ class StepCosts:
 
     def predict(self, batch: int, drafts: Sequence[int]) -> np.ndarray:
         """Seconds of a step for each number of drafts; more drafts never cost less."""
+        seconds = self._formula(batch, drafts)
+        for index, k in enumerate(drafts):
+            mean, steps = self.cells.get((batch.bit_length(), k), (0.0, 0.0))
+            seconds[index] *= np.exp(mean * steps / (steps + CELL_PRIOR))
+        return np.maximum.accumulate(seconds)
+
+    def _formula(self, batch: int, drafts: Sequence[int]) -> np.ndarray:
         scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-30))
         scaled = self.gram / np.outer(scale, scale) + RIDGE * np.eye(4)
         costs = np.linalg.solve(scaled, self.moment / scale) / scale
         seconds = np.array([self.features(batch, k) @ costs for k in drafts])
-        return np.maximum.accumulate(np.maximum(seconds, 1e-6))
+        return np.maximum(seconds, 1e-6)
 
 
 class DraftChooser:
@@ -117,6 +138,8 @@ class DraftChooser:
             return self.max_drafts
         rates = self.tokens_per_second(batch)
         best = int(np.argmax(rates))
+        if rates[best] < WORTHWHILE * rates[0]:
+            best = 0
         self._next_trial -= 1
         # One draft more, and none: what both cost is learned from nothing else.
         others = [k for k in (best + 1, 0) if k <= self.max_drafts and k != best]

@@ -97,3 +97,25 @@ def test_slow_first_steps_do_not_decide_for_good() -> None:
         chooser.observe_step(4, k, cost_of(4, k, costs) * (8.0 if k == 0 else 1.0))
         chooser.observe_acceptance([k] * 4, [min(k, 2)] * 4)
     assert usual(run(chooser, 4, 0.55, costs, 600)[0][200:]) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_jumps_that_no_formula_has_are_learned(batch: int) -> None:
+    """Rows cost nothing up to 16 of them and then all at once; drafting pays for few sequences and not for many."""
+    chooser = DraftChooser(K)
+
+    def seconds(sequences: int, k: int) -> float:
+        rows = sequences * (k + 1)
+        return 0.004 + 0.0004 * k + (0.0 if rows <= 16 else 0.0006 * rows)
+
+    choices: list[int] = []
+    for turn in range(1200):
+        sequences = batch if turn % 2 else (1, 4, 16, 64)[turn // 2 % 4]  # Other numbers of sequences pull the formula elsewhere.
+        k = chooser.choose(sequences)
+        accepted = np.minimum(RNG.geometric(0.5, size=sequences) - 1, k)
+        chooser.observe_step(sequences, k, seconds(sequences, k) * RNG.uniform(0.9, 1.1))
+        chooser.observe_acceptance([k] * sequences, accepted.tolist())
+        if sequences == batch:
+            choices.append(k)
+    gains = [(1 + sum(0.5**j for j in range(1, k + 1))) / seconds(batch, k) for k in range(K + 1)]
+    assert gains[usual(choices)] >= 0.97 * max(gains)
