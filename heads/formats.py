@@ -172,7 +172,7 @@ def _counts(found: dict[str, dict[tuple[int, int], str]], table: KeyTable, claim
         L = max(n for _, n in found[OWN])
     if K > MAX_HEADS or L > MAX_LAYERS:
         raise _wrong(where, f"{K} heads of {L} layers", f"at most {MAX_HEADS} heads of {MAX_LAYERS} layers")
-    if present not in (1, L):
+    if L < 1 or present not in (1, L):
         raise _wrong(
             where, f"{present} layers, and lm_heads after layer {L}", "as many layers as come before the lm_head, or one tied layer"
         )

@@ -26,6 +26,9 @@ MAX_DIMENSIONS = 8
 END_RECORD, END64_LOCATOR, END64_RECORD = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 END_BYTES, LOCATOR_BYTES, LOCAL_HEADER_BYTES = 22, 20, 30
 
+BROKEN_ZIP = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError, EOFError)
+"""What zipfile raises for broken files."""
+
 STORAGES = {
     "torch FloatStorage": "F32",
     "torch BFloat16Storage": "BF16",
@@ -72,11 +75,10 @@ def read_pickle_header(path: Path) -> Header:
     if description is None or description.file_size > MAX_PICKLE_BYTES:
         given = "no data.pkl" if description is None else f"data.pkl of {description.file_size} bytes"
         raise _damaged(path, given, f"a data.pkl of at most {MAX_PICKLE_BYTES} bytes")
-    with zipfile.ZipFile(path) as archive:
-        if "byteorder" in records and archive.read(records["byteorder"])[:16].strip() != b"little":
-            raise _damaged(path, "big-endian numbers", "little-endian numbers")
-        data = archive.read(description)
-    return _Description(path, records).read(data)
+    order = records.get("byteorder")
+    if order is not None and (order.file_size > 16 or _entry(path, order).strip() != b"little"):
+        raise _damaged(path, "big-endian numbers", "little-endian numbers")
+    return _Description(path, records).read(_entry(path, description))
 
 
 def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
@@ -104,8 +106,8 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(path) as archive:
             infos, start = archive.infolist(), archive.start_dir
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError) as error:
-        raise _damaged(path, f"{error}", "a file written by torch.save") from error
+    except BROKEN_ZIP as error:
+        raise _damaged(path, f"{error!s:.100}", "a file written by torch.save") from error
     entries = {info.filename: info for info in infos}
     if len(entries) != len(infos):
         raise _damaged(path, "an entry twice in the zip", "each entry once")
@@ -120,6 +122,15 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
     if any(begin < end for (begin, _), end in zip(spans[1:], ends, strict=False)) or (ends and ends[-1] > start):
         raise _damaged(path, "entries that overlap or leave the file", "entries one after the other")
     return entries
+
+
+def _entry(path: Path, info: zipfile.ZipInfo) -> bytes:
+    """The bytes of a small entry, compared with their checksum."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(info)
+    except BROKEN_ZIP as error:
+        raise _damaged(path, f"{error!s:.100}", "a file written by torch.save") from error
 
 
 def _check_directory_size(path: Path, size: int) -> None:
@@ -196,7 +207,10 @@ class _Description:
         self._memo[index] = self._stack[-1]
 
     def _pop_mark(self) -> list[Any]:
-        at = len(self._stack) - 1 - next(i for i, value in enumerate(reversed(self._stack)) if value is _MARK)
+        behind = next((i for i, value in enumerate(reversed(self._stack)) if value is _MARK), None)
+        if behind is None:
+            raise self._refused("a mark that is missing")
+        at = len(self._stack) - 1 - behind
         values = self._stack[at + 1 :]
         del self._stack[at:]
         return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import shutil
 import struct
 import subprocess
@@ -23,7 +24,10 @@ from safetensors.torch import load_file, save_file
 
 from heads.checkpoint import save_heads
 from heads.config import HeadsConfig
+from heads.errors import CheckpointError
+from heads.foreign import read_foreign
 from heads.modules import MedusaHeads
+from medusa_ppo.offline.convert import convert
 
 D, V, K = 16, 40, 3
 Build = Callable[[Path], Any]
@@ -272,6 +276,7 @@ SAFETENSORS: dict[str, Build] = {
     "safetensors: head number 999": tensors(lambda s: s.update({"999.0.linear.weight": torch.zeros(D, D)})),
     "safetensors: a head number without end": tensors(lambda s: s.update({"9" * 90 + ".0.linear.weight": torch.zeros(D, D)})),
     "safetensors: a tensor named like a path": tensors(lambda s: s.update({"../../x": torch.zeros(1)})),
+    "safetensors: lm_heads before the layer": tensors(lambda s: [s.update({f"{k}.0.weight": s.pop(f"{k}.1.weight")}) for k in range(K)]),
     "safetensors: one bias missing": tensors(lambda s: s.pop("1.0.linear.bias")),
     "safetensors: no heads": tensors(lambda s: [s.pop(name) for name in list(s)] and s.update({"x": torch.zeros(1)})),
     "safetensors: link that leads out": outside_link("medusa_lm_head.safetensors"),
@@ -473,3 +478,78 @@ def test_the_harm_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(Harm()))  # noqa: S301
     assert (tmp_path / SENTINEL).is_dir()
+
+
+# ---- damage at random ----------------------------------------------------------------------------------------------------------------
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes changed, removed or put in; pickle instructions more often than others."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(out))
+        way = rng.random()
+        if way < 0.5:
+            out[at] = rng.randrange(256)
+        elif way < 0.75:
+            del out[at : at + rng.randrange(1, 9)]
+        else:
+            out[at:at] = bytes(
+                rng.choice(b'().}]tsuQRqehKJNbX0123456789"[]{},:\x85\x86\x87\x88\x89\x8a') for _ in range(rng.randrange(1, 4))
+            )
+    return bytes(out)
+
+
+@pytest.mark.parametrize("part", ["description", "zip", "header"])
+def test_damage_at_random_is_refused_or_harmless(part: str, tmp_path: Path) -> None:
+    """150 files each: heads of the right sizes, or our error; never another exception."""
+    rng = random.Random(part)
+    saved(lambda state: None)(tmp_path)
+    tensors(lambda state: None)(tmp_path)
+    packed, plain = (tmp_path / "medusa_lm_head.pt").read_bytes(), (tmp_path / "medusa_lm_head.safetensors").read_bytes()
+    with zipfile.ZipFile(tmp_path / "medusa_lm_head.pt") as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    description = next(name for name in entries if name.endswith("data.pkl"))
+    length = int.from_bytes(plain[:8], "little")
+    file = tmp_path / ("x.safetensors" if part == "header" else "x.pt")
+    refused = 0
+    for _ in range(150):
+        if part == "description":
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, data in entries.items():
+                    archive.writestr(name, damaged(data, rng) if name == description else data)
+        elif part == "zip":
+            file.write_bytes(packed[:-2000] + damaged(packed[-2000:], rng))
+        else:
+            text = damaged(plain[8 : 8 + length], rng)
+            file.write_bytes(len(text).to_bytes(8, "little") + text + plain[8 + length :])
+        try:
+            found = read_foreign(file).heads.config
+        except CheckpointError:
+            refused += 1
+        else:
+            assert (found.hidden_size, found.vocab_size) == (D, V)
+    assert refused > 40
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 0, True, 10**30, 0.5, [[]], {"num_medusa_heads": "x"}], ids=str)
+def test_any_value_in_a_configuration(value: Any, tmp_path: Path) -> None:
+    """Every key that is read, with a value that it should not have."""
+    keys = ["medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "text_config", "version", "base_model_name_or_path"]
+    tensors(lambda state: None)(tmp_path)
+    stock = tmp_path / "stock"
+    convert(tmp_path, stock, "vllm")
+    sound = json.loads((stock / "config.json").read_text())
+    for key in keys:
+        (tmp_path / "config.json").write_text(json.dumps({key: value}))
+        read_or_refuse(tmp_path)
+    for key in [*sound, "logit_scale", "num_attention_heads"]:
+        (stock / "config.json").write_text(json.dumps({**sound, key: value}))
+        read_or_refuse(stock)
+
+
+def read_or_refuse(folder: Path) -> None:
+    try:
+        assert read_foreign(folder).heads.config.num_heads == K
+    except CheckpointError as error:
+        assert len(str(error)) < 1500
