@@ -14,6 +14,7 @@ NUM_DRAFTS = "num_drafts"  # Draft tokens per step that the engine was set to.
 
 MAL_SERVING = "mal_serving"  # Mean acceptance length from vLLM's counters, this step's rollouts.
 ACCEPTANCE_PER_POSITION = "acceptance_per_position"  # Accepted at position k / draft steps, from vLLM's counters.
+DRAFT_CHOICES = "draft_choices"  # Where K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
 DRAFTS = "drafts"  # Draft steps counted by vLLM.
 ACCEPTED = "accepted"  # Draft tokens accepted, counted by vLLM.
 MAL_PER_ENGINE = "mal_per_engine"  # Mean acceptance length of each engine of a pool, from its counters.

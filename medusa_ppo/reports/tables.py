@@ -70,6 +70,34 @@ VERSION_COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class ChoiceRow:
+    """What the engine chose while so many sequences ran: share of the steps with 0..K drafts, and what the last step's report promised."""
+
+    running: str
+    steps: int
+    shares: list[float]
+    speedup: str
+
+
+def choice_rows(run: Run) -> list[ChoiceRow]:
+    """K chosen against running sequences, over the whole run; empty when the engine did not choose."""
+    steps: dict[int, list[int]] = {}
+    speedup: dict[int, float] = {}
+    for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):
+        before = steps.get(row["running"], [])
+        width = max(len(before), len(row["steps"]))
+        padded = [counts + [0] * (width - len(counts)) for counts in (before, row["steps"])]
+        steps[row["running"]] = [a + b for a, b in zip(*padded, strict=True)]
+        speedup[row["running"]] = row["speedup"]
+    rows = []
+    for running, counts in sorted(steps.items()):
+        label = str(running) if running == 1 else f"{running} to {2 * running - 1}"
+        total = sum(counts)
+        rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], w.ratio(speedup[running])))
+    return rows
+
+
 def version_rows(run: Run) -> list[VersionRow]:
     """One row per stretch of steps with the same version, oldest first."""
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,7 @@ class DraftChooser:
         self._trials = 0
         self._full_trials = 0
         self._outliers = 0
+        self._seen: dict[tuple[int, int], int] = {}
 
     def observe_acceptance(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Drafts and accepted drafts of each request in one step."""
@@ -110,6 +112,8 @@ class DraftChooser:
                 return
         self._outliers = 0
         self.costs.observe(batch, drafts, seconds)
+        key = (batch.bit_length(), drafts)
+        self._seen[key] = self._seen.get(key, 0) + 1
 
     def acceptance(self) -> np.ndarray:
         """Share of runs that reach position 1..K; falling, and optimistic where nothing was tried yet."""
@@ -120,6 +124,20 @@ class DraftChooser:
         """Expected for k = 0..K."""
         tokens = batch * np.concatenate([[1.0], 1.0 + np.cumsum(self.acceptance())])
         return tokens / self.costs.predict(batch, range(self.max_drafts + 1))
+
+    def take_report(self) -> list[dict[str, Any]]:
+        """Decode steps since the last report, by sequences that ran and drafts they had, fewest sequences first.
+
+        Each row: `running` (this many to not quite twice as many), `steps` (with 0..K drafts) and `speedup` (tokens per second of what
+        would be chosen now, over those without drafts, both from measured steps).
+        """
+        seen, self._seen = self._seen, {}
+        rows = []
+        for size in sorted({bits for bits, _ in seen}):
+            rates = self.tokens_per_second(running := 2 ** (size - 1))
+            steps = [seen.get((size, k), 0) for k in range(self.max_drafts + 1)]
+            rows.append({"running": running, "steps": steps, "speedup": float(rates[self._best(rates)] / rates[0])})
+        return rows
 
     def heads_changed(self) -> None:
         """New heads or a new actor: what was accepted so far says little, so the next steps try all positions."""
@@ -137,9 +155,7 @@ class DraftChooser:
             self._full_trials -= 1
             return self.max_drafts
         rates = self.tokens_per_second(batch)
-        best = int(np.argmax(rates))
-        if rates[best] < WORTHWHILE * rates[0]:
-            best = 0
+        best = self._best(rates)
         self._next_trial -= 1
         # One draft more, and none: what both cost is learned from nothing else.
         others = [k for k in (best + 1, 0) if k <= self.max_drafts and k != best]
@@ -151,3 +167,8 @@ class DraftChooser:
         loss = max(0.0, float(rates[best] / rates[trial]) - 1.0)
         self._next_trial = int(np.clip(loss / TRIAL_SHARE, *TRIAL_STEPS))
         return trial
+
+    @staticmethod
+    def _best(rates: np.ndarray) -> int:
+        best = int(np.argmax(rates))
+        return best if rates[best] >= WORTHWHILE * rates[0] else 0

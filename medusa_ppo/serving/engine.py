@@ -82,6 +82,10 @@ class RolloutEngine(ABC):
     def plugin_report(self) -> dict[str, Any]:
         """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
 
+    def choices(self) -> list[dict[str, Any]]:
+        """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """End the engine and everything it started; harmless when called again."""
@@ -133,6 +137,9 @@ class WorkerEngine(RolloutEngine):
 
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
+
+    def choices(self) -> list[dict[str, Any]]:
+        return self._call("medusa_choices")["rows"] if self.max_drafts else []
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
         """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""

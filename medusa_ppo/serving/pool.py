@@ -175,6 +175,9 @@ class EnginePool(base.RolloutEngine):
     def counters(self) -> Counters:
         return sum((engine.counters() for engine in self._engines()), Counters())
 
+    def choices(self) -> list[dict[str, Any]]:
+        return merge_choices([rows for _, rows in self._everywhere(lambda engine: engine.choices())])
+
     def plugin_report(self) -> dict[str, Any]:
         """The first engine's, and under `engines` everyone's."""
         reports = [engine.plugin_report() for engine in self._engines()]
@@ -357,3 +360,17 @@ def _with_piece(share: EngineShare, part: Rollouts) -> EngineShare:
         seconds=share.seconds + part.seconds,
         counters=share.counters + part.counters,
     )
+
+
+def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One report of several engines: steps add up, speed-ups are weighted by them."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in (row for report in reports for row in report):
+        other = merged.get(row["running"])
+        if other is None:
+            merged[row["running"]] = dict(row)
+            continue
+        mine, theirs = sum(row["steps"]), sum(other["steps"])
+        other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(mine + theirs, 1)
+        other["steps"] = [a + b for a, b in zip(row["steps"], other["steps"], strict=True)]
+    return [merged[running] for running in sorted(merged)]

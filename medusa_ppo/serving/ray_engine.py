@@ -167,6 +167,9 @@ class RayEngine(base.RolloutEngine):
     def plugin_report(self) -> dict[str, Any]:
         return self._call("plugin_report")
 
+    def choices(self) -> list[dict[str, Any]]:
+        return self._call("choices")
+
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
         """As `WorkerEngine.probe`."""
         return self._call("probe", hidden, last_ids)

@@ -103,6 +103,11 @@ class MedusaWorker:
         return {"num_drafts": self._medusa_require_drafter().set_num_drafts(int(count))}
 
     @reports_errors
+    def medusa_choices(self) -> dict[str, Any]:
+        """How many drafts the steps since the last call had; see `DraftChooser.take_report`."""
+        return {"rows": self._medusa_require_drafter().chooser.take_report()}
+
+    @reports_errors
     def medusa_probe(self, hidden: list[list[float]], last_ids: list[int]) -> dict[str, Any]:
         """What the serving heads draft for given hidden states (one-hot)."""
         return {"drafts": self._medusa_require_drafter().probe(hidden, last_ids)}

@@ -106,6 +106,7 @@ def _step(rng: random.Random, step: int, total: int, quality: float, state: dict
         m.COMPANION_TRAINED_TOKENS: state["trained"],
         m.COMPANION_LOSS: 3.1 - 0.8 * learned + noise(0, 0.03),
         m.COMPANION_DROPPED: 0,
+        m.DRAFT_CHOICES: [{"running": 1, "steps": [1, 2, 7], "speedup": 1.31}, {"running": 8, "steps": [30, 10], "speedup": 1.0}],
         m.VERSIONS_PUBLISHED: state["version"],
     }
     values[m.PAIR_SPEEDUP] = values[m.PAIR_DRAFTING_TOKENS_PER_S] / values[m.PAIR_PLAIN_TOKENS_PER_S] if pair else None

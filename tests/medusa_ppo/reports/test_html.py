@@ -200,3 +200,10 @@ def test_configuration_rows_mark_what_differs_from_the_defaults() -> None:
         key: (value, changed) for key, value, changed in config_rows({"seed": 0, "ppo": {"steps": 99}, "mine": {"x": None}, "name": ""})
     }
     assert rows == {"seed": ("0", False), "ppo.steps": ("99", True), "mine.x": ("null", False), "name": ("''", True)}
+
+
+def test_the_drafts_chosen_stand_by_running_sequences(runs: Path) -> None:
+    table = page_of(read_run(runs / "demo")).split('id="choices"')[1].split("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tbody>")[1].split("</tr>")[:2]]
+    assert rows[0] == ["1", "160", "10 %", "20 %", "70 %", "×1.31"]
+    assert rows[1][:4] == ["8 to 15", "640", "75 %", "25 %"]

@@ -119,3 +119,14 @@ def test_jumps_that_no_formula_has_are_learned(batch: int) -> None:
             choices.append(k)
     gains = [(1 + sum(0.5**j for j in range(1, k + 1))) / seconds(batch, k) for k in range(K + 1)]
     assert gains[usual(choices)] >= 0.97 * max(gains)
+
+
+def test_the_report_says_what_was_chosen_for_how_many_sequences() -> None:
+    chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
+    run(chooser, 64, 0.5, costs, 100)
+    run(chooser, 5, 0.5, costs, 50)
+    rows = chooser.take_report()
+    assert [row["running"] for row in rows] == [4, 64]
+    assert [sum(row["steps"]) for row in rows] == [50, 100]
+    assert rows[0]["speedup"] > rows[1]["speedup"] == 1.0
+    assert chooser.take_report() == []

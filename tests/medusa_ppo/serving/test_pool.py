@@ -21,7 +21,7 @@ from medusa_ppo.serving import ray_engine
 from medusa_ppo.serving.balance import cut, expected_tokens
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.make import make_engine, replica
-from medusa_ppo.serving.pool import MAX_RESTARTS, EnginePool
+from medusa_ppo.serving.pool import MAX_RESTARTS, EnginePool, merge_choices
 from medusa_ppo.serving.ray_engine import EngineHost, RayEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 
@@ -396,3 +396,9 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert len(again.responses) == 48 and pool.restarts == 1
         assert pool.checksums()["heads"] == checksum(state)
         assert {report["pid"] for report in pool.plugin_report()["engines"]} != set(pids)
+
+
+def test_what_the_engines_chose_is_added_up() -> None:
+    first = [{"running": 1, "steps": [1, 3], "speedup": 1.4}]
+    second = [{"running": 1, "steps": [3, 1], "speedup": 1.2}, {"running": 8, "steps": [5, 0], "speedup": 1.0}]
+    assert merge_choices([first, second]) == [{"running": 1, "steps": [4, 4], "speedup": pytest.approx(1.3)}, second[1]]
