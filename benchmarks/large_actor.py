@@ -4,8 +4,8 @@
     medusa-ppo bench rollout --model OUT/actor --heads OUT/wrong --data OUT/prompts.jsonl --template '{prompt}'
 
 Its layers compute as those of any Llama of this size, but what they add to the residual stream is zero, so the next token depends on the
-last one alone and by a known table: heads learn it from states and responses that need no forward pass. A real model is harder to draft for;
-what this one measures is what drafting costs and can bring where weights are read from memory.
+last one alone and by a known table: heads learn it from states and responses that need no forward pass. A real model is harder to draft
+for; what this one measures is what drafting costs and can bring where weights are read from memory.
 """
 
 from __future__ import annotations

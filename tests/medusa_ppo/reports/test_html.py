@@ -16,6 +16,7 @@ import pytest
 
 from heads.errors import UsageError
 from medusa_ppo import metrics
+from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.html import follow, write_report
 from medusa_ppo.reports.page import render_page
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
@@ -205,5 +206,5 @@ def test_configuration_rows_mark_what_differs_from_the_defaults() -> None:
 def test_the_drafts_chosen_stand_by_running_sequences(runs: Path) -> None:
     table = page_of(read_run(runs / "demo")).split('id="choices"')[1].split("</table>")[0]
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tbody>")[1].split("</tr>")[:2]]
-    assert rows[0] == ["1", "160", "10 %", "20 %", "70 %", "×1.31"]
+    assert rows[0] == ["1", "160", "10 %", "20 %", "70 %", w.ratio(1.31)]
     assert rows[1][:4] == ["8 to 15", "640", "75 %", "25 %"]
