@@ -128,6 +128,7 @@ class HiddenReader:
         self._model = model
         self._dtype = dtype or model.dtype
         self._temperature = temperature
+        self._sizes = model.config.get_text_config()
         self._accepts = set(inspect.signature(model.forward).parameters)
         self.packed = self._keeps_packed_apart()
 
@@ -136,8 +137,8 @@ class HiddenReader:
         """One batch per sample, on the CPU."""
         longest = max(len(sample.ids) for sample in samples)
         needs_logits = any(sample.logprobs is None for sample in samples)
-        limit = max(longest, min(GROUP_TOKENS, LOGIT_ELEMENTS // self._model.config.vocab_size if needs_logits else GROUP_TOKENS))
-        context = getattr(self._model.config, "max_position_embeddings", None) or ROW_TOKENS
+        limit = max(longest, min(GROUP_TOKENS, LOGIT_ELEMENTS // self._sizes.vocab_size if needs_logits else GROUP_TOKENS))
+        context = getattr(self._sizes, "max_position_embeddings", None) or ROW_TOKENS
         width = max(longest, min(ROW_TOKENS, limit, context))
         rows = _pack([len(s.ids) for s in samples], width) if self.packed else _one_each([len(s.ids) for s in samples])
         found: dict[int, RolloutBatch] = {}
@@ -196,7 +197,7 @@ class HiddenReader:
         if "position_ids" not in self._accepts:
             return False
         one, two = PROBE_LENGTHS
-        ids = torch.arange(one + two).remainder(self._model.config.vocab_size)[None]
+        ids = torch.arange(one + two).remainder(self._sizes.vocab_size)[None]
         positions = torch.cat([torch.arange(one), torch.arange(two)])[None]
         together = self._forward(ids, positions, False)[0][0, one:].float()
         alone = self._forward(ids[:, one:], torch.arange(two)[None], False)[0][0].float()

@@ -53,7 +53,7 @@ class GlooTeam:
     """Sums over all workers. The process group is its own, not torch's global one."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)  # torch's stubs lack its collectives.
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Replace the tensor by the sum of all workers' tensors, in place."""
@@ -61,7 +61,7 @@ class GlooTeam:
 
     def most(self, count: int) -> int:
         """The largest of all workers' counts."""
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         found = torch.tensor([count], dtype=torch.int64)
         self._group.allreduce([found], options).wait()

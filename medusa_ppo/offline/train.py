@@ -27,6 +27,7 @@ from medusa_ppo.offline.setting import out_folder
 from medusa_ppo.offline.state import Position, ResumeFolder
 from medusa_ppo.offline.team import Workers, running_workers
 from medusa_ppo.offline.worker import Worker, deal_parts
+from medusa_ppo.runtime import stop_signals
 
 __all__ = ["LOG_FILE", "TrainOptions", "train_heads"]
 
@@ -69,7 +70,8 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         progress.say(f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out")
         run = _Run(options, worker, resume)
         try:
-            run.train(progress)
+            with stop_signals():  # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process unsaved.
+                run.train(progress)
         except BaseException:
             run.save()
             raise

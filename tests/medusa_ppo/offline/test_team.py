@@ -81,6 +81,7 @@ def test_every_group_is_dealt_once_an_epoch_and_always_to_the_same_worker() -> N
     assert first != second and first == deal_parts(11, 4, 2, seed=3, epoch=0)
 
 
+@pytest.mark.slow
 def test_workers_in_ray_train_together_and_go_on_together(
     ray_session: None, chain_actor: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_workers_in_ray_train_together_and_go_on_together(
         assert torch.equal(value, heads[name]), name
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_one_sentence(ray_session: None, chain_actor: Path, questions: Path, tmp_path: Path) -> None:
     options = TrainOptions(model=str(tmp_path / "gone"), data=str(questions), out=tmp_path / "heads", column="question", workers=2)
     model = tmp_path / "gone"

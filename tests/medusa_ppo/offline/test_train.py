@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,24 @@ def test_a_killed_training_goes_on_from_its_last_save(options: TrainOptions, tmp
     assert log(options) == expected and len(expected) == 12
     for name, value in heads.items():
         assert torch.equal(value, state(options)[name]), name
+
+
+def test_a_sigterm_saves_whatever_handler_a_library_has_left(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, before = HeadsTrainer._step, signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def step(self: HeadsTrainer, *arguments: Any) -> torch.Tensor:
+        if self.batches_trained == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *arguments)
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(HeadsTrainer, "_step", step)
+            train(options)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the handler of before is back"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(log(options)) == 2 and (options.out / "resume" / "trainer.safetensors").is_file()
 
 
 def test_other_settings_are_refused_and_fresh_begins_anew(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
