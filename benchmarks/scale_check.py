@@ -29,6 +29,7 @@ from medusa_ppo.types import RolloutBatch
 
 ROUNDS = 5
 LAYERS, WIDTH, VOCAB, ROWS, TOKENS = 6, 512, 8192, 8, 256
+SMALL = {"width": 256, "vocab": 4096, "rows": 2}
 
 
 def compare(

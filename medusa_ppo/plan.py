@@ -70,6 +70,7 @@ class Plan:
     processes: tuple[Process, ...]
     moves: tuple[Move, ...]
     response_tokens: int
+    warnings: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> float:
@@ -106,7 +107,9 @@ def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
     if config.companion.enabled:
         processes.append(_companion(config, model, heads, gpus))
     tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
-    return Plan(model, heads, tuple(processes), tuple(_moves(config, model, heads, tokens)), tokens)
+    return Plan(
+        model, heads, tuple(processes), tuple(_moves(config, model, heads, tokens)), tokens, tuple(_warnings(config, model, tokens))
+    )
 
 
 def model_config(path: str) -> dict[str, Any]:
@@ -196,6 +199,17 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
     return moves
 
 
+def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
+    """What would go wrong in silence."""
+    batch = hidden_bytes(model, tokens)
+    if config.companion.enabled and batch > config.companion.queue_bytes:
+        return [
+            f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={config.companion.queue_bytes}: such "
+            f"batches are dropped. Set companion.queue_bytes={2 * batch} or more."
+        ]
+    return []
+
+
 def size_text(count: float) -> str:
     """Bytes as a person reads them."""
     for unit in UNITS:
@@ -225,5 +239,6 @@ def lines(plan: Plan) -> list[str]:
         copies = f" x {move.count}" if move.count > 1 else ""
         out.append(f"  {size_text(move.size) + copies:<18} {move.what}: {move.route}")
     asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
+    out += [f"\nWarning: {warning}" for warning in plan.warnings]
     out += ["", f"Altogether {size_text(plan.memory)} and {asked}; activations, Python, torch and vLLM themselves come on top."]
     return out

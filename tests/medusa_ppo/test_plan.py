@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,9 @@ def test_a_plan_adds_up(folder: Path) -> None:
     without = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"enabled": False}}), gpus=True)
     assert [p.name for p in without.processes] == ["PPO loop", "engine"] and len(without.moves) == 2
     assert without.gpus == pytest.approx(1.1)
+    assert not plan.warnings
+    crowded = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"queue_bytes": 1000}}), gpus=False)
+    assert "companion.queue_bytes=1000" in crowded.warnings[0]
     ranks = build_config({"model": {"path": str(folder)}, "engine": {"extra": {"tensor_parallel_size": 4}, "resource": "big"}})
     engine = make_plan(ranks, gpus=True).processes[1]
     assert engine.gpus == 4 and "'big'" in engine.where and engine.parts["weights"] == plan.processes[1].parts["weights"] // 4
@@ -91,7 +95,10 @@ def test_a_plan_adds_up(folder: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
     config = load_config(path, [f"model.path={folder}"])
+    qwen = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps({**qwen, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}))
     plan = make_plan(config, gpus=True)
+    assert not plan.warnings, "with the model that the cluster presets name"
     cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 9, "two-nodes-colocated": 16}.get(path.stem)
     assert cards is None or plan.gpus <= cards + (path.stem == "one-gpu")  # On one GPU the PPO process shares it with Ray's processes.
 
