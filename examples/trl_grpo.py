@@ -12,7 +12,11 @@ from medusa_ppo.loops.trl import MedusaGRPOTrainer
 from medusa_ppo.ppo.demo import demo_rows, ensure_demo_actor
 from medusa_ppo.ppo.rewards import exact_answer
 
-MEDUSA = {"heads": {"num_heads": 3}, "companion": {"batch_positions": 256, "epochs": 4}}
+MEDUSA = {
+    "heads": {"num_heads": 3},
+    "engine": {"choose_drafts": True},  # how many drafts pay, 0 included, is measured while it runs
+    "companion": {"batch_positions": 256, "epochs": 4},
+}
 
 
 def right_answer(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:

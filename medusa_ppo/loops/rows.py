@@ -44,9 +44,13 @@ class RowFinder:
         found: list[int | None] = []
         for row in range(ids.shape[0]):
             index = self._take(tuple(ids[row][attention[row]].tolist()))
-            found.append(index)
             if index is not None:
-                mask_BT[row, attention[row].nonzero()[-self._lengths[index] :, 0]] = True
+                response = attention[row].nonzero()[-self._lengths[index] :, 0]
+                if int(response[-1] - response[0]) + 1 == len(response):
+                    mask_BT[row, response] = True
+                else:
+                    index = None  # A padding token was sampled in the middle, and the trainer has masked it.
+            found.append(index)
         return mask_BT, found
 
     def _take(self, row: tuple[int, ...]) -> int | None:
