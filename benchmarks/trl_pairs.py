@@ -35,7 +35,7 @@ def mend_cpu_sync() -> None:
     VLLMGeneration.sync_weights = sync_weights
 
 
-def run(arm: str, seed: int, steps: int, out: Path) -> None:
+def run(arm: str, seed: int, steps: int, out: Path, *, fixed: bool = False, settings: dict[str, Any] | None = None) -> None:
     """One training; its figures go to out/ARM-SEED.json."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -55,7 +55,8 @@ def run(arm: str, seed: int, steps: int, out: Path) -> None:
     GRPOTrainer._generate_single_turn = timed  # What the plugin adds (sync, swap, waiting) is inside.
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
-    trainer = example["main"](steps, str(out / f"{arm}-{seed}"), medusa=example["MEDUSA"] if arm == "medusa" else None, seed=seed)
+    medusa = example["MEDUSA"] | ({"engine": {}} if fixed else {})
+    trainer = example["main"](steps, str(out / f"{arm}-{seed}"), medusa=medusa if arm == "medusa" else None, seed=seed, **(settings or {}))
     history = [row for row in trainer.state.log_history if "reward" in row]
     record = {
         "arm": arm,
@@ -101,11 +102,13 @@ def main() -> None:
     parser.add_argument("--arm", choices=("plain", "medusa"), default="medusa")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--fixed", action="store_true", help="draft with all heads in every step, instead of choosing the number")
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON: arguments of GRPOConfig in the place of the example's")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.what == "run":
-        run(options.arm, options.seed, options.steps, options.out)
+        run(options.arm, options.seed, options.steps, options.out, fixed=options.fixed, settings=options.settings)
     else:
         sys.stdout.write(json.dumps(compare(options.out), indent=2) + "\n")
 
