@@ -1,6 +1,6 @@
 """The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One process for each run.
 
-    python benchmarks/trl_pairs.py run --arm medusa --seed 0 --steps 30 --out pairs/     (and --arm plain; in turn, for some seeds)
+    python benchmarks/trl_pairs.py run --arm medusa --seed 0 --steps 12 --out pairs/     (and --arm plain; in turn, for some seeds)
     python benchmarks/trl_pairs.py compare --out pairs/
 
 The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there (and only there) the plain arm reloads
@@ -19,8 +19,8 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "trl_grpo.py"
-SKIPPED_STEPS = 5
-"""Steps in which the arms do not yet differ: the heads are trained for the first time, and caches are filled."""
+SKIPPED_CALLS = 8
+"""Generate calls in which the arms do not yet differ: the heads are trained for the first time, and caches are filled."""
 
 
 def mend_cpu_sync() -> None:
@@ -35,7 +35,7 @@ def mend_cpu_sync() -> None:
     VLLMGeneration.sync_weights = sync_weights
 
 
-def run(arm: str, seed: int, steps: int, out: Path) -> None:
+def run(arm: str, seed: int, steps: int, out: Path, *, fixed: bool = False, settings: dict[str, Any] | None = None) -> None:
     """One training; its figures go to out/ARM-SEED.json."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -55,7 +55,8 @@ def run(arm: str, seed: int, steps: int, out: Path) -> None:
     GRPOTrainer._generate_single_turn = timed  # What the plugin adds (sync, swap, waiting) is inside.
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
-    trainer = example["main"](steps, str(out / f"{arm}-{seed}"), medusa=example["MEDUSA"] if arm == "medusa" else None, seed=seed)
+    medusa = example["MEDUSA"] | ({"engine": {}} if fixed else {})
+    trainer = example["main"](steps, str(out / f"{arm}-{seed}"), medusa=medusa if arm == "medusa" else None, seed=seed, **(settings or {}))
     history = [row for row in trainer.state.log_history if "reward" in row]
     record = {
         "arm": arm,
@@ -71,19 +72,19 @@ def run(arm: str, seed: int, steps: int, out: Path) -> None:
 
 
 def compare(out: Path) -> dict[str, Any]:
-    """Ratios of paired steps (same seed, same step, so the same prompts), and the difference of the rewards."""
+    """Ratios of paired generate calls (same seed, same call, so the same prompts), and the difference of the rewards."""
     runs = {(record["arm"], record["seed"]): record for record in (json.loads(p.read_text()) for p in sorted(out.glob("*-*.json")))}
     seeds = sorted(seed for arm, seed in runs if arm == "medusa" and ("plain", seed) in runs)
     ratios, differences = [], []
     for seed in seeds:
         medusa, plain = runs["medusa", seed], runs["plain", seed]
-        pairs = list(zip(medusa["generations"], plain["generations"], strict=True))[SKIPPED_STEPS:]
+        pairs = list(zip(medusa["generations"], plain["generations"], strict=True))[SKIPPED_CALLS:]
         ratios += [(m["tokens"] / m["seconds"]) / (p["tokens"] / p["seconds"]) for m, p in pairs]
         differences += [m - p for m, p in zip(medusa["rewards"], plain["rewards"], strict=True)]
     last = [(runs["medusa", seed]["serving"][-1], runs["medusa", seed]["frozen"][-1]) for seed in seeds]
     return {
         "seeds": seeds,
-        "paired_steps": len(ratios),
+        "paired_calls": len(ratios),
         "speedup_median": median(ratios),
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
@@ -100,12 +101,14 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "compare"))
     parser.add_argument("--arm", choices=("plain", "medusa"), default="medusa")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--fixed", action="store_true", help="draft with all heads in every step, instead of choosing the number")
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON: arguments of GRPOConfig in the place of the example's")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.what == "run":
-        run(options.arm, options.seed, options.steps, options.out)
+        run(options.arm, options.seed, options.steps, options.out, fixed=options.fixed, settings=options.settings)
     else:
         sys.stdout.write(json.dumps(compare(options.out), indent=2) + "\n")
 

@@ -12,7 +12,11 @@ from medusa_ppo.loops.trl import MedusaGRPOTrainer
 from medusa_ppo.ppo.demo import demo_rows, ensure_demo_actor
 from medusa_ppo.ppo.rewards import exact_answer
 
-MEDUSA = {"heads": {"num_heads": 3}, "companion": {"batch_positions": 256, "epochs": 4}}
+MEDUSA = {
+    "heads": {"num_heads": 3},
+    "engine": {"choose_drafts": True},  # how many drafts pay, 0 included, is measured while it runs
+    "companion": {"batch_positions": 256, "epochs": 4},
+}
 
 
 def right_answer(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -20,7 +24,7 @@ def right_answer(prompts: list[str], completions: list[str], answer: list[str], 
     return [exact_answer(p, c, {"answer": a}) for p, c, a in zip(prompts, completions, answer, strict=True)]
 
 
-def main(steps: int = 30, out: str = "runs/trl-grpo", actor: str = "", medusa: Any = MEDUSA, **settings: Any) -> GRPOTrainer:
+def main(steps: int = 12, out: str = "runs/trl-grpo", actor: str = "", medusa: Any = MEDUSA, **settings: Any) -> GRPOTrainer:
     """Train, and return the trainer; its `state.log_history` has the figures, `out`/medusa the report."""
     args = GRPOConfig(
         output_dir=out,
@@ -30,9 +34,11 @@ def main(steps: int = 30, out: str = "runs/trl-grpo", actor: str = "", medusa: A
         **{
             "vllm_max_model_length": 160,
             "max_completion_length": 112,
-            "per_device_train_batch_size": 16,
-            "num_generations": 4,
-            "learning_rate": 5e-5,
+            "per_device_train_batch_size": 8,  # also the sequences that run at once: few, as drafting on a CPU wants it
+            "gradient_accumulation_steps": 4,
+            "steps_per_generation": 1,
+            "num_generations": 2,
+            "learning_rate": 1e-4,
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
             "save_strategy": "no",

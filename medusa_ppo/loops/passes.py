@@ -37,9 +37,10 @@ class PassTap:
             sampling: how the rollouts are sampled.
             max_bytes: of hidden states; what comes beyond is passed over.
         """
-        while isinstance(getattr(model, "module", None), nn.Module):
-            model = model.module
-        self._base: Any = getattr(model, "base_model", model)
+        inner: Any = model
+        while isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        self._base: Any = getattr(inner, "base_model", inner)
         self._sampling = sampling
         self._max_bytes = max_bytes
         self._prompts: dict[tuple[int, ...], int] = {}

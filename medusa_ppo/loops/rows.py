@@ -44,9 +44,13 @@ class RowFinder:
         found: list[int | None] = []
         for row in range(ids.shape[0]):
             index = self._take(tuple(ids[row][attention[row]].tolist()))
-            found.append(index)
             if index is not None:
-                mask_BT[row, attention[row].nonzero()[-self._lengths[index] :, 0]] = True
+                response = attention[row].nonzero()[-self._lengths[index] :, 0]
+                if int(response[-1] - response[0]) + 1 == len(response):
+                    mask_BT[row, response] = True
+                else:
+                    index = None  # A padding token was sampled in the middle, and the trainer has masked it.
+            found.append(index)
         return mask_BT, found
 
     def _take(self, row: tuple[int, ...]) -> int | None:
@@ -95,7 +99,7 @@ class ForwardTap:
         if self._finder is None or self._finder.done:
             return
         ids, attention = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if not _two_dimensional(ids) or not _two_dimensional(attention) or ids.shape != attention.shape:
+        if not isinstance(ids, torch.Tensor) or not isinstance(attention, torch.Tensor) or ids.dim() != 2 or ids.shape != attention.shape:
             return  # A decoding step, or a layout of the caller's own.
         mask_BT, found = self._finder.find(ids, attention)
         if any(index is not None for index in found):
@@ -113,7 +117,3 @@ class ForwardTap:
         if opened is not None:
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
-
-
-def _two_dimensional(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 2

@@ -22,7 +22,7 @@ from medusa_ppo.loops.versions import CHECKED, require_loop
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+    return [name for name in inspect.signature(function).parameters if not name.startswith("_ray")]  # Ray adds one to its actors' methods
 
 
 def source(thing: Any) -> str:

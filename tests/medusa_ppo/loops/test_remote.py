@@ -54,6 +54,7 @@ def rows_of(actor: Any, count: int) -> list[tuple[list[int], list[int]]]:
     return [(row[:1].tolist(), row[1:].tolist()) for row in answers]
 
 
+@pytest.mark.slow
 def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: None):
     settings = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
     config = build_config({"heads": {"num_heads": 2}, "companion": settings})

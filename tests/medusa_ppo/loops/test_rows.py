@@ -54,6 +54,12 @@ def test_an_empty_response_is_not_waited_for():
     assert RowFinder(empty).done
 
 
+def test_a_response_with_a_hole_is_passed_over():
+    ids, attention = torch.tensor([[5, 6, 1, 0, 2]]), torch.tensor([[1, 1, 1, 0, 1]])
+    mask, found = RowFinder(rollouts()).find(ids, attention)
+    assert found == [None] and not mask.any()
+
+
 class Recorder:
     """Stands in for the plugin: taps and collects, and sends nothing anywhere."""
 
