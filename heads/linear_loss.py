@@ -23,6 +23,8 @@ from heads.modules import FactoredLogits
 from heads.vocabulary import Vocabulary
 
 CHUNKS, TORCH, LIGER = "chunks", "torch", "liger"
+CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
+GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
 IGNORED = -100  # Target of a row that does not count.
 
 Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -36,6 +38,11 @@ def choose_form(factored: FactoredLogits, vocabulary: Vocabulary) -> str:
     if factored.weight.device.type == "cuda" and liger_installed():
         return LIGER
     return CHUNKS
+
+
+def rows_of_a_chunk(device: torch.device, vocab: int) -> int:
+    """Rows whose logits are computed at once."""
+    return max(1, (GPU_CHUNK if device.type == "cuda" else CPU_CHUNK) // vocab)
 
 
 @cache

@@ -25,8 +25,6 @@ from heads.errors import ConfigError
 from heads.modules import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
 
-CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
-
 WARM_UP_STEPS = 60  # Of a named loss without a part that pulls from afar.
 
 # (ce, tv, kl, exact_tv)
@@ -160,12 +158,12 @@ def head_loss(
         teacher: the actor's distribution; needed for KL and exact TV.
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as the actor's are when it samples:
             heads trained at one temperature then fit the others too, and heads that start as lm_head start right.
-        chunk_rows: rows of one of our chunks; None: as many as make `CHUNK_ELEMENTS` logits, or a library's fused form where
+        chunk_rows: rows of one of our chunks; None: as many as `linear_loss.rows_of_a_chunk` says, or a library's fused form where
             heads/linear_loss.py chooses one.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // vocabulary.width(factored.head_weight(0).shape[0]))
+    rows = chunk_rows or linear_loss.rows_of_a_chunk(factored.weight.device, vocabulary.width(factored.head_weight(0).shape[0]))
     form = linear_loss.choose_form(factored, vocabulary) if config.plain and chunk_rows is None else linear_loss.CHUNKS
     if form != linear_loss.CHUNKS:
         return config.ce * linear_loss.fused_cross_entropy(form, factored, targets_NK, mask_NK, temperature, rows)
