@@ -20,6 +20,9 @@ HOMES = {
     "huggingface_hub": ("medusa_ppo/offline/hub.py",),
     "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl",),
+    "tensorboard": ("medusa_ppo/trackers/",),
+    "wandb": ("medusa_ppo/trackers/",),
+    "trackio": ("medusa_ppo/trackers/",),
     "openrlhf": ("medusa_ppo/loops/openrlhf",),
 }
 # Over the preferred 400 lines, with the reason.
