@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from heads.errors import DataError
-from heads.losses import CHUNK_ELEMENTS
+from heads.linear_loss import rows_of_a_chunk
 from heads.modules import MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
 
@@ -203,7 +203,7 @@ def draft_ids_for_rows(
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens."""
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.vocabulary.width(heads.config.vocab_size))
+    rows = chunk_rows or rows_of_a_chunk(heads.blocks[0].device, heads.vocabulary.width(heads.config.vocab_size))
     chunks = []
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
@@ -237,7 +237,7 @@ def draft_logprobs_for_rows(
         temperatures: what head logits are divided by: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
     """
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // heads.vocabulary.width(heads.config.vocab_size))
+    rows = chunk_rows or rows_of_a_chunk(heads.blocks[0].device, heads.vocabulary.width(heads.config.vocab_size))
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from heads import linear_loss
 from heads.errors import ConfigError
 from heads.modules import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
-
-CHUNK_ELEMENTS = 1 << 22  # Float32 logits of one chunk (16 MiB): small enough for the caches of a CPU, enough rows for a GPU.
 
 WARM_UP_STEPS = 60  # Of a named loss without a part that pulls from afar.
 
@@ -71,6 +70,11 @@ class LossConfig:
     def at(self, step: int) -> LossConfig:
         """The loss of an optimizer step (from 0): cross-entropy while warming up."""
         return LossConfig() if step < self.warm_up_steps else self
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is cross-entropy alone, all positions alike."""
+        return self.ce > 0 and self.tv == self.kl == self.exact_tv == 0 and self.accept_until_fail is None
 
     @property
     def needs_teacher(self) -> bool:
@@ -154,11 +158,15 @@ def head_loss(
         teacher: the actor's distribution; needed for KL and exact TV.
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as the actor's are when it samples:
             heads trained at one temperature then fit the others too, and heads that start as lm_head start right.
-        chunk_rows: rows of one chunk; None: as many as make `CHUNK_ELEMENTS` logits.
+        chunk_rows: rows of one of our chunks; None: as many as `linear_loss.rows_of_a_chunk` says, or a library's fused form where
+            heads/linear_loss.py chooses one.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
-    rows = chunk_rows or max(1, CHUNK_ELEMENTS // vocabulary.width(factored.head_weight(0).shape[0]))
+    rows = chunk_rows or linear_loss.rows_of_a_chunk(factored.weight.device, vocabulary.width(factored.head_weight(0).shape[0]))
+    form = linear_loss.choose_form(factored, vocabulary) if config.plain and chunk_rows is None else linear_loss.CHUNKS
+    if form != linear_loss.CHUNKS:
+        return config.ce * linear_loss.fused_cross_entropy(form, factored, targets_NK, mask_NK, temperature, rows)
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
     return _ChunkedLoss.apply(job, *factored)
 

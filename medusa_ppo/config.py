@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from heads.errors import ConfigError
 
 MAX_SUGGESTIONS = 1
+TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 
 
 class Section(BaseModel):
@@ -222,6 +223,24 @@ class ReportConfig(Section):
     """Every n-th step the same prompts are also generated without drafting, in turn, and timed; 0: never."""
     speed_prompts: int = Field(0, ge=0)
     """Prompts of such a pair; 0: the step's own."""
+    trackers: tuple[str, ...] = ()
+    """Where each step's figures go beside metrics.jsonl: any of tensorboard, wandb, trackio, ray (Prometheus)."""
+    project: str = "medusa-ppo"
+    """Project under which wandb and trackio show the run."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in TRACKERS:
+                near = difflib.get_close_matches(name, TRACKERS, n=MAX_SUGGESTIONS)
+                raise ConfigError(
+                    "Unknown tracker in report.trackers.",
+                    given=name,
+                    expected=near[0] if near else ", ".join(TRACKERS),
+                    do=f"Did you mean {near[0]}?" if near else "Name one of these.",
+                )
+        return tuple(dict.fromkeys(names))
 
 
 class RunConfig(Section):

@@ -48,6 +48,7 @@ SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes.
 UPDATE_S = "update_s"  # Seconds of the PPO update.
 SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.
 SWAP_S = "swap_s"  # Seconds of swapping heads into the engine.
+SWAP_ALARMS = "swap_alarms"  # Swaps so far after which acceptance was near zero, so that the heads before were put back.
 PLUGIN_EXPOSED_S = "plugin_exposed_s"  # Seconds the loop spent inside the plugin's hooks.
 COMPANION_TRAIN_S = "companion_train_s"  # Seconds the companion trained during this step.
 COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook waited for.

@@ -14,6 +14,7 @@ Shape letters: B rows of a micro-batch, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import time
@@ -29,6 +30,7 @@ from heads.errors import DataError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.companion.alarm import SwapWatch, first_heads
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig
@@ -90,6 +92,9 @@ class MedusaPlugin:
         self._clock = clock
         self._collector: BatchCollector | None = None
         self._installed: PublishedHeads | None = None
+        self._before: PublishedHeads | None = None
+        self._broken = False
+        self._watch = SwapWatch()
         self._lm_head_VD: torch.Tensor | None = None
         self._step = _Step()
         self._train_s_before = 0.0
@@ -164,10 +169,12 @@ class MedusaPlugin:
         with self._exposed():
             if self._companion is None:
                 return
+            if self._broken:
+                self._take_back()
             began = self._clock()
             if self._wait and not self._companion.drain(DRAIN_TIMEOUT_S):
                 logger.warning("The companion did not finish its batches; the serving heads stay.")
-            version = self._installed.version if self._installed else 0
+            version = max(self._installed.version if self._installed else 0, self._watch.refused)
             published = self._companion.newest(version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
             self._step.waited_s += self._clock() - began
             if published is not None:
@@ -179,6 +186,7 @@ class MedusaPlugin:
             self._flush()
             self._step.rollouts = rollouts
             self._step.serving = self._installed
+            self._broken = self._watch.broken(rollouts) or self._broken
             if self._companion is not None:
                 self._collector = BatchCollector(rollouts)
                 self.empty_responses += self._collector.empty_responses
@@ -241,6 +249,7 @@ class MedusaPlugin:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
             values |= companion_figures(status)
+            values[names.SWAP_ALARMS] = self._watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
         return values
@@ -261,12 +270,12 @@ class MedusaPlugin:
         """
         if self._heads is None:
             raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
-        installed = self._installed
+        installed, heads = self._installed, copy.deepcopy(self._heads)
         if installed is not None and not Path(installed.path).is_file() and self._companion is not None:
             installed = self._companion.newest(0)  # Swaps failed for so long that the file is gone: the newest are the next best.
         if installed is not None:
-            self._heads.load_trainable_state(load_state(installed.path))
-        save_heads(folder, self._heads, lm_head_VD=self._lm_head_VD, version=installed.version if installed else 0)
+            heads.load_trainable_state(load_state(installed.path))
+        save_heads(folder, heads, lm_head_VD=self._lm_head_VD, version=installed.version if installed else 0)
         return Path(folder)
 
     def close(self) -> None:
@@ -303,8 +312,27 @@ class MedusaPlugin:
                 raise
             logger.warning("Heads version %d were not installed; the old ones stay. %s", published.version, error)
         else:
-            self._installed = published
+            self._before, self._installed = self._installed, published
+            self._watch.swapped(published)
             self.swaps += 1
+
+    def _take_back(self) -> None:
+        """Heads that the engine accepts next to nothing of make way for those before, under their own version."""
+        self._broken = False
+        try:
+            if self._before is not None:
+                self._swap(self._before)
+            elif self._heads is not None:
+                with first_heads(self._heads) as first:
+                    self._swap(first)
+            else:
+                return
+        except SwapError as error:
+            self.failed_swaps += 1
+            logger.warning("The heads before could not be put back. %s", error)
+        else:
+            self._installed, self._before = self._before, None
+            self._watch.put_back()
 
     def _swap(self, published: PublishedHeads) -> None:
         receipt = self._engine.swap_heads(published.path, published.version)

@@ -43,6 +43,7 @@ class PPOLoop:
             parts.sync,
         )
         self.plugin = parts.plugin  # medusa
+        self.trackers = parts.trackers
         self.speed = SpeedPairs(parts.engine, config)
 
     def run(self, writer: RunWriter) -> None:
@@ -55,6 +56,7 @@ class PPOLoop:
             self.position = Position(step + 1, self.position.policy_version + 1, wall_s)
             values[names.WALL_S] = wall_s
             writer.step(values)
+            self.trackers.log(values)
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
                 with self._phase(phases.SAVE, step):

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,8 @@ from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime import local_ray, stop_signals
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.make import make_engine
+from medusa_ppo.trackers.base import TrackerGroup
+from medusa_ppo.trackers.make import check_trackers, start_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Parts:
     engine: RolloutEngine
     sync: ActorSync
     plugin: MedusaPlugin | None = None
+    trackers: TrackerGroup = field(default_factory=TrackerGroup)
 
 
 class RunSession:
@@ -76,6 +79,7 @@ class RunSession:
             MedusaError: the first thing that is wrong, the cheap checks first.
         """
         config = self._config
+        check_trackers(config.report.trackers)
         torch.set_num_threads(config.ppo.threads)
         position = read_position(config.run_dir, config) if resume else Position()
         reward = make_reward(config.ppo, _device())
@@ -97,11 +101,13 @@ class RunSession:
                 )
             )
             self._signals.install()  # Ray has put a handler of its own in place.
+        trackers = start_trackers(config, position.next_step)
+        self._stack.callback(trackers.close)
         engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype))
         if position.policy_version:
             sync(actor, position.policy_version)
-        return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin), position, self._writer
+        return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers), position, self._writer
 
     def finish(self, parts: Parts, position: Position) -> dict[str, Any]:
         """Save the trained actor, the heads and the last checkpoint, and write the report. Returns the summary."""

@@ -94,6 +94,17 @@ def _broken_swap(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
+def _swap_alarm(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    seen = 0.0
+    for step in run.steps:
+        alarms = number(step.get(m.SWAP_ALARMS)) or 0.0
+        if alarms > seen:
+            swap = f"New heads were accepted next to never in step {step[m.STEP]}, though replay had promised more"
+            text = f"{swap}; the heads before went back in."
+            yield Finding("swap_alarm", text, "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo doctor`.")
+        seen = alarms
+
+
 def _drafting_did_not_pay(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
     speedup, pairs = summary["rollout_speedup"], summary["rollout_speedup_pairs"]
     if speedup is not None and speedup < 1.0:
@@ -203,6 +214,7 @@ CHECKS: tuple[Callable[[Run, dict[str, Any]], Iterator[Finding]], ...] = (
     _unreadable,
     _not_finite,
     _broken_swap,
+    _swap_alarm,
     _drafting_did_not_pay,
     _worse_than_frozen,
     _stale,

@@ -338,6 +338,63 @@ def test_failed_swap_raises_when_asked_to(parts, tmp_path: Path) -> None:
         plugin.before_generation()
 
 
+def accepted(engine: DoubleEngine, extra: float) -> Rollouts:
+    """Rollouts of the heads that the engine holds, with counters as asked for."""
+    rollouts = engine.generate(PROMPTS, Sampling(seed=1))
+    return Rollouts(**{**rollouts.__dict__, "counters": Counters(1000, 3000, round(1000 * extra), (round(1000 * extra), 0, 0))})
+
+
+def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(parts, tmp_path: Path) -> None:
+    """Version 1 works, version 2 does not: version 1 comes back under its number, 2 is never asked for again, 3 is welcome."""
+    _, engine, companion, plugin = parts
+    companion.offer = good = offer_of(engine.heads, tmp_path, 1)
+    plugin.before_generation()
+    plugin.rollout_ready(accepted(engine, 0.4))
+    assert plugin.metrics()[names.SWAP_ALARMS] == 0
+    companion.offer = offer_of(engine.heads, tmp_path, 2, seed=9)
+    plugin.before_generation()
+    plugin.rollout_ready(accepted(engine, 0.001))
+    assert engine.heads_version == 2, "the engine may not be idle here"
+    assert plugin.metrics()[names.SWAP_ALARMS] == 1
+    plugin.before_generation()
+    plugin.before_generation()
+    assert engine.calls == [("swap", 1), ("swap", 2), ("swap", 1)]
+    assert engine.checksums()["heads"] == good.checksum and engine.heads_version == 1
+    plugin.rollout_ready(accepted(engine, 0.4))
+    assert plugin.metrics()[names.STALENESS] == engine.policy_version - good.policy_version
+    companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=10)
+    plugin.before_generation()
+    assert engine.checksums()["heads"] == newer.checksum
+
+
+def test_the_heads_of_the_start_come_back_too(parts, tmp_path: Path) -> None:
+    _, engine, companion, plugin = parts
+    first = engine.checksums()["heads"]
+    plugin.before_generation()
+    plugin.rollout_ready(accepted(engine, 0.4))
+    companion.offer = offer_of(engine.heads, tmp_path, 1)
+    plugin.before_generation()
+    saved, metadata = load_heads(plugin.save_heads(tmp_path / "saved"))
+    assert metadata.version == 1 and checksum(saved.trainable_state()) == companion.offer.checksum
+    plugin.rollout_ready(accepted(engine, 0.0))
+    plugin.before_generation()
+    assert engine.checksums()["heads"] == first and engine.heads_version == 0
+    saved, metadata = load_heads(plugin.save_heads(tmp_path / "again"))
+    assert metadata.version == 0 and checksum(saved.trainable_state()) == first
+
+
+def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
+    _, engine, companion, plugin = parts
+    plugin.rollout_ready(accepted(engine, 0.4))
+    companion.offer = offer_of(engine.heads, tmp_path, 1)
+    plugin.before_generation()
+    plugin.rollout_ready(accepted(engine, 0.0))
+    engine.refuse = True
+    plugin.before_generation()
+    plugin.before_generation()
+    assert engine.calls == [("swap", 1), ("swap", 0)] and plugin.failed_swaps == 1 and engine.heads_version == 1
+
+
 def test_seconds_exposed_and_hidden(parts) -> None:
     _, engine, _, _ = parts
     now = [0.0]

@@ -17,6 +17,7 @@ from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.progress import NullProgress
 from medusa_ppo.reports.store import read_run
+from medusa_ppo.trackers import make
 
 STEPS = 3
 
@@ -101,6 +102,37 @@ def test_ppo_runs_without_the_plugin(tmp_path: Path, actor_folder: Path, scene: 
     run_dir = tmp_path / "runs" / "run"
     assert (run_dir / "actor" / "model.safetensors").is_file() and not (run_dir / "heads-final").exists()
     assert not [p.name for p in run_dir.iterdir() if p.name.startswith(".")]
+
+
+def test_trackers_see_every_step_and_are_closed(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    class Recorder:
+        def log(self, step: int, values: dict[str, float]) -> None:
+            seen.append((step, dict(values)))
+            raise OSError("a tracker that fails stops nothing")
+
+        def close(self) -> None:
+            scene.events.append("tracker closed")
+
+    monkeypatch.setitem(make.STARTS, "ray", lambda setting: Recorder())
+    config = settings(tmp_path, actor_folder)
+    config = config.model_copy(update={"report": config.report.model_copy(update={"trackers": ("ray",)})})
+    assert run_ppo(config)["steps"] == STEPS
+    lines = read_run(config.run_dir).steps
+    assert [step for step, _ in seen] == [0, 1, 2] and seen[1][1]["reward_mean"] == lines[1]["reward_mean"]
+    assert scene.events == ["ray up", "engine up", "engine down", "tracker closed", "ray down"]
+
+
+def test_a_missing_tracker_is_told_before_anything_starts(
+    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(make.PACKAGES, "wandb", "no_such_package")
+    config = settings(tmp_path, actor_folder)
+    config = config.model_copy(update={"report": config.report.model_copy(update={"trackers": ("wandb",)})})
+    with pytest.raises(ConfigError, match="no_such_package"):
+        run_ppo(config)
+    assert scene.events == [] and not config.run_dir.exists()
 
 
 def test_stopped_runs_close_everything_and_report(tmp_path: Path, actor_folder: Path, scene: Scene):

@@ -1,0 +1,1 @@
+"""Where a step's figures go beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, Ray metrics."""
