@@ -11,6 +11,8 @@ UV_VERSION := 0.13.8
 STACK ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi)
 LOCK := requirements-$(STACK).txt
 STAMP := $(VENV)/.setup-$(STACK)
+# mkdocs and what it needs, away from the packages that train and serve.
+DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
@@ -49,7 +51,7 @@ demo: setup  ## The whole job on an embedded example; says where the report is
 test: setup  ## The tests (no GPU, no network)
 	@$(BIN)/pytest
 
-test-slow: setup  ## The tests that take minutes
+test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 	@$(BIN)/pytest -m "slow and not gpu"
 
 test-gpu: setup  ## The tests that need a CUDA device
@@ -68,9 +70,6 @@ check: setup  ## Style, types, imports: what CI runs before the tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/test_architecture.py
-
-# mkdocs and what it needs, away from the packages that train and serve.
-DOCS_VENV ?= .venv-docs
 
 docs: setup $(DOCS_VENV)/.setup  ## The documentation site, in build/site (warnings are errors)
 	@PYTHONPATH=$$PWD $(BIN)/python docs/site/build_pages.py build/docs

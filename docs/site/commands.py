@@ -77,7 +77,7 @@ def command_page(name: str) -> str:
         part = [row for row in rows if row["kind"] == kind]
         if part:
             lines += [f"## {title}", "", f"| {kind} | default | what it is |", "|---|---|---|"]
-            lines += [f"| `{cell(row['name'])}` | {default_cell(row['default'])} | {cell(escape(row['help']))} |" for row in part]
+            lines += [f"| `{row['name']}` | {default_cell(row['default'])} | {cell(escape(row['help']))} |" for row in part]
             lines.append("")
     return "\n".join(lines)
 
@@ -102,7 +102,8 @@ def commands_page(pages: Mapping[str, str]) -> str:
 def _option(key: str, kind: Any, info: Any) -> str:
     """An option as one types it, with what goes behind it."""
     plain, words = _without_none(kind), key.replace("_", "-")
-    names = " ".join(info.param_decls or ())
+    # Inside Annotated the first name stands where a default would (typer puts it right when it builds the parser).
+    names = " ".join(str(name) for name in (info.default, *(info.param_decls or ())) if isinstance(name, str) and name.startswith("-"))
     if plain is bool:
         return (names or f"--{words}/--no-{words}").replace("/", " / ")
     if typing.get_origin(plain) is Literal:
@@ -131,12 +132,13 @@ def _default(value: Any, kind: Any) -> str:
 
 
 def default_cell(value: str) -> str:
-    return value if value in ("", "required", "on", "off") else f"`{cell(value)}`"
+    return value if value in ("", "required", "on", "off") else f"`{value}`"
 
 
 def cell(text: str) -> str:
-    """Text in a cell of a table."""
-    return text.replace("\n", " ").replace("|", "\\|")
+    """Text in a cell of a table; inside of code a bar does no harm, and a backslash would show."""
+    parts = re.split(r"(`[^`]*`)", text.replace("\n", " "))
+    return "".join(part if index % 2 else part.replace("|", "&#124;") for index, part in enumerate(parts))
 
 
 def escape(text: str) -> str:

@@ -52,9 +52,7 @@ def configuration_page() -> str:
         lines += [f"## {TITLES.get(section, section)}{name}", "", "| key | type | default | what it is |", "|---|---|---|---|"]
         for key, field in fields:
             dotted = f"{section}.{key}" if section else key
-            lines.append(
-                f"| `{dotted}` | {cell(type_words(field))} | `{cell(default_words(field))}` | {cell(escape(field.description or ''))} |"
-            )
+            lines.append(f"| `{dotted}` | {cell(type_words(field))} | `{default_words(field)}` | {cell(escape(field.description or ''))} |")
         lines.append("")
     return "\n".join(lines)
 
