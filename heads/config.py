@@ -79,6 +79,7 @@ class HeadsConfig:
         return shapes
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for `from_dict` and for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -28,6 +28,8 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    """The actor and what the critic starts from."""
+
     path: str = "demo"
     """Folder or hub name of a transformers causal LM; `demo` is the embedded actor, trained on first use."""
     critic_path: str = ""
@@ -37,6 +39,8 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
+    """Where prompts and reference answers come from."""
+
     path: str = "demo"
     """Local JSONL, Parquet, CSV or text file, or a hub name; `demo` is the generated arithmetic task."""
     split: str = "train"
@@ -54,6 +58,8 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
+    """How rollouts are sampled."""
+
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of the rollouts."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -67,6 +73,8 @@ class SamplingConfig(Section):
 
 
 class EngineConfig(Section):
+    """vLLM, and how it drafts."""
+
     backend: Literal["colocated", "server"] = "colocated"
     """`colocated`: vLLM inside a Ray actor on this node; `server`: `vllm serve` over HTTP, started by us."""
     replicas: int = Field(1, ge=1)
@@ -104,6 +112,8 @@ class EngineConfig(Section):
 
 
 class HeadsSection(Section):
+    """The heads that a run starts with."""
+
     path: str = ""
     """Native heads directory to start from; empty: start at zero (every head equals lm_head)."""
     kind: Literal["medusa", "markov", "hydra"] = "medusa"
@@ -119,6 +129,8 @@ class HeadsSection(Section):
 
 
 class CompanionConfig(Section):
+    """How the heads are trained beside PPO."""
+
     enabled: bool = True
     """Train the heads while PPO runs."""
     on_error: Literal["raise", "disable"] = "disable"
@@ -176,6 +188,8 @@ class CompanionConfig(Section):
 
 
 class PPOConfig(Section):
+    """The reference PPO loop."""
+
     steps: int = Field(16, ge=1)
     """PPO steps (rollout batches)."""
     prompts_per_step: int = Field(32, ge=1)
@@ -219,6 +233,8 @@ class PPOConfig(Section):
 
 
 class ReportConfig(Section):
+    """What is measured besides."""
+
     speed_every: int = Field(4, ge=0)
     """Every n-th step the same prompts are also generated without drafting, in turn, and timed; 0: never."""
     speed_prompts: int = Field(0, ge=0)

@@ -1,0 +1,80 @@
+"""The page of configuration keys: key, type, default and meaning, from the fields of medusa_ppo/config.py and their docstrings."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, Literal
+
+import yaml
+from commands import cell, escape
+from pydantic.fields import FieldInfo
+
+from medusa_ppo.config import RunConfig, Section
+
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+TITLES = {
+    "": "The run",
+    "model": "The actor",
+    "data": "Prompts",
+    "sampling": "How rollouts are sampled",
+    "engine": "vLLM and drafting",
+    "heads": "The heads",
+    "companion": "Training the heads beside PPO",
+    "ppo": "The reference PPO loop",
+    "report": "What is measured",
+}
+
+HEAD = """# Configuration keys
+
+A run reads a YAML file that holds only what differs from these defaults; `key=value` pairs on the command line come on top
+(`medusa-ppo ppo --config FILE ppo.steps=20`). An unknown key is an error that names the nearest valid one, and fields that contradict
+each other are refused before anything starts. The loops of TRL, verl and OpenRLHF read the sections `heads`, `companion` and `engine`.
+"""
+
+
+def sections() -> dict[str, list[tuple[str, FieldInfo]]]:
+    """Section ("" for the top level) -> its fields."""
+    found: dict[str, list[tuple[str, FieldInfo]]] = {"": []}
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found[name] = list(field.annotation.model_fields.items())
+        else:
+            found[""].append((name, field))
+    return found
+
+
+def configuration_page() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for section, fields in sections().items():
+        name = f": `{section}`" if section else ""
+        lines += [f"## {TITLES.get(section, section)}{name}", "", "| key | type | default | what it is |", "|---|---|---|---|"]
+        for key, field in fields:
+            dotted = f"{section}.{key}" if section else key
+            lines.append(f"| `{dotted}` | {cell(type_words(field))} | `{default_words(field)}` | {cell(escape(field.description or ''))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def type_words(field: FieldInfo) -> str:
+    """The type as words: the choices of a Literal, or a name with its bounds."""
+    kind: Any = field.annotation
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
+    bounds = [f"{sign} {getattr(part, name)}" for part in field.metadata for name, sign in BOUNDS.items() if hasattr(part, name)]
+    return " ".join([_name(kind), ", ".join(bounds).replace("<", "&lt;")]).strip()
+
+
+def default_words(field: FieldInfo) -> str:
+    """The default as YAML would write it."""
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        value = list(value)
+    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("...\n").strip()
+
+
+def _name(kind: Any) -> str:
+    if isinstance(kind, types.GenericAlias):
+        return "list of " + _name(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else "mapping"
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(kind.__name__, kind.__name__)

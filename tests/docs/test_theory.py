@@ -1,0 +1,91 @@
+"""The figures that docs/theory.md works out by hand, from the code itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heads.acceptance import replay_probabilities
+from heads.losses import LossConfig, Teacher, head_loss, reference_head_loss
+from heads.modules import FactoredLogits
+
+HEADS = 9
+
+
+def replay_and_average(distances: list[int], times: int) -> tuple[float, float]:
+    """Mean acceptance length by replay, and 1 + the average run over all rows; distances between wrongly drafted tokens repeat."""
+    wrong = torch.zeros(1 + sum(distances) * times, dtype=torch.bool)
+    wrong[torch.tensor([0, *distances * times]).cumsum(0)] = True
+    right_M = (~wrong).double()
+    accept_MK = torch.stack([torch.cat([right_M[k:], torch.zeros(k).double()]) for k in range(1, HEADS + 1)], dim=1)
+    result = replay_probabilities(accept_MK, torch.tensor([len(right_M)]))
+    runs_M = accept_MK.cumprod(1).sum(1)[: len(right_M) - 1]
+    return result.mean_acceptance_length, 1 + float(runs_M.mean())
+
+
+@pytest.mark.parametrize(
+    ("distances", "true", "average"),
+    [([1, 1, 1, 9], 3.0, 4.0), ([3], 3.0, 2.0), ([1, 5], 3.0, (13 / 3 + 1) / 2)],
+    ids=["clustered", "even", "two kinds"],
+)
+def test_averages_over_all_positions_are_wrong_by_the_formula(distances: list[int], true: float, average: float) -> None:
+    """Proposition 7: (mean + variance / mean + 1) / 2 instead of the mean."""
+    gaps = torch.tensor(distances, dtype=torch.float64)
+    assert ((gaps.mean() ** 2 + gaps.var(correction=0)) / gaps.mean() + 1) / 2 == pytest.approx(average)
+    assert replay_and_average(distances, 50) == pytest.approx((true, average))
+
+
+def test_geometric_distances_make_no_difference() -> None:
+    """Right and wrong from token to token independently: the average over positions agrees."""
+    generator = torch.Generator().manual_seed(0)
+    accept_MK = (torch.rand(50_000, generator=generator) < 0.6).double().unsqueeze(1)
+    result = replay_probabilities(accept_MK, torch.full((500,), 100))
+    assert result.mean_acceptance_length == pytest.approx(1.6, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["ce", "tv", "kl", "exact_tv"])
+def test_gradients_are_those_of_the_table(name: str) -> None:
+    """Section 6: the gradient by the logits at temperature 1, written out."""
+    generator = torch.Generator().manual_seed(1)
+    logits_V, teacher_V = torch.randn(6, generator=generator), torch.randn(6, generator=generator)
+    q, p = logits_V.softmax(0), teacher_V.softmax(0)
+    target = int((p - q).argmax())  # q(y) < p(y), so that `tv` has a gradient.
+    below = (q < p).float()
+    written = {
+        "ce": q - torch.eye(6)[target],
+        "tv": q[target] / p[target] * (q - torch.eye(6)[target]),
+        "kl": q - p,
+        "exact_tv": (below * q).sum() * q - below * q,
+    }
+    # The identity as lm_head: features are logits.
+    features_NKD = logits_V.view(1, 1, 6).clone().requires_grad_()
+    config = LossConfig(**{**{"ce": 0.0}, name: 1.0})
+    loss_K = head_loss(
+        FactoredLogits(features_NKD, torch.eye(6)),
+        torch.tensor([[target]]),
+        torch.tensor([[True]]),
+        config,
+        logprobs_NK=p[target].log().view(1, 1),
+        teacher=Teacher(teacher_V.view(1, 6), torch.tensor([[0]]), torch.eye(6)),
+    )
+    loss_K.sum().backward()
+    assert features_NKD.grad is not None
+    torch.testing.assert_close(features_NKD.grad.flatten(), written[name])
+    plain_K = reference_head_loss(
+        logits_V.view(1, 1, 6),
+        torch.tensor([[target]]),
+        torch.tensor([[True]]),
+        config,
+        logprobs_NK=p[target].log().view(1, 1),
+        teacher_logits_NKV=teacher_V.view(1, 1, 6),
+    )
+    torch.testing.assert_close(loss_K.detach(), plain_K)
+
+
+def test_one_hot_and_sampled_drafts_of_section_four() -> None:
+    def both(p: list[float], q: list[float]) -> tuple[float, float]:
+        one_hot = p[max(range(2), key=q.__getitem__)]
+        return sum(map(min, p, q)), one_hot
+
+    assert both([0.6, 0.4], [0.6, 0.4]) == pytest.approx((1.0, 0.6))
+    assert both([0.9, 0.1], [0.6, 0.4]) == pytest.approx((0.7, 0.9))
