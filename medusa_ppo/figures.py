@@ -8,14 +8,14 @@ from medusa_ppo import metrics as names
 from medusa_ppo.types import CompanionStatus, PublishedHeads, Rollouts
 
 
-def rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None) -> dict[str, Any]:
-    """What the rollouts say: versions, staleness, and vLLM's acceptance counters."""
+def rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the rollouts say: versions, staleness, vLLM's acceptance counters, and what an engine that chooses K chose."""
     counters = rollouts.counters
-    pool: dict[str, Any] = {}
+    more: dict[str, Any] = {names.DRAFT_CHOICES: choices} if choices else {}
     if rollouts.engines:
-        pool[names.MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
-        pool[names.TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
-    return pool | {
+        more[names.MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
+        more[names.TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
+    return more | {
         names.HEADS_VERSION: rollouts.heads_version,
         names.STALENESS: rollouts.policy_version - (serving.policy_version if serving else 0),
         names.NUM_DRAFTS: rollouts.num_drafts,

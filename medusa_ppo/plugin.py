@@ -242,9 +242,7 @@ class MedusaPlugin:
         step, self._step = self._step, _Step()
         values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: step.swap_s}
         if step.rollouts is not None:
-            values |= rollout_figures(step.rollouts, step.serving)
-            if choices := self._engine.choices():
-                values[names.DRAFT_CHOICES] = choices
+            values |= rollout_figures(step.rollouts, step.serving, self._engine.choices())
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
