@@ -21,8 +21,9 @@ from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig, EngineConfig
-from medusa_ppo.offline.collect import Sample, hidden_batch, samples_of
+from medusa_ppo.offline.collect import Sample, samples_of
 from medusa_ppo.offline.convert import convert
+from medusa_ppo.offline.hidden import hidden_batch
 from medusa_ppo.serving.colocated import ColocatedEngine
 from medusa_ppo.serving.launch import plan_launch
 from medusa_ppo.types import Sampling
@@ -42,6 +43,11 @@ class Export:
     held_out: list[Sample]
 
 
+def sample_of(prompt: Sequence[int], response: Sequence[int], number: int) -> Sample:
+    ids = (*prompt, *response)
+    return Sample(ids, ((len(prompt), len(ids)),), number)
+
+
 def sampled_by_transformers(model: Any, prompts: Sequence[Sequence[int]], seed: int) -> list[Sample]:
     """Responses at temperature 1 from transformers' own generate, PER_PROMPT to each prompt."""
     torch.manual_seed(seed)
@@ -53,7 +59,7 @@ def sampled_by_transformers(model: Any, prompts: Sequence[Sequence[int]], seed: 
     samples = []
     for row, response in enumerate(out_BT[:, width:].tolist()):
         length = response.index(end) + 1 if end in response else len(response)
-        samples.append(Sample(tuple(prompts[row // PER_PROMPT]), tuple(response[:length])))
+        samples.append(sample_of(prompts[row // PER_PROMPT], response[:length], row // PER_PROMPT))
     return samples
 
 
@@ -85,7 +91,7 @@ def test_pure_stock_vllm_accepts_what_replay_says(actor: Any, export: Export) ->
     stock = json.loads(done.stdout.splitlines()[-1])
     assert stock["drafter"] == "vllm.v1.spec_decode.medusa"
     measured = 1 + sum(stock["accepted"]) / stock["drafts"]
-    samples = [Sample(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, stock["tokens"], strict=True)]
+    samples = [sample_of(prompt, ids, n) for n, (prompt, ids) in enumerate(zip(prompts, stock["tokens"], strict=True))]
     estimate = replayed(actor, export.heads, samples).mean_acceptance_length
     print(f"greedy: stock vLLM {measured:.4f}, replay {estimate:.4f}, {stock['drafts']:.0f} drafts")
     assert estimate > 1.3 and stock["drafts"] > 1000
