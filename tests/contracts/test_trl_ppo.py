@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL has no PPOTrainer any more: make test-contracts")
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from heads.checkpoint import load_heads
@@ -47,7 +47,7 @@ def ray_session() -> Iterator[None]:
 
 def train(trainer_class: Any, actor: Path, out: Path, **extra: Any) -> dict[str, torch.Tensor]:
     """Three updates; the policy's weights afterwards."""
-    torch.manual_seed(0)
+    set_seed(0)  # NumPy's too: TRL shuffles its minibatches with it.
     tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left")
     tokenizer.add_special_tokens({"pad_token": tokenizer.convert_ids_to_tokens(1)})
     judge = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
