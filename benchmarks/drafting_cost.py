@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batches", default="1,4,16,64")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="Our proposer drafts from so many tokens; 0: from all.")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -99,6 +100,10 @@ def main() -> None:
         with ColocatedEngine(folder / "actor", folder / "heads", config) as engine:
             ours = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
             stock = stock_proposer(ours, folder / "stock")
+            if options.draft_vocab:
+                ours.configure({"draft_vocab": options.draft_vocab})
+                ours.token_map.observe([list(range(options.draft_vocab)) * 2])
+                ours.target_changed()
             for batch in (int(word) for word in options.batches.split(",")):
                 hidden_BD = torch.randn(batch, options.hidden, dtype=ours.dtype)
                 ours._last_ids = [0] * batch
