@@ -225,7 +225,7 @@ def test_eval_takes_a_hub_name(hub: FolderHub, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1 and "pulling me/none" in result.output, result.output
     save_heads(hub.root / "me" / "heads", MedusaHeads(HeadsConfig(D, V, K)))
     result = CliRunner().invoke(app, [*arguments, "hf://me/heads"])
-    assert result.exit_code == 2 and "no-model" in result.output, result.output
+    assert result.exit_code == 2 and "no-data" in result.output, result.output
 
 
 def test_push_by_the_command(heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
