@@ -60,6 +60,7 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Pat
         assert "## By question" in file.with_suffix(".md").read_text() and "<svg" in file.with_suffix(".html").read_text()
 
 
+@pytest.mark.slow
 def test_responses_that_were_written_are_not_written_again(
     chain_actor: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
