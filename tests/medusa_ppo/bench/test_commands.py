@@ -50,6 +50,7 @@ def test_swap(chain_actor: Path, heads: Path, tmp_path: Path) -> None:
     assert "12,288" in file.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_companion(source: list[str], tmp_path: Path) -> None:
     file, threads = tmp_path / "companion.json", torch.get_num_threads()
     run("companion", *source, "--rounds", "2", "--prompts-per-step", "4", "--max-new-tokens", "16", "--json", str(file))

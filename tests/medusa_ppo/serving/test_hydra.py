@@ -14,7 +14,8 @@ from medusa_ppo.serving.colocated import ColocatedEngine
 from medusa_ppo.serving.drafting import draft_tokens
 from tests.medusa_ppo.serving.conftest import HEADS, Actor
 
-pytestmark = pytest.mark.engine
+# Slow, because an engine that ends in this process takes the shared engine's process groups with it; test_ray_engine.py has a quick one.
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
