@@ -25,6 +25,7 @@ import ray
 from medusa_ppo.config import RunConfig, load_config
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.passes import PassTap, Row
+from medusa_ppo.loops.ray_engines import call_all, sum_counters
 from medusa_ppo.loops.remote import EMBEDDINGS, LM_HEAD, RemoteAttachment, Tables, refuse
 from medusa_ppo.loops.versions import require_loop
 from medusa_ppo.types import Counters, RolloutBatch, Sampling
@@ -171,19 +172,6 @@ def rows_of(sequences: Any, action_mask: Any, attention_mask: Any) -> tuple[list
         rows.append((tokens[start:first], tokens[first:last]))
         spans.append((row, actions[0], actions[-1] + 1))
     return rows, spans
-
-
-def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
-    """A worker method on every worker of every engine."""
-    return [answer for answers in ray.get([engine.medusa_call.remote(method, args) for engine in engines]) for answer in answers]
-
-
-def sum_counters(engines: list[Any]) -> Counters:
-    """vLLM's acceptance counters over all engines."""
-    total = Counters()
-    for counters in ray.get([engine.medusa_counters.remote() for engine in engines]):
-        total = total + counters
-    return total
 
 
 def unsupported(args: Any) -> dict[str, bool]:

@@ -28,9 +28,10 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.passes import PassTap, Row
+from medusa_ppo.loops.ray_engines import call_all, sum_counters
 from medusa_ppo.loops.remote import EMBEDDINGS, LM_HEAD, RemoteAttachment, Tables, refuse
 from medusa_ppo.loops.versions import require_loop
-from medusa_ppo.types import Counters, RolloutBatch, Sampling
+from medusa_ppo.types import RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -186,19 +187,6 @@ def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> l
     """The response part of verl's log-probs, row by row: they are nested over prompt and response, and one to the left."""
     pairs = zip(log_probs.unbind(), response_mask.unbind(), strict=True)
     return [values[values.numel() - mask.numel() - 1 : values.numel() - 1] for values, mask in pairs]
-
-
-def call_all(servers: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
-    """A worker method on every worker of every server."""
-    return [answer for answers in ray.get([server.medusa_call.remote(method, args) for server in servers]) for answer in answers]
-
-
-def sum_counters(servers: list[Any]) -> Counters:
-    """vLLM's acceptance counters over all servers."""
-    total = Counters()
-    for counters in ray.get([server.medusa_counters.remote() for server in servers]):
-        total = total + counters
-    return total
 
 
 def _load_replica() -> type[Any]:
