@@ -11,7 +11,7 @@ import typer
 from medusa_ppo.console import command, console
 
 Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
-Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")]
+Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")]
 Respond = Annotated[bool, typer.Option("--respond", help="Messages are prompts: the model answers in place of their last answer.")]
@@ -45,7 +45,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew where an interrupted training would go on.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")] = False,
 ) -> None:
-    """Train heads for any causal LM on any dataset: the model's own responses, full texts, or chats. Interrupted, it goes on.
+    """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's rollouts, full texts, or chats.
+    Interrupted, it goes on.
 
     Example:  [bold]medusa-ppo train --model ../shared/actors/gsm8k-4m --data ../shared/data/gsm8k/train.jsonl
     --template '<|endoftext|>Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]

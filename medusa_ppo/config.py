@@ -243,6 +243,8 @@ class ReportConfig(Section):
     """Where each step's figures go beside metrics.jsonl: any of tensorboard, wandb, trackio, ray (Prometheus)."""
     project: str = "medusa-ppo"
     """Project under which wandb and trackio show the run."""
+    keep_rollouts: int = Field(0, ge=0)
+    """Write the rollouts of the last n steps to RUN/rollouts, for `medusa-ppo train --data RUN/rollouts`; 0: none."""
 
     @field_validator("trackers")
     @classmethod

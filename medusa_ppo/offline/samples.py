@@ -1,6 +1,8 @@
-"""The samples of a training: written by the model, or read from texts and chats; what an interruption left is used first."""
+"""The samples of a training: written by the model, or read from texts, chats and rollouts; what an interruption left is used first."""
 
 from __future__ import annotations
+
+from transformers import AutoConfig
 
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import DTYPES
@@ -8,6 +10,7 @@ from medusa_ppo.offline.chat import samples_from_chats
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, Sample, number_prompts, response_rounds, samples_from_texts, samples_of
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.progress import OfflineProgress
+from medusa_ppo.offline.rollouts import samples_from_rollouts
 from medusa_ppo.offline.setting import MAX_TEXT_TOKENS, Setting, engine_config, read_setting, running_engine
 from medusa_ppo.offline.state import ResumeFolder
 from medusa_ppo.types import Sampling
@@ -42,6 +45,9 @@ def gather_samples(options: TrainOptions, setting: Setting, resume: ResumeFolder
         samples = _responses(options, setting, resume, progress)
     elif setting.source.kind == "chat":
         samples = samples_from_chats(setting.texts, setting.tokenizer, context, most)
+    elif setting.source.kind == "rollouts":
+        vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
+        samples = samples_from_rollouts(setting.rows, vocab_size, setting.context, options.temperature, most)
     else:
         samples = samples_from_texts((str(text) for text in setting.texts), setting.tokenizer, context, most)
     resume.save_samples(samples)

@@ -17,6 +17,7 @@ from medusa_ppo.actors.hf import load_tokenizer
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.offline.chat import chat_prompt, check_template, is_chat
+from medusa_ppo.reports.records import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime import local_ray
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.make import make_engine
@@ -28,9 +29,9 @@ DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
 """Columns that are found by their names when neither a template nor a column is given."""
 
-WAYS = "--template (the model answers prompts), --column (full texts or chat messages), or a column named messages or prompt"
+WAYS = "--template (the model answers prompts), --column (full texts or chat messages), a column named messages or prompt, or rollouts"
 
-Kind = Literal["prompts", "texts", "chat"]
+Kind = Literal["prompts", "texts", "chat", "rollouts"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Source:
     """Where tokens come from.
 
     Attributes:
-        kind: `prompts` that the model answers, full `texts`, or `chat` messages with the assistant's turns in them.
-        column: that holds them; empty with a template.
+        kind: `prompts` that the model answers, full `texts`, `chat` messages with the assistant's turns, or `rollouts` of a PPO run.
+        column: that holds them; empty with a template and for rollouts.
     """
 
     kind: Kind
@@ -134,6 +135,8 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
     check_one_way(template, column)
     if template:
         return Source("prompts")
+    if not column and PROMPT_IDS in row and RESPONSE_IDS in row:
+        return Source("prompts", PROMPT_IDS) if respond else Source("rollouts")
     found = column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
     if not found:
         raise DataError("Say where the text comes from.", given=f"columns {', '.join(row)}", expected=WAYS, do="Give one of them.")
@@ -167,6 +170,8 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
 
 
 def _tokenized(rows: Sequence[Row], template: str, column: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    if column == PROMPT_IDS:
+        return [tuple(row[column]) for row in rows]
     if column and is_chat(rows[0].get(column)):
         check_template(tokenizer)
         texts = [chat_prompt(row[column], tokenizer, number) for number, row in enumerate(rows)]

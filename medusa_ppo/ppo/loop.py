@@ -21,6 +21,7 @@ from medusa_ppo.ppo.checkpoint import Position, try_save
 from medusa_ppo.ppo.data import Prompt
 from medusa_ppo.ppo.generation import SpeedPairs, sampling_of
 from medusa_ppo.ppo.progress import NullProgress, ProgressSink
+from medusa_ppo.ppo.rollout_files import RolloutFiles
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Rollouts
@@ -45,6 +46,7 @@ class PPOLoop:
         self.plugin = parts.plugin  # medusa
         self.trackers = parts.trackers
         self.speed = SpeedPairs(parts.engine, config)
+        self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
     def run(self, writer: RunWriter) -> None:
         """All steps from the current position on; every finished step is on disk before the next begins."""
@@ -77,6 +79,7 @@ class PPOLoop:
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
         values |= rollout_metrics(rollouts) | pair
+        self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
         with self._phase(phases.SCORE, step) as score_s:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 META_FILE = "run.json"
+ROLLOUTS_FOLDER = "rollouts"
+PROMPT_IDS, RESPONSE_IDS, LOGPROBS = "prompt_ids", "response_ids", "logprobs"
+"""Columns of the rollout files; beside them stand step, policy_version, temperature, top_p and top_k."""
 STATUSES = ("running", "finished", "interrupted", "failed")
 KILLED = "killed"
 UNKNOWN = "unknown"

@@ -18,14 +18,25 @@ from medusa_ppo import metrics
 from medusa_ppo.reports.environment import hardware, package_versions
 from medusa_ppo.reports.files import write_atomic
 from medusa_ppo.reports.html import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
-from medusa_ppo.reports.records import META_FILE, METRICS_FILE, NONFINITE, STATUSES, Run, process_alive, read_meta, read_run, read_steps
+from medusa_ppo.reports.records import (
+    META_FILE,
+    METRICS_FILE,
+    NONFINITE,
+    ROLLOUTS_FOLDER,
+    STATUSES,
+    Run,
+    process_alive,
+    read_meta,
+    read_run,
+    read_steps,
+)
 
 __all__ = ["Run", "RunWriter", "package_versions", "read_run"]
 
 logger = logging.getLogger(__name__)
 
 EARLIER_FOLDER = "earlier"
-OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE)
+OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER)
 
 
 class RunWriter:
@@ -113,7 +124,7 @@ class RunWriter:
 
     def _move_earlier(self, old: dict[str, Any]) -> None:
         """Keep what an earlier run left here: nothing that was measured is ever overwritten."""
-        present = [self.run_dir / name for name in OWN_FILES if (self.run_dir / name).is_file()]
+        present = [self.run_dir / name for name in OWN_FILES if (self.run_dir / name).exists()]
         if not present:
             return
         stamp = str(old.get("started_at") or _now()).replace(":", "-")

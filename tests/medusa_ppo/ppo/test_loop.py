@@ -194,6 +194,21 @@ def test_gradients_with_and_without_the_plugin_are_the_same_bits(tmp_path: Path,
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor, sampling_engine):
+    config = settings(tmp_path)
+    config = config.model_copy(update={"report": config.report.model_copy(update={"keep_rollouts": 2})})
+    steps = Scene(config, tiny_actor(), sampling_engine).run()
+    files = sorted((config.run_dir / "rollouts").iterdir())
+    assert [file.name for file in files] == ["step-000001.jsonl", "step-000002.jsonl"]
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert {row["policy_version"] for row in rows} == {2} and len(rows) == 16
+    assert sum(len(row["response_ids"]) for row in rows) / 16 == steps[2][names.RESPONSE_LENGTH]
+    assert all(len(row["logprobs"]) == len(row["response_ids"]) and len(row["prompt_ids"]) == 1 for row in rows)
+    Scene(config, tiny_actor(), sampling_engine).run()
+    (earlier,) = (config.run_dir / "earlier").iterdir()
+    assert len(list((earlier / "rollouts").iterdir())) == 2, "an earlier run's rollouts are not mixed with this one's"
+
+
 def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engine):
     scene = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine)
     scene.run()
