@@ -17,6 +17,7 @@ from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.setting import read_setting
 from medusa_ppo.runtime import local_ray
+from medusa_ppo.serving.token_map import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.types import Counters, Sampling
 
 MIN_SEQUENCES = 6
@@ -37,6 +38,7 @@ class RolloutBench:
     max_new_tokens: int = 96
     temperature: float = 1.0
     draft_temperature: float = 1.0
+    draft_vocab: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     eager: bool = False
     ngram: bool = True
@@ -59,6 +61,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         enforce_eager=bench.eager,
         threads=bench.threads,
         draft_temperature=bench.draft_temperature,
+        draft_vocab=bench.draft_vocab,
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []
@@ -67,9 +70,19 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
             running_arms(bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), ngram=bench.ngram) as arms,
             progress.phase("Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)) as advance,
         ):
+            if bench.draft_vocab:
+                _count_tokens(bench, arms[-1], prompts)
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)
     return {"rows": rows, "batches": list(bench.batches), "arms": [arm.name for arm in arms]}
+
+
+def _count_tokens(bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]]) -> None:
+    """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the first step."""
+    counted = 0
+    while counted < MIN_TOKENS_PER_ENTRY * bench.draft_vocab:
+        rollouts = arm.engine.generate(prompts[: max(bench.batches)], Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
+        counted += rollouts.generated_tokens
 
 
 def _run_batch(

@@ -99,9 +99,12 @@ class MedusaProposer(StockMedusaProposer):
     def _pack(self) -> None:
         """Pack the products of hydra heads as they are now."""
         if self.heads is not None and self._target is not None and self.heads.config.kind == "hydra":
-            emulated = self.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-            dtype = torch.float32 if emulated else self.dtype
-            self._packed = PackedHydra(self.heads, embedding_module(self._target), packed_linear, dtype)
+            self._packed = PackedHydra(self.heads, embedding_module(self._target), packed_linear, self._draft_dtype())
+
+    def _draft_dtype(self) -> torch.dtype:
+        """What our own products compute in: float32 where the CPU would emulate bfloat16."""
+        emulated = self.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+        return torch.float32 if emulated else self.dtype
 
     def propose(
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
@@ -148,6 +151,8 @@ class MedusaProposer(StockMedusaProposer):
         self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
         self._step_probs_BKV = None
         self.token_map.observe(sampled_token_ids)
+        if self.token_map.due:
+            self._refresh_token_map()
         if self.choose:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
 
@@ -254,7 +259,7 @@ class MedusaProposer(StockMedusaProposer):
                 do="Leave engine.draft_vocab at 0.",
             )
         if size != self.token_map.size:
-            self.token_map = TokenMap(size, config.vocab_size)
+            self.token_map = TokenMap(size, config.vocab_size, packed_linear, self._draft_dtype())
 
     def target_changed(self) -> None:
         """New actor weights: what was read from them is read again."""

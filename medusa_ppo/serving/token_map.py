@@ -1,7 +1,8 @@
 """A truncated draft vocabulary: the tokens that the rollouts really use, and lm_head's rows for them.
 
 Most of a vocabulary never occurs in the responses of one task, yet every draft would pay for it in lm_head's product. The map holds the
-`size` most frequent tokens of what the engine has sampled so far (with forgetting). Drafts come from it alone; q is zero elsewhere, which
+`size` most frequent tokens of what the engine has sampled so far (with forgetting); it begins by itself when enough was counted, and is
+picked anew whenever heads or actor change. Drafts come from it alone; q is zero elsewhere, which
 verification is told, so nothing is lost but the acceptance of rare tokens. FR-Spec (Zhao et al., 2025) fixes such a map beforehand;
 here it follows the policy.
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
+
+from medusa_ppo.serving.packed import LINEAR, PACK, plain_linear
 
 LM_HEAD = Callable[[torch.Tensor], torch.Tensor]
 FORGET = 0.5
@@ -30,16 +32,20 @@ class TokenMap:
         ids_W: int64, ids in the map, ascending; None while there is none.
     """
 
-    def __init__(self, size: int, vocab_size: int) -> None:
+    def __init__(self, size: int, vocab_size: int, pack: PACK = plain_linear, dtype: torch.dtype | None = None) -> None:
         """
         Args:
             size: W; 0 or `vocab_size` and more: never a map.
             vocab_size: V.
+            pack: how its rows become a product.
+            dtype: what to compute in; None: as lm_head.
         """
         self.size = size if 0 < size < vocab_size else 0
         self.ids_W: torch.Tensor | None = None
         self._counts_V = torch.zeros(vocab_size, dtype=torch.float64)
-        self._weight_WD: torch.Tensor | None = None
+        self._counted = 0
+        self._pack, self._dtype = pack, dtype
+        self._product: LINEAR | None = None
         self._bias_W: torch.Tensor | None = None
 
     def observe(self, sampled_token_ids: Sequence[Sequence[int]]) -> None:
@@ -47,6 +53,12 @@ class TokenMap:
         if self.size:
             ids = torch.tensor([token for tokens in sampled_token_ids for token in tokens if token >= 0], dtype=torch.int64)
             self._counts_V += torch.bincount(ids, minlength=self._counts_V.numel())
+            self._counted += ids.numel()
+
+    @property
+    def due(self) -> bool:
+        """Whether enough was counted for a first map."""
+        return self.ids_W is None and 0 < MIN_TOKENS_PER_ENTRY * self.size <= self._counted
 
     def refresh(self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Pick the map anew and read its rows of lm_head; after every change of the actor or the heads. Nothing before enough was counted.
@@ -64,8 +76,9 @@ class TokenMap:
 
     def logits(self, features_ND: torch.Tensor) -> torch.Tensor:
         """Logits `[N, W]` of the tokens in the map."""
-        assert self._weight_WD is not None, "the map has no rows before its first refresh"
-        return F.linear(features_ND, self._weight_WD, self._bias_W)
+        assert self._product is not None, "the map has no rows before its first refresh"
+        logits_NW = self._product(features_ND.to(self._dtype or features_ND.dtype))
+        return logits_NW if self._bias_W is None else logits_NW + self._bias_W
 
     def _read_rows(self, ids_W: torch.Tensor, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         bias_W = lm_head(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, ids_W]
@@ -75,7 +88,8 @@ class TokenMap:
             units_ND = torch.zeros(count, hidden_size, dtype=dtype, device=device)
             units_ND[torch.arange(count), start + torch.arange(count)] = 1
             parts.append(lm_head(units_ND)[:, ids_W] - bias_W)
-        self._weight_WD = torch.cat(parts).T.to(dtype).contiguous()
+        dtype = self._dtype or dtype
+        self._product = self._pack(torch.cat(parts).T.to(dtype).contiguous())
         self._bias_W = bias_W.to(dtype) if bool(bias_W.any()) else None
 
 

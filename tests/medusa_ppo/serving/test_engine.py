@@ -246,11 +246,15 @@ def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngi
     assert [finished[i] for i in range(16)] == tokens(reference)
 
 
-def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("refreshed", [False, True])
+def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, refreshed: bool
+) -> None:
     plain = engine.generate(actor.prompts[:8], GREEDY)
     engine.set_drafting(sampled=True, draft_vocab=40)
-    engine.generate(actor.prompts[:40], SETTINGS["T=1"])
-    swap(engine, actor.random_heads(seed=3, scale=0.02).trainable_state(), tmp_path / "s.safetensors", 1)  # refreshes the map
+    engine.generate(actor.prompts[:40], SETTINGS["T=1"])  # Enough tokens for the first map.
+    if refreshed:
+        swap(engine, actor.random_heads(seed=3, scale=0.02).trainable_state(), tmp_path / "s.safetensors", 1)
     hidden = torch.randn(200, actor.lm_head_VD.shape[1])
     seen = {token for row in engine.probe(hidden.tolist(), [0] * 200) for token in row}
     assert 1 < len(seen) <= 40

@@ -42,6 +42,17 @@ def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary() -> N
         assert refreshed(counted(size, [3, 9]), lm_head_VD).ids_W is None
 
 
+def test_the_first_map_is_due_once_enough_was_counted() -> None:
+    token_map = TokenMap(W, V)
+    token_map.observe([[1] * (2 * W - 1)])
+    assert not token_map.due
+    token_map.observe([[2, -1]])
+    assert token_map.due
+    refreshed(token_map, torch.randn(V, D))
+    token_map.observe([[3] * 50])
+    assert not token_map.due and not TokenMap(0, V).due, "later ones come with new heads and actors"
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> None:
     torch.manual_seed(0)
