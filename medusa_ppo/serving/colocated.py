@@ -81,10 +81,13 @@ class ColocatedEngine(base.WorkerEngine):
     def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
         started = time.perf_counter()
         receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version)
-        # Cached keys and values were computed with the old weights.
-        if not self._running().reset_prefix_cache():
+        # Cached keys and values were computed with the old weights; those of running requests are computed anew.
+        if not self._running().reset_prefix_cache(reset_running_requests=True):
             raise EngineError(
-                "The prefix cache could not be reset.", given="requests are running", expected="an idle engine", do="Sync between rollouts."
+                "The prefix cache could not be reset.",
+                given="blocks that a transfer holds",
+                expected="an engine without KV transfers under way",
+                do="Sync again when they are done: until then old keys may meet new weights.",
             )
         self.policy_version = version
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)

@@ -91,7 +91,7 @@ class ServerEngine(base.WorkerEngine):
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
             receipt = self._receipt("medusa_sync_actor", file, version)
-            self._post("/reset_prefix_cache")
+            self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         finally:
             self._post("/resume")
         self.policy_version = version

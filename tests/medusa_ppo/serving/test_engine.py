@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -223,13 +223,10 @@ def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
     return heads.requires_grad_(False)
 
 
-def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def in_flight(engine: ColocatedEngine, actor: Actor, change: Callable[[int], object]) -> list[tuple[int, ...]]:
+    """16 greedy responses of an engine that is stepped by hand; `change` is called at every third step, between two steps."""
     from vllm import SamplingParams
 
-    reference = engine.generate(actor.prompts[:16], GREEDY)
-    files = [tmp_path / f"{i}.safetensors" for i in range(2)]
-    for i, file in enumerate(files):
-        save_state(file, actor.random_heads(seed=i).trainable_state())
     core = engine._llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
     for i, prompt in enumerate(actor.prompts[:16]):
@@ -241,9 +238,42 @@ def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngi
                 finished[int(output.request_id.split("-")[1])] = tuple(output.outputs[0].token_ids)
         steps += 1
         if steps % 3 == 0:
-            engine.swap_heads(files[(steps // 3) % 2], steps)
+            change(steps // 3)
     assert steps > 12
-    assert [finished[i] for i in range(16)] == tokens(reference)
+    return [finished[i] for i in range(16)]
+
+
+def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    reference = engine.generate(actor.prompts[:16], GREEDY)
+    files = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for i, file in enumerate(files):
+        save_state(file, actor.random_heads(seed=i).trainable_state())
+    assert in_flight(engine, actor, lambda number: engine.swap_heads(files[number % 2], number)) == tokens(reference)
+
+
+def test_an_actor_synced_in_flight_ends_no_request(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    """Running requests go on with the new weights, their keys and values computed anew; the aliased lm_head drafts on."""
+    reference = engine.generate(actor.prompts[:16], GREEDY)
+    moved = copy.deepcopy(actor.model)
+    torch.manual_seed(3)
+    for parameter in moved.parameters():
+        parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    same, new = tmp_path / "same.safetensors", tmp_path / "new.safetensors"
+    save_state(same, actor.model.state_dict())
+    save_state(new, moved.state_dict())
+    before = engine.counters()
+    assert in_flight(engine, actor, lambda number: engine.sync_actor(same, number)) == tokens(reference)
+    after = engine.counters()
+    assert after.drafts > before.drafts and after.accepted > before.accepted
+    changed = in_flight(engine, actor, lambda number: engine.sync_actor(new, number))
+    assert changed != tokens(reference) and all(len(response) == 64 for response in changed)
+    assert engine.counters().drafts > after.drafts
+    with torch.no_grad():  # What came after the first sync is what the new weights say.
+        for prompt, response in zip(actor.prompts[:16], changed, strict=True):
+            logits_TV = moved(input_ids=torch.tensor([[*prompt, *response]])).logits[0, -33:-1]
+            best_T = logits_TV.max(-1).values
+            taken_T = logits_TV.gather(1, torch.tensor(response[-32:])[:, None])[:, 0]
+            assert float((best_T - taken_T).max()) < 1e-3
 
 
 @pytest.mark.parametrize("refreshed", [False, True])
