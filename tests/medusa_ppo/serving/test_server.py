@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,18 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
             engine.swap_heads(tmp_path / "bad.safetensors", 2)
         attached = ServerEngine(actor.path, actor.heads_path, config.model_copy(update={"url": str(engine._client.base_url)}))
         assert attached.generate(actor.prompts[:2], greedy).counters.drafts > 0
+        long = Sampling(0.0, max_new_tokens=300, ignore_eos=True)
+        undisturbed = attached.generate(actor.prompts[:16], long)
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(attached.generate, actor.prompts[:16], long)
+            version = 1
+            while not running.done():
+                version += 1
+                engine.swap_heads(tmp_path / "heads.safetensors", version)
+                engine.sync_actor(tmp_path / "actor.safetensors", version)
+            assert version > 3, "swaps and syncs happened in flight"
+            assert [r.token_ids for r in running.result().responses] == [r.token_ids for r in undisturbed.responses]
+            assert running.result().counters.accepted > 0
         attached.close()
         assert not gone(pid)
         with pytest.raises(EngineError, match="port"):
