@@ -7,9 +7,13 @@ exponential forgetting, so they follow the heads, the policy and the machine. Th
 sequences and drafts that were not seen; where steps were seen, what they took corrects it, because real steps have jumps (kernels change
 with their rows).
 
-The k with the most tokens per second is taken; none unless drafting promises 2 % at least. Now and then one draft more, one less, or none
-is tried, so that no estimate goes stale, and all of them when the heads are new. How often follows from what the trial costs: trials of
-either kind take about 1 % of the time.
+A machine is fast and slow by turns (other programs, clocks). That pace is the same for all k, so it is estimated by itself and taken out:
+what remains tells the k apart.
+
+The k with the most tokens per second is taken, if it is faster than none beyond doubt (the standard error of what was measured): a step
+without drafts is never a mistake. Now and then one draft more, one less, or none is tried, so that no estimate goes stale, more often
+where it promises a gain, and all of them when the heads are new. How often follows from what the trial costs: trials of either kind take
+about half a percent of the time.
 """
 
 from __future__ import annotations
@@ -22,16 +26,25 @@ import numpy as np
 
 FORGET_COST = 0.995
 MEMORY_RUNS = 200.0
-TRIAL_SHARE = 0.01
-TRIAL_STEPS = (12, 1000)
+TRIAL_SHARE = 0.005
+TRIAL_STEPS = (12, 2000)
+PROMISING_TRIAL_STEPS = 6
 FIRST_STEPS = 6
 NEW_HEADS_RUNS = 10.0
 NEW_HEADS_TRIALS = 2
 RIDGE = 1e-6
-WORTHWHILE = 1.02
 CELL_MEMORY = 40.0
 CELL_PRIOR = 1.0
-CELL_CLIP = 1.5
+FIRST_CLIP, CLIP = 1.5, 0.4
+"""Largest step of an estimate of log seconds, while it is new and later: one slow step says little."""
+NEW_CELL = 3.0
+PACE_MEMORY = 20.0
+NOISE_MEMORY = 50.0
+MEAN_TO_DEVIATION = 1.25
+UNSEEN = 0.35
+"""Standard error of the formula's log seconds where no step was seen."""
+SURE = 2.5
+"""Standard errors by which drafts must be faster than none."""
 OUTLIER = 4.0
 MOST_OUTLIERS = 3
 
@@ -45,6 +58,10 @@ class StepCosts:
     weight: float = 0.0
     cells: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     """(power of two of sequences, drafts) -> mean of log(seconds / formula), and how many steps stand behind it."""
+    pace: float = 0.0
+    """How much slower (log) the machine is now than the estimates."""
+    noise: float = 0.1
+    """Standard deviation of a step's log seconds around estimate and pace."""
 
     @staticmethod
     def features(batch: int, drafts: int) -> np.ndarray:
@@ -53,10 +70,15 @@ class StepCosts:
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
         """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
         if self.weight >= 3:
-            miss = float(np.log(seconds / self._formula(batch, [drafts])[0]))
             mean, steps = self.cells.get(key := (batch.bit_length(), drafts), (0.0, 0.0))
+            error = float(np.log(seconds / self._formula(batch, [drafts])[0])) - self.pace - mean
+            clip = FIRST_CLIP if steps < NEW_CELL else CLIP
+            if steps:
+                self.pace += float(np.clip(error, -CLIP, CLIP)) / PACE_MEMORY
+                self.noise += (MEAN_TO_DEVIATION * min(abs(error), CLIP) - self.noise) / NOISE_MEMORY
             steps = min(steps + 1.0, CELL_MEMORY)
-            self.cells[key] = (mean + (float(np.clip(miss, -CELL_CLIP, CELL_CLIP)) - mean) / steps, steps)
+            self.cells[key] = (mean + float(np.clip(error, -clip, clip)) / steps, steps)
+            seconds *= float(np.exp(-self.pace))
         row = self.features(batch, drafts) / seconds
         self.gram = FORGET_COST * self.gram + np.outer(row, row)
         self.moment = FORGET_COST * self.moment + row
@@ -69,6 +91,11 @@ class StepCosts:
             mean, steps = self.cells.get((batch.bit_length(), k), (0.0, 0.0))
             seconds[index] *= np.exp(mean * steps / (steps + CELL_PRIOR))
         return np.maximum.accumulate(seconds)
+
+    def doubt(self, batch: int, drafts: Sequence[int]) -> np.ndarray:
+        """Standard error of the log seconds of each."""
+        steps = np.array([self.cells.get((batch.bit_length(), k), (0.0, 0.0))[1] for k in drafts])
+        return np.hypot(UNSEEN / (1.0 + steps), self.noise / np.sqrt(np.maximum(steps, 1.0)))
 
     def most_seen(self, batch: int) -> int:
         """The most drafts that a step of about so many sequences has had."""
@@ -91,7 +118,7 @@ class DraftChooser:
         self.reached = np.zeros(max_drafts)
         self.tried = np.zeros(max_drafts)
         self._steps = 0
-        self._next_trial = 0
+        self._next_trial: dict[int, int] = {}
         self._trials = 0
         self._full_trials = 0
         self._next_full_trial = 0
@@ -142,7 +169,7 @@ class DraftChooser:
         for size in sorted({bits for bits, _ in seen}):
             rates = self.tokens_per_second(running := 2 ** (size - 1))
             steps = [seen.get((size, k), 0) for k in range(self.max_drafts + 1)]
-            rows.append({"running": running, "steps": steps, "speedup": float(rates[self._best(rates)] / rates[0])})
+            rows.append({"running": running, "steps": steps, "speedup": float(rates[self._best(running, rates)] / rates[0])})
         return rows
 
     def heads_changed(self) -> None:
@@ -162,19 +189,25 @@ class DraftChooser:
             self._full_trials -= 1
             # A loop that changes its heads or its actor every few steps would do little else.
             all_rates = self.tokens_per_second(batch)
-            self._next_full_trial = self._steps + 1 + self._pause(all_rates, self._best(all_rates), self.max_drafts)
+            self._next_full_trial = self._steps + 1 + self._pause(all_rates, self._best(batch, all_rates), self.max_drafts)
             return self.max_drafts
         # The formula flatters what was never seen at so many sequences: one draft more at a time.
         rates = self.tokens_per_second(batch)[: self.costs.most_seen(batch) + 2]
-        best = self._best(rates)
-        self._next_trial -= 1
-        # Its neighbours, and none: what they cost is learned from nothing else.
+        best = self._best(batch, rates)
+        return best if self._steps < self._next_trial.get(batch.bit_length(), 0) else self._trial(batch, rates, best)
+
+    def _trial(self, batch: int, rates: np.ndarray, best: int) -> int:
+        """A neighbour of the best, or none: what they cost is learned from nothing else. The most promising one, else each in turn."""
         others = [k for k in dict.fromkeys((best + 1, best - 1, 0)) if 0 <= k < len(rates) and k != best]
-        if self._next_trial > 0 or not others:
+        if not others:
             return best
-        trial = others[self._trials % len(others)]
+        hopes = rates * np.exp(self._margins(batch, len(rates), best))
+        trial = max(others, key=lambda k: hopes[k])
+        if hopes[trial] <= rates[best]:
+            trial = others[self._trials % len(others)]
         self._trials += 1
-        self._next_trial = max(TRIAL_STEPS[0], self._pause(rates, best, trial))
+        least = PROMISING_TRIAL_STEPS if rates[trial] > rates[best] else TRIAL_STEPS[0]
+        self._next_trial[batch.bit_length()] = self._steps + max(least, self._pause(rates, best, trial))
         return trial
 
     @staticmethod
@@ -183,7 +216,12 @@ class DraftChooser:
         loss = max(0.0, float(rates[best] / rates[trial]) - 1.0)
         return min(int(loss / TRIAL_SHARE), TRIAL_STEPS[1])
 
-    @staticmethod
-    def _best(rates: np.ndarray) -> int:
-        best = int(np.argmax(rates))
-        return best if rates[best] >= WORTHWHILE * rates[0] else 0
+    def _best(self, batch: int, rates: np.ndarray) -> int:
+        """The fastest of those that are faster than none beyond doubt."""
+        sure = rates * np.exp(-self._margins(batch, len(rates), 0)) > rates[0]
+        return int(np.argmax(np.where(sure, rates, 0.0))) if sure.any() else 0
+
+    def _margins(self, batch: int, count: int, other: int) -> np.ndarray:
+        """By how much (log) the rates with 0..count-1 drafts may differ from that with `other` by chance."""
+        doubt = self.costs.doubt(batch, range(count))
+        return SURE * np.hypot(doubt, doubt[other])
