@@ -11,6 +11,7 @@ import math
 import os
 import stat
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -128,6 +129,14 @@ def checksum(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def crc(state: Mapping[str, torch.Tensor]) -> int:
+    """CRC-32 over the bytes in the order of sorted names: several times as quick as `checksum`, for bytes that someone has checked."""
+    value = 0
+    for name in sorted(state):
+        value = zlib.crc32(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+    return value
+
+
 def sync_file(path: Path) -> None:
     with path.open("rb") as handle:
         os.fsync(handle.fileno())
@@ -141,8 +150,12 @@ def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
             )
 
 
-def load_state(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read a file written by `save_state`. CheckpointError when it is damaged or holds NaN or infinity."""
+def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Tensor]:
+    """Read a file written by `save_state`. CheckpointError when it is damaged or holds NaN or infinity.
+
+    Args:
+        finite: someone has looked for NaN and infinity already.
+    """
     path = Path(path)
     header = read_header(path)
     for name, (dtype, _) in header.items():
@@ -150,7 +163,7 @@ def load_state(path: str | Path) -> dict[str, torch.Tensor]:
             raise CheckpointError(
                 "A tensor has a dtype that is not supported.", given=f"{name} {dtype}", expected=" | ".join(STATE_DTYPES), do="Convert it."
             )
-    return read_tensors(path, list(header))
+    return read_tensors(path, list(header), finite=finite)
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -259,7 +272,7 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
     return out
 
 
-def read_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, names: list[str], *, finite: bool = False) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as handle:
             state = {name: handle.get_tensor(name) for name in names}
@@ -267,5 +280,6 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             "The file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Copy it again."
         ) from error
-    require_finite(state, str(path))
+    if not finite:
+        require_finite(state, str(path))
     return state

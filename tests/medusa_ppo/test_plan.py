@@ -22,7 +22,8 @@ from medusa_ppo.ppo.sync import actor_state
 from medusa_ppo.sizes import ModelSizes, companion_bytes, heads_parameters, hidden_bytes
 from medusa_ppo.types import RolloutBatch
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = sorted(set(FOLDER.glob("*.yaml")) - {FOLDER / "kuberay.yaml"})  # That one is a manifest for Kubernetes.
 SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 

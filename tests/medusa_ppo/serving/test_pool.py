@@ -70,12 +70,12 @@ class StandIn(RolloutEngine):
         self.sums[what] = checksum(load_state(path))
         return SwapReceipt(version, self.sums[what], 0.0)
 
-    def swap_heads(self, path: Any, version: int) -> SwapReceipt:
+    def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         receipt = self._take("heads", path, version)
         self.heads_version = version
         return receipt
 
-    def sync_actor(self, path: Any, version: int) -> SwapReceipt:
+    def sync_actor(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         receipt = self._take("actor", path, version)
         self.policy_version = version
         return receipt
