@@ -175,6 +175,8 @@ class RankModel:
 
     def clear_gradients(self) -> None:
         assert self._ddp is not None, "only trained models have gradients"
+        for parameter in self.model.parameters():
+            parameter.grad = None  # It is the buffer itself, which the wrapper fills: backward would add to it twice.
         self._ddp.zero_grad_buffer()
 
     def gather_gradients(self) -> float:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from heads.errors import ConfigError, MedusaError, RunError
+from heads.errors import ConfigError, MedusaError, ModelError, RunError
 from heads.tensorfile import StateWriter
 from medusa_ppo.actors.megatron_names import LlamaSizes, checkpoint_shapes
 from medusa_ppo.actors.seam import SpreadActor
@@ -55,10 +55,17 @@ class RankTeam:
             with_embedding: `tables` brings the input embedding.
 
         Raises:
-            ModelError, ConfigError: the actor is of no known family, or can't be cut so.
+            ModelError, ConfigError: there is no such folder, the actor is of no known family, or it can't be cut so.
             RunError: a rank did not start.
         """
         section = config.actor
+        if not Path(path).is_dir():
+            raise ModelError(
+                "The actor's ranks read its checkpoint from a folder.",
+                given=path,
+                expected="a folder with safetensors that all nodes can read",
+                do="Download the model, and give its folder as model.path.",
+            )
         self.sizes = LlamaSizes.read(path)
         self.sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
         gpus = bool(ray.cluster_resources().get("GPU"))

@@ -100,7 +100,7 @@ def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**qwen, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}))
     plan = make_plan(config, gpus=True)
     assert not plan.warnings, "with the model that the cluster presets name"
-    cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 9, "two-nodes-colocated": 16}.get(path.stem)
+    cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 9, "two-nodes-colocated": 16, "one-node-megatron": 8}.get(path.stem)
     assert cards is None or plan.gpus <= cards + (path.stem == "one-gpu")  # On one GPU the PPO process shares it with Ray's processes.
 
 

@@ -55,9 +55,9 @@ def test_every_tensor_of_the_checkpoint_comes_back_from_its_shards(tmp_path: Pat
 
 
 def test_queries_keys_and_values_of_a_group_stand_together(tmp_path: Path) -> None:
-    sizes = LlamaSizes.read(configured(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=1, hidden_size=1))
+    sizes = LlamaSizes.read(configured(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=1, hidden_size=4))
     entry = key_table(sizes)["decoder.layers.0.self_attention.linear_qkv.weight"]
-    pieces = [torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[10.0], [20.0]]), torch.tensor([[100.0], [200.0]])]
+    pieces = [torch.tensor(rows)[:, None] for rows in ([1.0, 2.0, 3.0, 4.0], [10.0, 20.0], [100.0, 200.0])]
     assert Cutter(sizes, 0, 1).merge(entry, pieces).flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
     second = Cutter(sizes, 1, 2)
     own = [piece[second.own_slice(entry, i)] for i, piece in enumerate(pieces)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
 def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(SHIM))  # Ray gives this path to its workers.
+    monkeypatch.setenv("PYTHONPATH", str(SHIM), prepend=os.pathsep)  # Ray's workers have the environment that it was started in.
     config = settings(chain_actor, tmp_path, steps=6)
     with RunSession(config, NullProgress()) as session:
         parts, position, writer = session.prepare(resume=False)

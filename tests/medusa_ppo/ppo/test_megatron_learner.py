@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.checkpoint import load_state
-from heads.errors import RunError
+from heads.errors import ModelError, RunError
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.checkpoint import Position, load_checkpoint, save_checkpoint
@@ -36,10 +36,10 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 @pytest.fixture(scope="module")
 def shim_in_reach() -> Iterator[None]:
-    """Ray gives the driver's search path to its workers, so it must stand before Ray starts."""
-    sys.path.insert(0, str(SHIM))
-    yield
-    sys.path.remove(str(SHIM))
+    """Ray's workers have the environment that Ray was started in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(SHIM), prepend=os.pathsep)
+        yield
 
 
 @dataclass
@@ -50,9 +50,6 @@ class Pair:
     plain: Learner
     ranked: Any
     path: Path
-
-    def batch(self, rollouts: Any) -> PPOBatch:
-        return PPOBatch(rollouts)
 
 
 def actor_of(folder: Path, family: str, **settings: Any) -> Path:
@@ -203,6 +200,13 @@ def test_an_infinite_gradient_is_told_and_spoils_nothing(pair: Pair, make_rollou
     assert all(torch.equal(before[name], tensor) for name, tensor in pair.ranked.actor.tensors(torch.float32))
 
 
+def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
+    from medusa_ppo.ppo.megatron_learner import RankTeam
+
+    with pytest.raises(ModelError, match="from a folder"):
+        RankTeam("owner/name", pair.config, with_embedding=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings", "cuts"),
@@ -220,5 +224,5 @@ def test_other_cuts_and_families(
     shim_in_reach: None, ray_session: None, tmp_path: Path, make_rollouts, family: str, settings: dict[str, Any], cuts: dict[str, int]
 ) -> None:
     with pair_of(actor_of(tmp_path, family, **settings), **cuts) as pair:
-        # One sequence less than replicas in the last minibatch: a replica without work still takes the step.
+        # The last minibatch has one sequence: a replica without one takes the step all the same.
         check_steps(pair, make_rollouts, range(2))
