@@ -38,6 +38,31 @@ class ModelConfig(Section):
     """Dtype of the actor and critic in the PPO update."""
 
 
+class ActorConfig(Section):
+    """What trains the actor, and on how many processes."""
+
+    backend: Literal["transformers", "megatron"] = "transformers"
+    """`transformers`: in the loop's own process; `megatron`: megatron-core, on processes that Ray starts."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share each layer (backend `megatron`)."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Ranks that the layers are spread over (backend `megatron`)."""
+    data_parallel: int = Field(1, ge=1)
+    """Copies of the whole, each with its share of the sequences (backend `megatron`)."""
+    resource: str = ""
+    """Ray resource of the nodes for the actor's ranks (`ray start --resources`); empty: any node."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of each rank."""
+    bucket_bytes: int = Field(256 * 1024**2, ge=1)
+    """Bytes of weights that a pipeline stage joins at a time on their way to engines and files; one tensor at least."""
+    imports: str = ""
+    """Python module that each rank imports before it builds its part, e.g. to replace layers of Megatron's; empty: none."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+
 class DataConfig(Section):
     """Where prompts and reference answers come from."""
 
@@ -271,6 +296,7 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of everything random."""
     model: ModelConfig = Field(default_factory=ModelConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -313,6 +339,20 @@ def _check_agreement(config: RunConfig) -> None:
             given=f"ppo.minibatch_size={ppo.minibatch_size}, ppo.micro_batch_size={ppo.micro_batch_size}",
             expected="minibatch_size divisible by micro_batch_size",
             do="Change one of the two.",
+        )
+    if config.actor.backend == "transformers" and config.actor.ranks > 1:
+        raise ConfigError(
+            "The backend transformers trains in one process.",
+            given=f"actor.backend=transformers, {config.actor.ranks} ranks",
+            expected="actor.backend=megatron",
+            do="Set actor.backend=megatron, or all three parallel sizes to 1.",
+        )
+    if config.actor.backend == "megatron" and config.model.dtype != "float32":
+        raise ConfigError(
+            "Megatron's products are computed in the dtype of its weights here.",
+            given=f"actor.backend=megatron, model.dtype={config.model.dtype}",
+            expected="model.dtype=float32",
+            do="Set model.dtype=float32.",
         )
     if engine.url and engine.backend != "server":
         raise ConfigError(

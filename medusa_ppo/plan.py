@@ -103,7 +103,7 @@ def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
         lm_head=config.heads.lm_head,
         rank=config.heads.rank,
     )
-    processes = [_ppo(config, model, gpus), _engine(config, model, heads, raw, gpus)]
+    processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), _engine(config, model, heads, raw, gpus)]
     if config.companion.enabled:
         processes.append(_companion(config, model, heads, gpus))
     tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
@@ -131,18 +131,35 @@ def model_config(path: str) -> dict[str, Any]:
 
 
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
-    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     critic = ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
-    parts = {
-        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters,
-        "critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters,
-        "reference": FLOAT32 * model.parameters,
-        "logits of a micro-batch, and their gradient": 2 * FLOAT32 * config.ppo.micro_batch_size * length * model.vocab,
-    }
+    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters}
+    if config.actor.backend == "transformers":
+        parts |= _actor_parts(config, model, 1)
     if config.engine.replicas > 1:
         element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
         parts["actor's file in shared memory, for engines that come late"] = element * model.parameters
     return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), sum(parts.values()), parts)
+
+
+def _actor_parts(config: RunConfig, model: ModelSizes, cut: int) -> dict[str, int]:
+    """Actor and reference where one of `cut` processes holds an equal part of both."""
+    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    logits = 2 * FLOAT32 * config.ppo.micro_batch_size * length * model.vocab // config.actor.tensor_parallel
+    return {
+        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters // cut,
+        "reference": FLOAT32 * model.parameters // cut,
+        "logits of a micro-batch, and their gradient": logits,
+    }
+
+
+def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
+    """The processes of a Megatron actor."""
+    section = config.actor
+    if section.backend != "megatron":
+        return []
+    parts = _actor_parts(config, model, section.tensor_parallel * section.pipeline_parallel)
+    where = f"a Ray actor, {_place(section.resource)}, {section.tensor_parallel} together"
+    return [Process("actor rank", section.ranks, where, float(gpus), sum(parts.values()), parts)]
 
 
 def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> Process:
@@ -189,6 +206,10 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
         Move("actor weights", "PPO loop to each engine", element * model.parameters, engines),
     ]
+    if config.actor.backend == "megatron":
+        moves.append(Move("actor weights", "actor ranks to PPO loop", element * model.parameters))
+        if config.companion.enabled:
+            moves.append(Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens)))
     if config.companion.enabled:
         tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
         moves += [

@@ -266,6 +266,19 @@ class CompanionStatus:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """What was found of a file of weights by someone who read all of it: sound, finite, and these sums.
+
+    Attributes:
+        checksum: as `heads.checkpoint.checksum`.
+        crc: as `heads.tensorfile.crc`; who takes the file confirms its bytes with it, several times as quickly.
+    """
+
+    checksum: str
+    crc: int
+
+
+@dataclass(frozen=True)
 class SwapReceipt:
     """What the engine says after new heads or a new actor arrived."""
 

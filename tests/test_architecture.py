@@ -16,7 +16,7 @@ SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")]
 HOMES = {
     "liger_kernel": ("heads/linear_loss.py",),
     "vllm": ("medusa_ppo/serving/",),
-    "megatron": ("medusa_ppo/actors/megatron.py", "medusa_ppo/actors/megatron_sharding.py"),
+    "megatron": ("medusa_ppo/actors/megatron",),
     "huggingface_hub": ("medusa_ppo/offline/hub.py",),
     "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl",),

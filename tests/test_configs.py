@@ -9,7 +9,9 @@ import yaml
 
 from medusa_ppo.config import RunConfig, load_config, preset
 
-PRESETS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# kuberay.yaml is a manifest for Kubernetes; tests/test_kuberay.py reads it.
+PRESETS = sorted(set(CONFIGS.glob("*.yaml")) - {CONFIGS / "kuberay.yaml"})
 HEADER = ("# Hardware:", "# Time:", "# Expect:")
 
 

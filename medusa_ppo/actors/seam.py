@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -33,3 +34,15 @@ class ActorView(ABC):
     @abstractmethod
     def embedding_VD(self) -> torch.Tensor:
         """The whole input embedding."""
+
+
+class SpreadActor(ActorView):
+    """An actor whose weights no process holds whole."""
+
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor of its checkpoint, by the name that it has there."""
+
+    @abstractmethod
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """These tensors as they are now, on the CPU, one after the other; only some of them are in memory at a time."""

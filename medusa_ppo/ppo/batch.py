@@ -53,6 +53,7 @@ class PPOBatch:
     """A rollout batch: token ids per sequence, and response coordinates for everything per token.
 
     Attributes:
+        rollouts, pad_id: what it was made of.
         mask_SR: bool, real response tokens; they come first in each row.
         behaviour_SR: float32 log-probs that the engine reported, 0 on padding.
         lengths_S: int64 response tokens of each sequence.
@@ -65,8 +66,9 @@ class PPOBatch:
             DataError: no responses, a response without tokens, or log-probs that do not fit the tokens.
         """
         _check(rollouts)
+        self.rollouts = rollouts
         self.device = torch.device(device)
-        self._pad_id = pad_id
+        self.pad_id = pad_id
         self._prompts = [rollouts.prompts[r.prompt_index] for r in rollouts.responses]
         self._responses = [r.token_ids for r in rollouts.responses]
         self.lengths_S = torch.tensor([len(ids) for ids in self._responses])
@@ -92,7 +94,7 @@ class PPOBatch:
 
     def _micro(self, sequences: tuple[int, ...]) -> MicroBatch:
         width = max(self.total_lengths[s] for s in sequences)
-        input_ids_BT = torch.full((len(sequences), width), self._pad_id)
+        input_ids_BT = torch.full((len(sequences), width), self.pad_id)
         response_mask_BT = torch.zeros((len(sequences), width), dtype=torch.bool)
         for row, s in enumerate(sequences):
             prompt, response = self._prompts[s], self._responses[s]

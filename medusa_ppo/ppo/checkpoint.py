@@ -21,13 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, ConfigError, MedusaError
 from medusa_ppo.config import RunConfig
-from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.learner import PPOLearner
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +31,6 @@ FOLDER = "checkpoint"
 COMPANION_FOLDER = "companion"
 STATE_FILE = "state.json"
 FORMAT_VERSION = 1
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 FIXED_KEYS = ("model.path", "model.critic_path", "model.dtype", "data.path", "data.template", "seed", "ppo.prompts_per_step")
 """What a saved state depends on; another value under --resume is an error."""
 
@@ -55,13 +50,12 @@ class Position:
     wall_s: float = 0.0
 
 
-def save_checkpoint(run_dir: Path, learner: Learner, position: Position, config: RunConfig) -> Path:
+def save_checkpoint(run_dir: Path, learner: PPOLearner, position: Position, config: RunConfig) -> Path:
     """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete."""
     run_dir.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.new-", dir=run_dir))
     try:
-        for name, state in _states(learner).items():
-            save_state(temporary / f"{name}.safetensors", state)
+        learner.save(temporary)
         _take_companion(run_dir / COMPANION_FOLDER, temporary / COMPANION_FOLDER)
         position_json = {"format_version": FORMAT_VERSION, **dataclasses.asdict(position), "config": config.model_dump(mode="json")}
         (temporary / STATE_FILE).write_text(json.dumps(position_json, indent=1) + "\n", encoding="utf-8")
@@ -97,18 +91,13 @@ def read_position(run_dir: Path, config: RunConfig) -> Position:
     return position
 
 
-def load_checkpoint(run_dir: Path, learner: Learner) -> None:
+def load_checkpoint(run_dir: Path, learner: PPOLearner) -> None:
     """Put the saved weights and moments into the learner, in place.
 
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the models.
     """
-    folder = saved_folder(run_dir)
-    states = {name: load_state(folder / f"{name}.safetensors") for name in _states(learner)}
-    for name, module in (("actor", learner.actor), ("critic", learner.critic)):
-        _load_module(module, states[name], name)
-    _load_moments(learner.actor_optimizer, learner.actor, states["actor_optimizer"], "actor_optimizer")
-    _load_moments(learner.critic_optimizer, learner.critic, states["critic_optimizer"], "critic_optimizer")
+    learner.load(saved_folder(run_dir))
 
 
 def saved_folder(run_dir: Path) -> Path:
@@ -141,56 +130,6 @@ def _take_companion(source: Path, target: Path) -> None:
             os.link(path, target / path.name)
         except OSError:  # A file system without links.
             shutil.copy2(path, target / path.name)
-
-
-def _states(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    return {
-        "actor": _unique_state(learner.actor),
-        "critic": _unique_state(learner.critic),
-        "actor_optimizer": _moments(learner.actor_optimizer, learner.actor),
-        "critic_optimizer": _moments(learner.critic_optimizer, learner.critic),
-    }
-
-
-def _unique_state(module: nn.Module) -> dict[str, Tensor]:
-    """Weights by name; of tied ones the first name only (safetensors holds no aliases). Buffers are rebuilt, not saved."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-def _load_module(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    own = dict(module.named_parameters())
-    wrong = [name for name in own.keys() | state.keys() if name not in own or name not in state or own[name].shape != state[name].shape]
-    if wrong:
-        given = f"{what}: {', '.join(sorted(wrong)[:3])}"
-        raise CheckpointError(
-            "The saved weights do not fit the model.", given=given, expected="the same names and shapes", do="Check model.path."
-        )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
-
-
-def _moments(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in module.named_parameters():
-        for key in MOMENTS:
-            if parameter in optimizer.state:
-                found[f"{name}/{key}"] = optimizer.state[parameter][key]
-    return found
-
-
-def _load_moments(optimizer: torch.optim.Optimizer, module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    own = dict(module.named_parameters())
-    optimizer.state.clear()
-    for full, tensor in state.items():
-        name, _, key = full.rpartition("/")
-        if key not in MOMENTS or name not in own or (key != "step" and own[name].shape != tensor.shape):
-            given = f"{what}: {full} {tuple(tensor.shape)}"
-            raise CheckpointError(
-                "The saved optimizer does not fit the model.", given=given, expected="moments of its weights", do="Check model.path."
-            )
-        # Without a dtype or device of its own: AdamW keeps moments beside the weight, and its step counter there too when fused.
-        optimizer.state[own[name]][key] = tensor.to(own[name].device)
 
 
 def replace_folder(new: Path, target: Path) -> Path:
@@ -228,7 +167,7 @@ def _look_up(values: dict[str, Any], key: str) -> Any:
     return values
 
 
-def try_save(run_dir: Path, learner: Learner, position: Position, config: RunConfig) -> None:
+def try_save(run_dir: Path, learner: PPOLearner, position: Position, config: RunConfig) -> None:
     """Save where a full disk must not end a run that trains well: the failure is logged and the last checkpoint stays."""
     try:
         save_checkpoint(run_dir, learner, position, config)

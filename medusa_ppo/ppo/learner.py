@@ -11,24 +11,29 @@ How far the two are apart is logged as `logprob_gap`: it is the one number that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heads.checkpoint import load_state, save_state
 from heads.errors import RunError
 from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import Actor
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import losses
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
-from medusa_ppo.ppo.models import Critic, frozen_copy, token_stats
+from medusa_ppo.ppo.models import Critic, TokenStats, frozen_copy, token_stats
+from medusa_ppo.ppo.states import load_moments, load_weights, moments_of, weights_of
 from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
-Tap = Callable[[nn.Module, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
+Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
 
 ADAM_BETAS = (0.9, 0.95)
 ADAM_EPSILON = 1e-8
@@ -45,31 +50,59 @@ class Scores:
     returns_SR: Tensor
 
 
-class Learner:
-    """Actor, critic and reference with their optimizers."""
+@dataclass(frozen=True)
+class PolicyScores:
+    """What actor and reference say about a rollout batch. All float32, on the CPU, zero on padding."""
 
-    def __init__(self, actor: PreTrainedModel, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    logprobs_SR: Tensor
+    reference_SR: Tensor
+    entropy_SR: Tensor
+    kept_SR: Tensor
+
+    @classmethod
+    def zeros(cls, batch: PPOBatch) -> PolicyScores:
+        return cls(*(torch.zeros(batch.mask_SR.shape) for _ in range(4)))
+
+    def add(self, other: PolicyScores) -> None:
+        """Those of other sequences of the same batch."""
+        for name, theirs_SR in vars(other).items():
+            getattr(self, name).add_(theirs_SR)
+
+    def put(self, batch: PPOBatch, micro: MicroBatch, stats: TokenStats) -> None:
+        """What the actor says about a micro batch."""
+        for values_M, into_SR in (
+            (stats.logprobs_M, self.logprobs_SR),
+            (stats.entropy_M, self.entropy_SR),
+            (stats.log_kept_M, self.kept_SR),
+        ):
+            assert values_M is not None, "asked for with entropy and kept"
+            batch.unpack(values_M, micro, into_SR)
+
+
+class PPOLearner(ABC):
+    """The critic, PPO's arithmetic, and what is asked of whoever holds the actor.
+
+    Attributes:
+        actor: as `MedusaPlugin` and `ActorSync` take it.
+        device: where batches are prepared.
+    """
+
+    actor: Actor
+    device: torch.device
+
+    def __init__(self, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
         """
         Args:
-            actor: transformers causal LM, float32; the reference is copied from it now.
             critic: value network.
             config: hyper-parameters.
             seed: seed of the minibatch order.
             autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
         """
-        self.actor = actor.eval()
-        self.actor.requires_grad_(True)
         self.critic = critic
-        self.reference = frozen_copy(actor)
         self.config = config
         self.seed = seed
         self.autocast = autocast
-        self.actor_optimizer = _adamw(self.actor, config.actor_learning_rate)
-        self.critic_optimizer = _adamw(self.critic, config.critic_learning_rate)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.actor.parameters()).device
+        self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate)
 
     @torch.no_grad()
     def score(self, batch: PPOBatch, rewards_S: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
@@ -80,24 +113,18 @@ class Learner:
             sampling: how the rollouts were sampled.
             tap: context put around each of the actor's forward passes, e.g. MedusaPlugin.actor_forward.
         """
-        logprobs_SR, reference_SR, values_SR, entropy_SR, kept_SR = (torch.zeros(batch.mask_SR.shape) for _ in range(5))
-        micros = list(batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size))
-        for micro in micros:  # The actor first: whoever taps it can start while reference and critic still run.
-            with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
-                stats = token_stats(self.actor, micro, sampling, entropy=True, kept=True, autocast=self.autocast)
-            for values_M, into_SR in ((stats.logprobs_M, logprobs_SR), (stats.entropy_M, entropy_SR), (stats.log_kept_M, kept_SR)):
-                assert values_M is not None, "asked for above"
-                batch.unpack(values_M, micro, into_SR)
-        for micro in micros:
-            batch.unpack(token_stats(self.reference, micro, sampling, autocast=self.autocast).logprobs_M, micro, reference_SR)
+        policy = self._begin_scoring(batch, sampling, tap)
+        values_SR = torch.zeros(batch.mask_SR.shape)
+        for micro in batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size):
             batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
-        rewards_SR = losses.token_rewards(rewards_S, logprobs_SR, reference_SR, batch.mask_SR, self.config.kl_coefficient)
-        advantages_SR, returns_SR = losses.generalized_advantages(rewards_SR, values_SR, batch.mask_SR, self.config.gamma, self.config.lam)
-        scores = Scores(logprobs_SR, reference_SR, values_SR, losses.whiten(advantages_SR, batch.mask_SR), returns_SR)
+        found, mask_SR = policy(), batch.mask_SR
+        rewards_SR = losses.token_rewards(rewards_S, found.logprobs_SR, found.reference_SR, mask_SR, self.config.kl_coefficient)
+        advantages_SR, returns_SR = losses.generalized_advantages(rewards_SR, values_SR, mask_SR, self.config.gamma, self.config.lam)
+        scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, losses.whiten(advantages_SR, mask_SR), returns_SR)
         report = {
-            names.KL_REFERENCE: losses.masked_mean(logprobs_SR - reference_SR, batch.mask_SR).item(),
-            names.ENTROPY: losses.masked_mean(entropy_SR, batch.mask_SR).item(),
-            names.LOGPROB_GAP: losses.masked_mean((batch.behaviour_SR - (logprobs_SR - kept_SR)).abs(), batch.mask_SR).item(),
+            names.KL_REFERENCE: losses.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item(),
+            names.ENTROPY: losses.masked_mean(found.entropy_SR, mask_SR).item(),
+            names.LOGPROB_GAP: losses.masked_mean((batch.behaviour_SR - (found.logprobs_SR - found.kept_SR)).abs(), mask_SR).item(),
         }
         return scores, report
 
@@ -107,73 +134,169 @@ class Learner:
         Raises:
             RunError: a loss or gradient is not finite; the weights are those before the optimizer step that would have spoiled them.
         """
-        # Seeded by the step and by nothing else, so that a resumed run draws the same minibatches.
-        order = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
-        totals = _UpdateTotals()
-        for _ in range(self.config.epochs):
-            for minibatch in torch.randperm(len(batch), generator=order).split(self.config.minibatch_size):
-                self._minibatch(batch, scores, sampling, minibatch.tolist(), totals)
-        return totals.report()
+        policy = self._begin_update(batch, scores, sampling, step)
+        value_loss, tokens = 0.0, 0
+        for sequences in minibatches(len(batch), self.config, self.seed, step):
+            value_loss += self._critic_minibatch(batch, scores, sequences)
+            tokens += int(batch.lengths_S[sequences].sum())
+        return {**policy().report(), names.VALUE_LOSS: value_loss / tokens}
 
-    def _minibatch(self, batch: PPOBatch, scores: Scores, sampling: Sampling, sequences: list[int], totals: _UpdateTotals) -> None:
-        """One optimizer step of actor and critic. Every token weighs the same, in whichever micro batch it stands."""
-        config = self.config
-        tokens = int(batch.lengths_S[sequences].sum())
+    def _critic_minibatch(self, batch: PPOBatch, scores: Scores, sequences: list[int]) -> float:
+        """One optimizer step of the critic; its summed loss."""
+        config, total, tokens = self.config, 0.0, int(batch.lengths_S[sequences].sum())
         for micro in batch.micro_batches(sequences, config.micro_batch_size):
-            policy_loss = self._policy_loss(batch, scores, sampling, micro, totals)
-            (policy_loss / tokens).backward()
-            values_M, old_M, returns_M = (
-                self.critic(micro, self.autocast),
-                batch.pack(scores.values_SR, micro),
-                batch.pack(scores.returns_SR, micro),
-            )
-            value_loss = losses.clipped_value_loss(values_M, old_M, returns_M, config.value_clip_range)
+            old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
+            value_loss = losses.clipped_value_loss(self.critic(micro, self.autocast), old_M, returns_M, config.value_clip_range)
             (config.value_coefficient * value_loss / tokens).backward()
-            totals.value_loss += value_loss.item()
-        totals.tokens += tokens
-        totals.grad_norms.append(_clip(self.actor, config.clip_norm, "actor"))
-        _clip(self.critic, config.clip_norm, "critic")
-        for optimizer in (self.actor_optimizer, self.critic_optimizer):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            total += value_loss.item()
+        parameters = list(self.critic.parameters())
+        require_finite(torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm).item(), "critic")
+        self.critic_optimizer.step()
+        self.critic_optimizer.zero_grad(set_to_none=True)
+        return total
 
-    def _policy_loss(self, batch: PPOBatch, scores: Scores, sampling: Sampling, micro: MicroBatch, totals: _UpdateTotals) -> Tensor:
-        bonus = self.config.entropy_coefficient
-        stats = token_stats(self.actor, micro, sampling, entropy=bonus > 0, autocast=self.autocast)
-        old_M, advantages_M = batch.pack(scores.logprobs_SR, micro), batch.pack(scores.advantages_SR, micro)
-        terms = losses.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, self.config.clip_range)
-        totals.policy_loss += terms.loss.item()
-        totals.clipped += terms.clipped.item()
-        totals.kl += terms.kl.item()
-        return terms.loss if stats.entropy_M is None else terms.loss - bonus * stats.entropy_M.sum()
+    def save(self, folder: Path) -> None:
+        """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors)."""
+        self._save_policy(folder)
+        save_state(folder / "critic.safetensors", weights_of(self.critic))
+        save_state(folder / "critic_optimizer.safetensors", moments_of(self.critic_optimizer, self.critic))
+
+    def load(self, folder: Path) -> None:
+        """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or does not fit."""
+        critic, optimizer = (load_state(folder / f"{name}.safetensors") for name in ("critic", "critic_optimizer"))
+        self._load_policy(folder)
+        load_weights(self.critic, critic, "critic")
+        load_moments(self.critic_optimizer, self.critic, optimizer, "critic_optimizer")
+
+    @abstractmethod
+    def save_actor(self, folder: Path) -> None:
+        """Write the actor as a checkpoint of transformers, without its tokenizer."""
+
+    @abstractmethod
+    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
+        """Begin with the actor's and the reference's passes; the function waits for the end of what goes on elsewhere."""
+
+    @abstractmethod
+    def _begin_update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int) -> Callable[[], UpdateTotals]:
+        """Begin with all optimizer steps of the actor; the function waits for the end of what goes on elsewhere."""
+
+    @abstractmethod
+    def _save_policy(self, folder: Path) -> None:
+        """Write `actor.safetensors` and `actor_optimizer.safetensors`, by the names that the checkpoint of transformers has."""
+
+    @abstractmethod
+    def _load_policy(self, folder: Path) -> None:
+        """Read both. The reference stays what it is."""
 
 
-class _UpdateTotals:
-    """Sums over all tokens of all passes."""
+class Learner(PPOLearner):
+    """Actor, critic and reference with their optimizers, all in this process."""
+
+    actor: PreTrainedModel
+
+    def __init__(self, actor: PreTrainedModel, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+        """
+        Args:
+            actor: transformers causal LM, float32; the reference is copied from it now.
+            critic, config, seed, autocast: as `PPOLearner`.
+        """
+        super().__init__(critic, config, seed=seed, autocast=autocast)
+        self.actor = actor.eval()
+        self.actor.requires_grad_(True)
+        self.reference = frozen_copy(actor)
+        self.device = next(self.actor.parameters()).device
+        self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
+
+    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
+        found = PolicyScores.zeros(batch)
+        micros = list(batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size))
+        for micro in micros:  # The actor first: whoever taps it can start while reference and critic still run.
+            with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
+                stats = token_stats(self.actor, micro, sampling, entropy=True, kept=True, autocast=self.autocast)
+            found.put(batch, micro, stats)
+        for micro in micros:
+            batch.unpack(token_stats(self.reference, micro, sampling, autocast=self.autocast).logprobs_M, micro, found.reference_SR)
+        return lambda: found
+
+    def _begin_update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int) -> Callable[[], UpdateTotals]:
+        totals, bonus = UpdateTotals(), self.config.entropy_coefficient
+        for sequences in minibatches(len(batch), self.config, self.seed, step):
+            tokens = int(batch.lengths_S[sequences].sum())
+            for micro in batch.micro_batches(sequences, self.config.micro_batch_size):
+                stats = token_stats(self.actor, micro, sampling, entropy=bonus > 0, autocast=self.autocast)
+                (totals.policy_loss_of(batch, scores, micro, stats, self.config) / tokens).backward()
+            totals.tokens += tokens
+            norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), self.config.clip_norm).item()
+            totals.grad_norms.append(require_finite(norm, "actor"))
+            self.actor_optimizer.step()
+            self.actor_optimizer.zero_grad(set_to_none=True)
+        return lambda: totals
+
+    def save_actor(self, folder: Path) -> None:
+        self.actor.save_pretrained(folder)
+
+    def _save_policy(self, folder: Path) -> None:
+        save_state(folder / "actor.safetensors", weights_of(self.actor))
+        save_state(folder / "actor_optimizer.safetensors", moments_of(self.actor_optimizer, self.actor))
+
+    def _load_policy(self, folder: Path) -> None:
+        actor, optimizer = (load_state(folder / f"{name}.safetensors") for name in ("actor", "actor_optimizer"))
+        load_weights(self.actor, actor, "actor")
+        load_moments(self.actor_optimizer, self.actor, optimizer, "actor_optimizer")
+
+
+def minibatches(count: int, config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
+    """The sequences of each optimizer step of an update. Seeded by the step and by nothing else, so that a resumed run draws the same."""
+    order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    for _ in range(config.epochs):
+        for sequences in torch.randperm(count, generator=order).split(config.minibatch_size):
+            yield sequences.tolist()
+
+
+class UpdateTotals:
+    """Sums over all tokens of all passes of the actor's update."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.policy_loss = self.value_loss = self.clipped = self.kl = 0.0
+        self.policy_loss = self.clipped = self.kl = 0.0
         self.grad_norms: list[float] = []
+
+    @classmethod
+    def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
+        """Of replicas that took the same steps, each on its own sequences; tokens and norms are those of all already."""
+        total = cls()
+        total.tokens, total.grad_norms = shares[0].tokens, shares[0].grad_norms
+        for share in shares:
+            total.policy_loss += share.policy_loss
+            total.clipped += share.clipped
+            total.kl += share.kl
+        return total
+
+    def policy_loss_of(self, batch: PPOBatch, scores: Scores, micro: MicroBatch, stats: TokenStats, config: PPOConfig) -> Tensor:
+        """The loss of a micro batch, summed over its tokens; its figures are added up. Every token weighs the same, wherever it stands."""
+        old_M, advantages_M = batch.pack(scores.logprobs_SR, micro), batch.pack(scores.advantages_SR, micro)
+        terms = losses.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, config.clip_range)
+        self.policy_loss += terms.loss.item()
+        self.clipped += terms.clipped.item()
+        self.kl += terms.kl.item()
+        return terms.loss if stats.entropy_M is None else terms.loss - config.entropy_coefficient * stats.entropy_M.sum()
 
     def report(self) -> dict[str, float]:
         return {
             names.POLICY_LOSS: self.policy_loss / self.tokens,
-            names.VALUE_LOSS: self.value_loss / self.tokens,
             names.CLIP_FRAC: self.clipped / self.tokens,
             names.KL_UPDATE: self.kl / self.tokens,
             names.ACTOR_GRAD_NORM: sum(self.grad_norms) / len(self.grad_norms),
         }
 
 
-def _adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
     # No weight decay: it would pull the policy towards zero and away from the reference.
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)
 
 
-def _clip(model: nn.Module, clip_norm: float, who: str) -> float:
-    """Clip by the global norm; returns the norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
+def require_finite(norm: float, who: str) -> float:
+    """A gradient's norm, or RunError."""
     if norm != norm or norm == float("inf"):
         raise RunError(
             f"The gradient of the {who} is not finite.",

@@ -103,6 +103,7 @@ class PPOLoop:
 
         # (5) REPORT
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
+        values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         if self.plugin is not None:  # medusa
             values |= self.plugin.metrics()  # medusa
         return values

@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from medusa_ppo import metrics as names
 
-RAY, ACTOR, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, FINISH = (
+RAY, ACTOR, RANKS, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, FINISH = (
     "start Ray",
     "prepare the actor",
+    "start the actor's ranks",
     "start vLLM",
     "generate",
     "score",

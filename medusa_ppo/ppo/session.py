@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.errors import MedusaError
-from medusa_ppo.actors.hf import load_actor, load_tokenizer
+from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo import progress as phases
@@ -26,7 +26,7 @@ from medusa_ppo.ppo.checkpoint import Position, companion_state, load_checkpoint
 from medusa_ppo.ppo.data import DEMO, PromptStream
 from medusa_ppo.ppo.demo.cache import ensure_demo_actor
 from medusa_ppo.ppo.generation import num_drafts
-from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.progress import ProgressSink
 from medusa_ppo.ppo.scoring import RewardSource, make_reward
@@ -50,7 +50,7 @@ class Parts:
 
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
-    learner: Learner
+    learner: PPOLearner
     reward: RewardSource
     engine: RolloutEngine
     sync: ActorSync
@@ -67,6 +67,7 @@ class RunSession:
         self._stack = contextlib.ExitStack()
         self._writer: RunWriter | None = None
         self._finished = False
+        self._ray_started = False
 
     def __enter__(self) -> RunSession:
         self._signals = self._stack.enter_context(stop_signals())
@@ -86,21 +87,13 @@ class RunSession:
         actor_path = self._actor_path()
         tokenizer = load_tokenizer(actor_path)
         prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
-        actor = _load(actor_path)
-        critic = Critic(_load(config.model.critic_path) if config.model.critic_path else actor)
-        learner = Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
+        learner = self._learner(actor_path)
         if resume:
             load_checkpoint(config.run_dir, learner)
+        actor = learner.actor
         heads_path = self._prepare_heads(actor)
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
-        with self._phase(phases.RAY):
-            self._stack.enter_context(
-                local_ray(
-                    cpus=config.engine.threads * config.engine.replicas + config.companion.threads,
-                    queue_bytes=config.companion.queue_bytes,
-                )
-            )
-            self._signals.install()  # Ray has put a handler of its own in place.
+        self._start_ray()
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
         engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
@@ -109,6 +102,39 @@ class RunSession:
             sync(actor, position.policy_version)
         return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers), position, self._writer
 
+    def _learner(self, actor_path: str) -> PPOLearner:
+        """Actor, critic and reference, wherever they are trained."""
+        config = self._config
+        if config.actor.backend == "transformers":
+            actor = _load(actor_path)
+            critic = Critic(_load(config.model.critic_path) if config.model.critic_path else actor)
+            return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
+        # An optional dependency.
+        from medusa_ppo.ppo.megatron_learner import MegatronLearner, RankTeam
+
+        critic = Critic(_load(config.model.critic_path or actor_path))
+        self._start_ray()
+        with self._phase(phases.RANKS):
+            # Heads from a folder may be of any kind.
+            team = RankTeam(actor_path, config, with_embedding=config.heads.kind == "hydra" or bool(config.heads.path))
+            self._stack.callback(team.close)
+        return MegatronLearner(team, actor_path, critic, config)
+
+    def _start_ray(self) -> None:
+        """Once; the actor's ranks need it first, everything else later."""
+        if self._ray_started:
+            return
+        config = self._config
+        with self._phase(phases.RAY):
+            self._stack.enter_context(
+                local_ray(
+                    cpus=config.engine.threads * config.engine.replicas + config.companion.threads,
+                    queue_bytes=config.companion.queue_bytes,
+                )
+            )
+            self._signals.install()  # Ray has put a handler of its own in place.
+        self._ray_started = True
+
     def finish(self, parts: Parts, position: Position) -> dict[str, Any]:
         """Save the trained actor, the heads and the last checkpoint, and write the report. Returns the summary."""
         config = self._config
@@ -116,7 +142,7 @@ class RunSession:
         with self._phase(phases.SAVE):
             if config.ppo.checkpoint_every:
                 save_checkpoint(config.run_dir, parts.learner, position, config)
-            save_actor(parts.learner.actor, parts.tokenizer, config.run_dir / ACTOR_FOLDER)
+            save_actor(parts.learner, parts.tokenizer, config.run_dir / ACTOR_FOLDER)
             if parts.plugin is not None:
                 parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
         with self._phase(phases.FINISH):
@@ -151,16 +177,14 @@ class RunSession:
         with self._phase(phases.ACTOR):
             return str(ensure_demo_actor(lambda s: self._progress.phase_advanced(s.done, s.total, f"loss {s.loss:.3f}")))
 
-    def _prepare_heads(self, actor: PreTrainedModel) -> str:
+    def _prepare_heads(self, actor: Actor) -> str:
         """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""
         if num_drafts(self._config) == 0 and not self._config.companion.enabled:
             return ""
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-"))
         return str(MedusaPlugin.prepare_heads(self._config, actor, Path(folder) / "heads"))
 
-    def _start_engine(
-        self, actor_path: str, heads_path: str, actor: PreTrainedModel, resume: bool
-    ) -> tuple[RolloutEngine, MedusaPlugin | None]:
+    def _start_engine(self, actor_path: str, heads_path: str, actor: Actor, resume: bool) -> tuple[RolloutEngine, MedusaPlugin | None]:
         config = self._config
         with self._phase(phases.ENGINE):
             engine = make_engine(actor_path, heads_path, config.engine, config.seed)
@@ -180,11 +204,11 @@ class RunSession:
         self._progress.phase_finished(phase, time.monotonic() - began)
 
 
-def save_actor(actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_actor(learner: PPOLearner, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a transformers folder, whole or not at all; one that was there is replaced."""
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
     try:
-        actor.save_pretrained(fresh)
+        learner.save_actor(fresh)
         tokenizer.save_pretrained(fresh)
         replace_folder(fresh, folder)
     finally:

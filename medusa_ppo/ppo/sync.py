@@ -1,17 +1,23 @@
-"""Carrying the actor into the engine: one safetensors file in shared memory, one call, nothing left behind."""
+"""Carrying the actor into the engine: one safetensors file in shared memory, one call, nothing left behind.
+
+A spread actor is written as it comes together: a bucket of its tensors at a time, under the names of its checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from heads.checkpoint import save_state
-from medusa_ppo.actors.hf import embedding_weight, lm_head_weight
+from heads.tensorfile import StateWriter
+from medusa_ppo.actors.hf import Actor, embedding_weight, lm_head_weight
+from medusa_ppo.actors.seam import SpreadActor
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.types import SwapReceipt
 
@@ -20,7 +26,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ActorSync:
-    """Writes the actor's weights where the engine reads them. Use as a context manager, or call close()."""
+    """Writes the actor's weights where the engine reads them. Use as a context manager, or call close().
+
+    Attributes:
+        nbytes: size of the last file.
+        collect_s: seconds until it was written; the engine's own seconds are in its receipt.
+    """
 
     def __init__(self, engine: RolloutEngine, dtype: str = "auto") -> None:
         """
@@ -31,16 +42,23 @@ class ActorSync:
         self._engine = engine
         self._dtype = DTYPES.get(dtype)
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        self.nbytes, self.collect_s = 0, 0.0
         self._folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-actor-", dir=base))
 
-    def __call__(self, actor: PreTrainedModel, version: int) -> SwapReceipt:
+    def __call__(self, actor: Actor, version: int) -> SwapReceipt:
         """Put the actor's current weights into the engine; the engine is idle between two generate calls.
 
         Raises:
             SwapError: the engine did not take them.
         """
         path = self._folder / "actor.safetensors"
-        save_state(path, actor_state(actor, self._dtype))
+        began = time.perf_counter()
+        if isinstance(actor, SpreadActor):
+            write_spread(path, actor, self._dtype or torch.float32)
+        else:
+            assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
+            save_state(path, actor_state(actor, self._dtype))
+        self.nbytes, self.collect_s = path.stat().st_size, time.perf_counter() - began
         try:
             return self._engine.sync_actor(str(path), version)
         finally:
@@ -55,6 +73,13 @@ class ActorSync:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def write_spread(path: Path, actor: SpreadActor, dtype: torch.dtype) -> None:
+    """The actor's checkpoint as one file, at no time whole in memory."""
+    with StateWriter(path, {name: (dtype, shape) for name, shape in actor.shapes().items()}) as writer:
+        for name, tensor in actor.tensors(dtype):
+            writer.put(name, tensor)
 
 
 def actor_state(actor: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ MARKERS = {
     "metrics": ("<!-- begin: metrics -->", "<!-- end: metrics -->"),
     "summary": ("<!-- begin: summary -->", "<!-- end: summary -->"),
 }
-UNITS = {"_s": "seconds", "_frac": "share, 0 to 1", "_tokens": "tokens", "_tokens_per_s": "tokens/s", "_gib": "GiB"}
+UNITS = {"_s": "seconds", "_frac": "share, 0 to 1", "_tokens": "tokens", "_tokens_per_s": "tokens/s", "_gib": "GiB", "_bytes": "bytes"}
 
 
 def metrics_table() -> str:

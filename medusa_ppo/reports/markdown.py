@@ -8,6 +8,8 @@ from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.records import Run
 
+MIB = 1024**2
+
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two runs."""
@@ -33,7 +35,16 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "Companion: seconds hidden behind PPO / the loop waited",
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
+        *_sync_rows(summary.get("actor_sync")),
     ]
+
+
+def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Nothing where the loop does not say how large the actor's weights are."""
+    if sync is None or sync["bytes"] is None:
+        return []
+    figure = f"{w.plain(sync['bytes'] / MIB)} MiB, {w.seconds(sync['seconds'])} ({w.seconds(sync['collect_s'])} of it collecting)"
+    return [("New actor weights, to each engine in each step", figure)]
 
 
 def _speedup(value: float | None, pairs: dict[str, Any]) -> str:

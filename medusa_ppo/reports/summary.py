@@ -67,6 +67,9 @@ SUMMARY_KEYS: dict[str, str] = {
     "phases_s.update": "Seconds of the PPO updates.",
     "phases_s.sync": "Seconds of carrying the actor into the engine.",
     "phases_s.swap": "Seconds of swapping heads into the engine.",
+    "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
+    "actor_sync.collect_s": "Of these, seconds until its weights were collected from its processes and written.",
+    "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
     "versions": "Versions of the packages.",
     "extras": "What the program that wrote the run added.",
 }
@@ -104,6 +107,11 @@ def build_summary(run: Run) -> dict[str, Any]:
             "update": _sum(run.column(m.UPDATE_S)),
             "sync": _sum(run.column(m.SYNC_S)),
             "swap": _sum(run.column(m.SWAP_S)),
+        },
+        "actor_sync": {
+            "seconds": _mean_last(run.column(m.SYNC_S), window),
+            "collect_s": _mean_last(run.column(m.SYNC_COLLECT_S), window),
+            "bytes": _last(run.column(m.SYNC_BYTES)),
         },
         "versions": run.section("versions"),
         "extras": run.section("extras"),

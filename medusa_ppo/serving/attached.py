@@ -11,7 +11,7 @@ from typing import Any
 from heads.errors import EngineError, SwapError
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.rpc import first_of
-from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
 
@@ -77,8 +77,8 @@ class AttachedEngine(base.WorkerEngine):
             do="Generate through the loop.",
         )
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        receipt = super().swap_heads(path, version)
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        receipt = super().swap_heads(path, version, checked)
         fresh = self._kept_state.with_suffix(".new")
         shutil.copyfile(path, fresh)
         fresh.replace(self._kept_state)
@@ -95,9 +95,9 @@ class AttachedEngine(base.WorkerEngine):
             )
         return super().swap_heads(self._kept_state, self.heads_version)
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         started = time.perf_counter()
-        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version)
+        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked)
         if self._forget_prompts is not None and self._forget_prompts() is False:
             raise EngineError(
                 "The prefix cache could not be reset.", given="requests are running", expected="an idle engine", do="Sync between rollouts."

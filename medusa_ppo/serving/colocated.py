@@ -15,7 +15,7 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
 from medusa_ppo.serving.rpc import first_of
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -78,9 +78,9 @@ class ColocatedEngine(base.WorkerEngine):
         rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
         return base.with_versions(rollouts, self)
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         started = time.perf_counter()
-        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version)
+        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked)
         # Cached keys and values were computed with the old weights; those of running requests are computed anew.
         if not self._running().reset_prefix_cache(reset_running_requests=True):
             raise EngineError(

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from heads.errors import ConfigError, DataError, SwapError
-from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+from heads.checkpoint import checksum, load_state
+from heads.errors import CheckpointError, ConfigError, DataError, SwapError
+from heads.tensorfile import crc
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,16 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        """Install the heads of a state file (heads.checkpoint.save_state) between two steps. SwapError leaves the old ones."""
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        """Install the heads of a state file (heads.checkpoint.save_state) between two steps. SwapError leaves the old ones.
+
+        Args:
+            checked: what `check_state` found of the file; None: it is checked here.
+        """
 
     @abstractmethod
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
-        """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts."""
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts. `checked`: as for swap_heads."""
 
     @abstractmethod
     def set_num_drafts(self, count: int) -> None:
@@ -104,8 +110,8 @@ class WorkerEngine(RolloutEngine):
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of the worker extension on all workers; the first answer, after looking for errors in each."""
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version)
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version, checked)
         self.heads_version = version
         return receipt
 
@@ -145,8 +151,8 @@ class WorkerEngine(RolloutEngine):
         """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
         return self._call("medusa_probe", hidden, last_ids)["drafts"]
 
-    def _receipt(self, method: str, path: str, version: int) -> SwapReceipt:
-        answer = self._call(method, path, version)
+    def _receipt(self, method: str, path: str, version: int, checked: Checked | None = None) -> SwapReceipt:
+        answer = self._call(method, path, version, *([[checked.checksum, checked.crc]] if checked else []))
         return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
 
 
@@ -200,6 +206,30 @@ def check_file(path: str | Path, what: str) -> str:
     if not file.is_file():
         raise SwapError(f"There is no file with {what}.", given=str(path), expected="a safetensors file", do="Write it before the swap.")
     return str(file)
+
+
+def check_state(path: str | Path, what: str) -> Checked:
+    """Read a file of weights, look for NaN and infinity, and sum it up. SwapError."""
+    file = check_file(path, what)
+    try:
+        state = load_state(file)
+    except CheckpointError as error:
+        raise SwapError(
+            f"The file with {what} can't be used; the engines keep what they have.",
+            given=error.problem,
+            expected="a file of save_state",
+            do=str(error.do),
+        ) from error
+    return Checked(checksum(state), crc(state))
+
+
+def other_bytes(path: str) -> SwapError:
+    return SwapError(
+        "The file is not the one that was checked; the old weights stay.",
+        given=path,
+        expected="the same bytes",
+        do="Look for a second writer, or for what damaged the file on its way to this node.",
+    )
 
 
 def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, Any]:

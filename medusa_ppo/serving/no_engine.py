@@ -8,7 +8,7 @@ from typing import Any
 from heads.checkpoint import checksum, load_state
 from heads.errors import EngineError
 from medusa_ppo.serving import engine as base
-from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
 
 class NoEngine(base.RolloutEngine):
@@ -20,12 +20,12 @@ class NoEngine(base.RolloutEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         raise self._absent("generate")
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         self._heads = checksum(load_state(base.check_file(path, "new heads")))
         self.heads_version = version
         return SwapReceipt(version, self._heads, 0.0)
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         raise self._absent("sync_actor")
 
     def set_num_drafts(self, count: int) -> None:

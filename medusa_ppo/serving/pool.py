@@ -1,7 +1,7 @@
 """Many engines behind the interface of one: work balanced between them, every version on all of them, lost ones started again.
 
     generate      pieces of the call (serving/balance.py) go to the engine with the fewest running tokens that is free
-    swap, sync    all engines at once, from one file; it is kept until the next one, for engines that come late
+    swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
 An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
@@ -23,7 +23,7 @@ from typing import Any
 from heads.errors import DataError, EngineError, SwapError
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.balance import Piece, cut, piece_seed
-from medusa_ppo.types import Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ Factory = Callable[[int], base.RolloutEngine]
 MAX_RESTARTS = 3  # Of each engine.
 SHARED_MEMORY = Path("/dev/shm")
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
+NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 
 
 @dataclass
@@ -64,7 +65,7 @@ class EnginePool(base.RolloutEngine):
         """
         self._factory, self._smallest = factory, smallest_piece
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
-        self._kept: dict[str, tuple[Path, int]] = {}
+        self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: Path | None = None
         self._settings: dict[str, Any] = {}
         self.restarts = 0
@@ -136,15 +137,15 @@ class EnginePool(base.RolloutEngine):
                 seeded = replace(sampling, seed=piece_seed(sampling, index))
                 running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece.prompts], seeded)] = (seat, index, piece)
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
-        receipt = self._deliver("heads", base.check_file(path, "new heads"), version)
+        receipt = self._deliver("heads", path, version, checked)
         self.heads_version = version
         return receipt
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.sync_actor`, on all engines. SwapError when none took it."""
-        receipt = self._deliver("actor", base.check_file(path, "the actor's weights"), version)
+        receipt = self._deliver("actor", path, version, checked)
         self.policy_version = version
         return receipt
 
@@ -209,9 +210,9 @@ class EnginePool(base.RolloutEngine):
         """Bring an engine to the pool's versions and settings."""
         engine = seat.engine
         assert engine is not None
-        for what, (path, version) in self._kept.items():
+        for what, (path, version, checked) in self._kept.items():
             if seat.versions.get(what) != version:
-                getattr(engine, METHODS[what])(path, version)
+                getattr(engine, METHODS[what])(path, version, checked)
                 seat.versions[what] = version
         if seat.settings != self._settings:
             self._settle(engine, self._settings)
@@ -237,11 +238,16 @@ class EnginePool(base.RolloutEngine):
 
     # ---- the same on all engines ----------------------------------------------------------------------------------------------
 
-    def _deliver(self, what: str, path: str, version: int) -> SwapReceipt:
-        """Heads or actor to all engines at once; the slowest one's seconds."""
+    def _deliver(self, what: str, path: str | Path, version: int, checked: Checked | None) -> SwapReceipt:
+        """Heads or actor to all engines at once; the slowest one's seconds. The file is checked here, once, and not by each engine."""
         started = time.perf_counter()
-        file = self._keep(path, f"{what}-{version}")
-        answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version))
+        file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
+        try:
+            found = checked or base.check_state(file, NAMES[what])
+        except SwapError:
+            file.unlink()
+            raise
+        answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version, found))
         receipts = [(seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)]
         if not receipts:
             file.unlink(missing_ok=True)
@@ -252,7 +258,7 @@ class EnginePool(base.RolloutEngine):
                 ),
             )
         old = self._kept.get(what)
-        self._kept[what] = (file, version)
+        self._kept[what] = (file, version, found)
         if old is not None and old[0] != file:
             old[0].unlink(missing_ok=True)
         for seat, receipt in receipts:

@@ -22,8 +22,10 @@ from torch import nn
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError, ConfigError, SwapError
 from heads.modules import MedusaHeads
+from heads.tensorfile import crc
 from medusa_ppo.serving.choice import DraftChooser
 from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
+from medusa_ppo.serving.engine import other_bytes
 from medusa_ppo.serving.internals import (
     StockMedusaProposer,
     agreed,
@@ -34,6 +36,7 @@ from medusa_ppo.serving.internals import (
 )
 from medusa_ppo.serving.packed import PackedHydra
 from medusa_ppo.serving.token_map import TokenMap
+from medusa_ppo.types import Checked
 
 logger = logging.getLogger(__name__)
 
@@ -272,8 +275,11 @@ class MedusaProposer(StockMedusaProposer):
         if self.heads is not None and target is not None:
             self.token_map.refresh(lambda features_ND: lm_head_logits(target, features_ND), self.hidden_size, self.dtype, self.device)
 
-    def swap(self, path: str, version: int) -> str:
+    def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless all of it is right.
+
+        Args:
+            checked: what someone else found of the file. Its bytes are confirmed before anything is touched, and the heads after.
 
         Returns:
             The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
@@ -283,7 +289,7 @@ class MedusaProposer(StockMedusaProposer):
         """
         heads = self._require_heads()
         try:
-            state = load_state(path)
+            state = load_state(path, finite=checked is not None)
         except CheckpointError as error:
             raise SwapError(
                 "The heads' state file can't be used; the serving heads stay.",
@@ -294,11 +300,13 @@ class MedusaProposer(StockMedusaProposer):
         _check_fit(heads.config.tensor_shapes(), state, path)
         cast = {name: state[name].to(self.dtype) for name in state}
         _check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
-        digest = checksum(state)
+        if checked is not None and crc(state) != checked.crc:
+            raise other_bytes(path)
+        digest = checked.checksum if checked is not None else checksum(state)
         heads.load_trainable_state(cast)
-        for name, value in heads.trainable_state().items():
-            if not torch.equal(value.cpu(), cast[name]):
-                raise SwapError("The swapped heads do not read back.", given=name, expected="the file's values", do="Restart the engine.")
+        same = checked is not None and all(cast[name] is state[name] for name in state)
+        if crc(heads.trainable_state()) != (checked.crc if checked is not None and same else crc(cast)):
+            raise SwapError("The swapped heads do not read back.", given=path, expected="the file's values", do="Restart the engine.")
         self.version, self.heads_checksum = version, digest
         self._pack()
         self.chooser.heads_changed()

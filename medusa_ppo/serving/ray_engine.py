@@ -24,7 +24,7 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
-from medusa_ppo.types import Counters, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
 SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT_S = 600.0
@@ -55,12 +55,14 @@ class EngineHost:
         except MedusaError as error:
             return "error", error, self._state()
 
-    def call_with_bytes(self, method: str, content: np.ndarray, version: int) -> tuple[str, object, dict[str, int]]:
+    def call_with_bytes(
+        self, method: str, content: np.ndarray, version: int, checked: Checked | None
+    ) -> tuple[str, object, dict[str, int]]:
         """Call a method that reads a file, with the file's bytes, which come from another node."""
         folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-received-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None))
         try:
             content.tofile(folder / "state.safetensors")
-            return self.call(method, (str(folder / "state.safetensors"), version), {})
+            return self.call(method, (str(folder / "state.safetensors"), version, checked), {})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -139,11 +141,11 @@ class RayEngine(base.RolloutEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         return self._call("generate", [list(p) for p in prompts], sampling)
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
-        return self._send("swap_heads", base.check_file(path, "new heads"), version)
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        return self._send("swap_heads", base.check_file(path, "new heads"), version, checked)
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
-        return self._send("sync_actor", base.check_file(path, "the actor's weights"), version)
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        return self._send("sync_actor", base.check_file(path, "the actor's weights"), version, checked)
 
     def set_num_drafts(self, count: int) -> None:
         self._call("set_num_drafts", count)
@@ -187,13 +189,13 @@ class RayEngine(base.RolloutEngine):
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._unpack(self._get(self._running(method).call.remote(method, args, kwargs), f"calling {method}"))
 
-    def _send(self, method: str, path: str, version: int) -> Any:
+    def _send(self, method: str, path: str, version: int, checked: Checked | None) -> Any:
         """Call a method that reads a file, wherever the engine is."""
         if not self._elsewhere:
-            return self._call(method, path, version)
+            return self._call(method, path, version, checked)
         status, session = os.stat(path), ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
-        return self._unpack(self._get(self._running(method).call_with_bytes.remote(method, content, version), f"calling {method}"))
+        return self._unpack(self._get(self._running(method).call_with_bytes.remote(method, content, version, checked), f"calling {method}"))
 
     def _running(self, method: str) -> Any:
         if self._host is None:

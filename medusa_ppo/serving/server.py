@@ -26,7 +26,7 @@ from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
 from medusa_ppo.serving.ray_engine import actor_environment
 from medusa_ppo.serving.rpc import first_of
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,13 @@ class ServerEngine(base.WorkerEngine):
         rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
         return base.with_versions(rollouts, self)
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         file = base.check_file(path, "the actor's weights")
         started = time.perf_counter()
         # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
-            receipt = self._receipt("medusa_sync_actor", file, version)
+            receipt = self._receipt("medusa_sync_actor", file, version, checked)
             self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         finally:
             self._post("/resume")

@@ -18,9 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from heads.checkpoint import checksum
 from heads.errors import SwapError
+from heads.tensorfile import crc
 from medusa_ppo.serving import plugin
+from medusa_ppo.serving.engine import other_bytes
 from medusa_ppo.serving.rpc import reports_errors
 from medusa_ppo.serving.versions import vllm_version
+from medusa_ppo.types import Checked
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +52,21 @@ class MedusaWorker:
         }
 
     @reports_errors
-    def medusa_swap_heads(self, path: str, version: int) -> dict[str, Any]:
+    def medusa_swap_heads(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
         """Swap the serving heads in place; see `MedusaProposer.swap`. vLLM runs it between two steps."""
         started = time.perf_counter()
-        digest = self._medusa_require_drafter().swap(path, int(version))
+        digest = self._medusa_require_drafter().swap(path, int(version), Checked(*checked) if checked else None)
         return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
 
     @reports_errors
-    def medusa_sync_actor(self, path: str, version: int) -> dict[str, Any]:
+    def medusa_sync_actor(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
         """Load the actor's weights (safetensors of HF names) into the running model, prepacked copies included.
 
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
         started = time.perf_counter()
         names = self._medusa_check_actor_file(path)
-        digest = checksum(dict(_tensors(path, list(_header(Path(path))))))
+        digest = _confirmed(path, Checked(*checked)) if checked else _checked(path)
         with torch.inference_mode():
             self.reload_weights(weights_iterator=_tensors(path, names))  # type: ignore[attr-defined]
         self._medusa_check_lm_head(path, names)
@@ -131,7 +134,7 @@ class MedusaWorker:
         return drafter
 
     def _medusa_check_actor_file(self, path: str) -> list[str]:
-        """Names in the file, after comparing names and shapes with the model folder's own files and every number with infinity."""
+        """Names in the file, after comparing names and shapes with the model folder's own files."""
         given = _header(Path(path))
         model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
         expected: dict[str, tuple[int, ...]] = {}
@@ -148,14 +151,6 @@ class MedusaWorker:
                 expected=f"the {len(expected)} tensors of {model}",
                 do="Sync the state_dict of the same architecture.",
             )
-        for name, tensor in _tensors(path, list(given)):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise SwapError(
-                    "NaN or infinity in the actor's weights; the old ones stay.",
-                    given=name,
-                    expected="finite numbers",
-                    do="Lower the step size.",
-                )
         # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
         return [name for name in given if not (tied and name == LM_HEAD)]
 
@@ -183,6 +178,27 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         raise SwapError(
             "The weights' file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Write it again."
         ) from error
+
+
+def _checked(path: str) -> str:
+    """The file's checksum, after comparing every number with infinity."""
+    state = dict(_tensors(path, list(_header(Path(path)))))
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SwapError(
+                "NaN or infinity in the actor's weights; the old ones stay.",
+                given=name,
+                expected="finite numbers",
+                do="Lower the step size.",
+            )
+    return checksum(state)
+
+
+def _confirmed(path: str, checked: Checked) -> str:
+    """The checksum that someone else took, after confirming that the bytes here are those that he read."""
+    if crc(dict(_tensors(path, list(_header(Path(path)))))) != checked.crc:
+        raise other_bytes(path)
+    return checked.checksum
 
 
 def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ class DoubleEngine(RolloutEngine):
         frozen_prompts = tuple(tuple(p) for p in prompts)
         return Rollouts(frozen_prompts, tuple(responses), counters, 0.1, sampling, self.policy_version, self.heads_version, self.num_drafts)
 
-    def swap_heads(self, path: str | Path, version: int) -> SwapReceipt:
+    def swap_heads(self, path: str | Path, version: int, checked: Any = None) -> SwapReceipt:
         self.calls.append(("swap", version))
         if self.refuse:
             raise SwapError("The engine is out of sorts.")
@@ -97,7 +98,7 @@ class DoubleEngine(RolloutEngine):
         self.heads_version = version
         return SwapReceipt(version, "wrong" if self.corrupt else checksum(state), 0.01)
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Any = None) -> SwapReceipt:
         self.policy_version = version
         return SwapReceipt(version, "", 0.0)
 

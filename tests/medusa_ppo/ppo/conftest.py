@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ class SamplingEngine(RolloutEngine):
             self.num_drafts,
         )
 
-    def sync_actor(self, path: str, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str, version: int, checked: Any = None) -> SwapReceipt:
         state = load_state(path)
         missing, unexpected = self.actor.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
@@ -77,7 +78,7 @@ class SamplingEngine(RolloutEngine):
         self.policy_version = version
         return SwapReceipt(version, checksum(state), 0.0)
 
-    def swap_heads(self, path: str, version: int) -> SwapReceipt:
+    def swap_heads(self, path: str, version: int, checked: Any = None) -> SwapReceipt:
         self.heads_version = version
         return SwapReceipt(version, checksum(load_state(path)), 0.0)
 

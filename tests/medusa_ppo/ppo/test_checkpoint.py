@@ -12,6 +12,7 @@ import torch
 from heads.errors import CheckpointError, ConfigError
 from medusa_ppo.config import PPOConfig, RunConfig, build_config
 from medusa_ppo.ppo import checkpoint
+from medusa_ppo.ppo import learner as learner_module
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.checkpoint import Position, companion_state, load_checkpoint, read_position, save_checkpoint
 from medusa_ppo.ppo.learner import Learner
@@ -133,7 +134,7 @@ def test_a_full_disk_does_not_end_the_run(tiny_actor, config: RunConfig, monkeyp
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_state", full)
+    monkeypatch.setattr(learner_module, "save_state", full)
     checkpoint.try_save(config.run_dir, learner(tiny_actor()), Position(3, 3, 0.0), config)
     assert "step 3" in caplog.text and "No space" in caplog.text
     assert not list(config.run_dir.iterdir())

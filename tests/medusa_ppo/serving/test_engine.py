@@ -20,8 +20,9 @@ from heads.errors import ConfigError, EngineError, SwapError
 from medusa_ppo.serving import internals, plugin
 from medusa_ppo.serving.colocated import ColocatedEngine
 from medusa_ppo.serving.drafting import draft_tokens
+from medusa_ppo.serving.engine import check_state
 from medusa_ppo.serving.probe import honesty_z, sampled_rows
-from medusa_ppo.types import Counters, Rollouts, Sampling
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.serving.conftest import Actor
@@ -326,6 +327,26 @@ def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, 
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
     assert engine.heads_version == 5
     assert engine.checksums()["heads"] == checksum(state)
+
+
+def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    good, other = actor.random_heads(seed=7), actor.random_heads(seed=8)
+    hidden = torch.randn(3, actor.lm_head_VD.shape[1])
+    swap(engine, good.trainable_state(), tmp_path / "good", 1)
+    save_state(tmp_path / "other", other.trainable_state())
+    found = check_state(tmp_path / "other", "new heads")
+    wrong = Checked(found.checksum, found.crc ^ 1)
+    with pytest.raises(SwapError, match="not the one that was checked"):
+        engine.swap_heads(tmp_path / "other", 2, wrong)
+    assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
+    assert engine.swap_heads(tmp_path / "other", 2, found).checksum == checksum(other.trainable_state()) == engine.checksums()["heads"]
+    assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, other, hidden)
+
+    save_state(tmp_path / "actor", actor.model.state_dict())
+    found = check_state(tmp_path / "actor", "the actor's weights")
+    with pytest.raises(SwapError, match="not the one that was checked"):
+        engine.sync_actor(tmp_path / "actor", 1, Checked(found.checksum, found.crc ^ 1))
+    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == checksum(actor.model.state_dict())
 
 
 def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
+from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.serving import ray_engine
 from medusa_ppo.serving.balance import cut, expected_tokens
@@ -23,7 +25,7 @@ from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.make import make_engine, replica
 from medusa_ppo.serving.pool import MAX_RESTARTS, EnginePool, merge_choices
 from medusa_ppo.serving.ray_engine import EngineHost, RayEngine
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.serving.conftest import Actor
@@ -70,12 +72,12 @@ class StandIn(RolloutEngine):
         self.sums[what] = checksum(load_state(path))
         return SwapReceipt(version, self.sums[what], 0.0)
 
-    def swap_heads(self, path: Any, version: int) -> SwapReceipt:
+    def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         receipt = self._take("heads", path, version)
         self.heads_version = version
         return receipt
 
-    def sync_actor(self, path: Any, version: int) -> SwapReceipt:
+    def sync_actor(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         receipt = self._take("actor", path, version)
         self.policy_version = version
         return receipt
@@ -221,6 +223,22 @@ def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
     assert pool.checksums() == factory.started[0].sums
     rollouts = pool.generate(PROMPTS, SAMPLING)
     assert (rollouts.heads_version, rollouts.policy_version) == (5, 7)
+
+
+def test_a_file_is_checked_once_and_engines_get_what_was_found(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    seen: list[Any] = []
+    for engine in factory.started:
+        swap = engine.swap_heads
+        engine.swap_heads = lambda path, version, checked, swap=swap: (seen.append(checked), swap(path, version))[1]  # type: ignore[method-assign,misc]
+    file = state_file(tmp_path, 1.0)
+    assert pool.swap_heads(file, 1).checksum == checksum(load_state(file))
+    assert seen == [Checked(checksum(load_state(file)), crc(load_state(file)))] * 2
+    save_file({"x": torch.full((3,), torch.nan)}, tmp_path / "bad")
+    with pytest.raises(SwapError, match="can't be used"):
+        pool.swap_heads(tmp_path / "bad", 2)
+    assert len(seen) == 2 and pool.heads_version == 1, "no engine was asked"
+    assert len(list(pool._folder.iterdir())) == 1, "the refused file is not kept"
 
 
 def test_an_engine_that_missed_a_swap_gets_it_before_its_next_piece(make_pool: Any, tmp_path: Path) -> None:

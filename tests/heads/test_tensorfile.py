@@ -1,0 +1,76 @@
+"""Files that are written tensor by tensor, and the quick sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.errors import CheckpointError
+from heads.tensorfile import StateWriter, crc, load_state, read_header, save_state
+
+STATE = {
+    "b": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "a": torch.tensor(3.0, dtype=torch.bfloat16),
+    "empty": torch.zeros(0, 4),
+    "odd": torch.arange(5, dtype=torch.uint8),
+}
+ENTRIES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in STATE.items()}
+
+
+def test_any_order_gives_the_same_tensors_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "state.safetensors"
+    with StateWriter(path, ENTRIES) as writer:
+        for name in ("odd", "empty", "a", "b"):
+            assert not path.exists()
+            writer.put(name, STATE[name])
+    assert path.stat().st_size == writer.nbytes and list(path.parent.iterdir()) == [path]
+    assert read_header(path).keys() == STATE.keys()
+    found = load_state(path)
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in STATE.items())
+    save_state(tmp_path / "whole", STATE)
+    assert crc(found) == crc(load_state(tmp_path / "whole"))
+
+
+def test_tensors_are_cast_to_what_was_announced(tmp_path: Path) -> None:
+    with StateWriter(tmp_path / "state", {"x": (torch.bfloat16, (2,))}) as writer:
+        writer.put("x", torch.tensor([1.0, 2.0]))
+    assert torch.equal(load_state(tmp_path / "state")["x"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"b": torch.zeros(3, 2)},
+        {"unknown": torch.zeros(1)},
+        {"b": torch.full((2, 3), float("nan"))},
+        {"b": STATE["b"]},
+    ],
+    ids=["shape", "name", "nan", "incomplete"],
+)
+def test_what_is_wrong_or_missing_leaves_the_old_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = tmp_path / "state"
+    save_state(path, {"old": torch.ones(1)})
+    with pytest.raises(CheckpointError):
+        with StateWriter(path, ENTRIES) as writer:
+            for name, tensor in tensors.items():
+                writer.put(name, tensor)
+    assert load_state(path).keys() == {"old"} and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_tensor_comes_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not belong"):
+        with StateWriter(tmp_path / "state", ENTRIES) as writer:
+            writer.put("b", STATE["b"])
+            writer.put("b", STATE["b"])
+
+
+def test_the_quick_sum_sees_every_byte_and_the_order_of_tensors() -> None:
+    base = {"x": torch.arange(8.0), "y": torch.ones(3)}
+    assert crc(base) == crc(dict(reversed(base.items())))
+    for name in base:
+        changed = {key: value.clone() for key, value in base.items()}
+        changed[name][-1] += 1
+        assert crc(changed) != crc(base)
+    assert crc({"x": base["y"], "y": base["x"]}) != crc(base)
