@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from pathlib import Path
-
 import torch
 from transformers import PreTrainedModel
 
 from heads.checkpoint import save_state
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.types import SwapReceipt
 
-SHARED_MEMORY = Path("/dev/shm")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,8 +25,7 @@ class ActorSync:
         """
         self._engine = engine
         self._dtype = DTYPES.get(dtype)
-        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-actor-", dir=base))
+        self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
     def __call__(self, actor: PreTrainedModel, version: int) -> SwapReceipt:
         """Put the actor's current weights into the engine; the engine is idle between two generate calls.
@@ -39,7 +33,7 @@ class ActorSync:
         Raises:
             SwapError: the engine did not take them.
         """
-        path = self._folder / "actor.safetensors"
+        path = self._folder.path / "actor.safetensors"
         save_state(path, actor_state(actor, self._dtype))
         try:
             return self._engine.sync_actor(str(path), version)
@@ -48,7 +42,7 @@ class ActorSync:
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def __enter__(self) -> ActorSync:
         return self
