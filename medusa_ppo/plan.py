@@ -139,9 +139,8 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
         "reference": FLOAT32 * model.parameters,
         "logits of a micro-batch, and their gradient": 2 * FLOAT32 * config.ppo.micro_batch_size * length * model.vocab,
     }
-    if config.engine.replicas > 1:
-        element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
-        parts["actor's file in shared memory, for engines that come late"] = element * model.parameters
+    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+    parts["actor's file in shared memory, for engines that come late or again"] = element * model.parameters
     return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), sum(parts.values()), parts)
 
 

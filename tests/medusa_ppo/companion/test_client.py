@@ -186,15 +186,15 @@ def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> 
     budget = 4 * batch.nbytes
     client = client_of(task, queue_bytes=budget, epochs=30, batch_positions=512)
     before, largest = stored_bytes(), 0
-    for version in range(30):
+    for version in range(20):
         client.submit(dataclasses.replace(batch, policy_version=version))
         client.newest(0)
-        for _ in range(4):
+        for _ in range(5):
+            time.sleep(0.03)  # Ray frees what nobody holds every 10 ms here.
             largest = max(largest, stored_bytes() - before)
-            time.sleep(0.02)
     assert 2 * batch.nbytes < largest <= budget + 4096, (largest, batch.nbytes)
     status = client.status()
-    assert status.batches_dropped > 10 and status.batches_received > 10, "old ones made way for new ones"
+    assert status.batches_dropped > 5 and status.batches_received > 10, "old ones made way for new ones"
     assert client.drain(120)
     assert until(lambda: stored_bytes() - before < 4096, 10), "an idle companion holds no batch"
 
