@@ -214,7 +214,6 @@ def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(chain, 
     assert "memory" in error.lower() or "died" in error or "alloc" in error.lower(), error
     assert until(lambda: client.newest(99) is None and client.status().alive)
     trained = client.status().batches_trained
-    assert trained == 1
 
     def learns_again() -> bool:
         client.submit(task.batch())
