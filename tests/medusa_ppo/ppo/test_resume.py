@@ -37,7 +37,14 @@ def settings(actor: Path, out: Path) -> dict[str, Any]:
         "heads": {"num_heads": 3},
         # Every second batch: the checkpoint must hold the step's own batch all the same.
         "companion": {"wait": True, "epochs": 6, "learning_rate": 1e-2, "checkpoint_every": 2, "replay_versions": 1, "save_replay": True},
-        "ppo": {"steps": STEPS, "prompts_per_step": 8, "actor_learning_rate": 1e-4, "checkpoint_every": 3, "threads": 1},
+        "ppo": {
+            "steps": STEPS,
+            "prompts_per_step": 8,
+            "actor_learning_rate": 1e-4,
+            "entropy_coefficient": 0.02,
+            "checkpoint_every": 3,
+            "threads": 1,
+        },
         "report": {"speed_every": 0},
     }
 
