@@ -122,6 +122,8 @@ class EngineConfig(Section):
     """Share of the memory (GPU, or RAM on CPU) for the engine."""
     enforce_eager: bool = True
     """Skip torch.compile and CUDA graphs: quick start, slower steps on a GPU."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """Let the engine sleep while PPO scores and updates: 1 moves its weights to the host, 2 throws them away; 0: it stays awake."""
     threads: int = Field(2, ge=1)
     """CPU threads of the engine (CPU build)."""
     num_drafts: int = Field(-1, ge=-1)
@@ -177,7 +179,7 @@ class CompanionConfig(Section):
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Share of each batch's responses kept out of training, to judge candidates on."""
     queue_bytes: int = Field(512 * 1024**2, ge=1)
-    """Byte budget of waiting batches; when it is full the oldest goes and is counted."""
+    """Byte budget of batches on their way, waiting and in training together; when it is full the oldest that waits goes and is counted."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, but its time is no longer hidden."""
     replay_versions: int = Field(0, ge=0)
@@ -360,6 +362,13 @@ def _check_agreement(config: RunConfig) -> None:
             given=f"engine.url={engine.url!r}, engine.backend={engine.backend!r}",
             expected="engine.backend=server",
             do="Set engine.backend=server or remove engine.url.",
+        )
+    if engine.sleep_level and engine.backend != "colocated":
+        raise ConfigError(
+            "Only colocated engines can sleep.",
+            given=f"engine.sleep_level={engine.sleep_level}, engine.backend={engine.backend!r}",
+            expected="engine.backend=colocated",
+            do="Set engine.sleep_level=0 or engine.backend=colocated.",
         )
     if engine.url and engine.url.count(",") + 1 != engine.replicas:
         raise ConfigError(

@@ -135,9 +135,8 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters}
     if config.actor.backend == "transformers":
         parts |= _actor_parts(config, model, 1)
-    if config.engine.replicas > 1:
-        element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
-        parts["actor's file in shared memory, for engines that come late"] = element * model.parameters
+    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+    parts["actor's file in shared memory, for engines that come late or again"] = element * model.parameters
     return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), sum(parts.values()), parts)
 
 

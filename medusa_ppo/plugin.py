@@ -14,7 +14,6 @@ Shape letters: B rows of a micro-batch, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import time
@@ -24,17 +23,17 @@ from typing import Any
 
 import torch
 
-from heads.checkpoint import load_heads, load_state, save_heads
+from heads.checkpoint import load_heads, save_heads
 from heads.config import HeadsConfig
-from heads.errors import DataError, SwapError
+from heads.errors import DataError
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view
-from medusa_ppo.companion.alarm import SwapWatch, first_heads
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig
 from medusa_ppo.figures import companion_figures, rollout_figures
+from medusa_ppo.installer import HeadsInstaller
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts
 
@@ -51,7 +50,6 @@ class _Step:
 
     exposed_s: float = 0.0
     waited_s: float = 0.0
-    swap_s: float = 0.0
     rollouts: Rollouts | None = None
     serving: PublishedHeads | None = None
 
@@ -60,8 +58,6 @@ class MedusaPlugin:
     """Joins a PPO loop, a rollout engine and a companion. With `companion=None` it only reports the engine's acceptance.
 
     Attributes:
-        swaps: heads installed so far.
-        failed_swaps: heads that did not reach the engine so far.
         empty_responses: responses without a token so far; they teach nothing.
     """
 
@@ -87,20 +83,24 @@ class MedusaPlugin:
         self._engine = engine
         self._companion = companion
         self._wait = wait
-        self._on_error = on_error
         self._heads = heads
+        self._installer = HeadsInstaller(engine, heads, on_error)
         self._clock = clock
         self._collector: BatchCollector | None = None
-        self._installed: PublishedHeads | None = None
-        self._before: PublishedHeads | None = None
-        self._broken = False
-        self._watch = SwapWatch()
         self._lm_head_VD: torch.Tensor | None = None
         self._step = _Step()
         self._train_s_before = 0.0
-        self.swaps = 0
-        self.failed_swaps = 0
         self.empty_responses = 0
+
+    @property
+    def swaps(self) -> int:
+        """Heads installed so far."""
+        return self._installer.swaps
+
+    @property
+    def failed_swaps(self) -> int:
+        """Heads that did not reach the engine so far."""
+        return self._installer.failed_swaps
 
     @staticmethod
     def prepare_heads(config: RunConfig, model: Actor, folder: str | Path) -> Path:
@@ -161,32 +161,34 @@ class MedusaPlugin:
     # ---- the hooks --------------------------------------------------------------------------------------------------------
 
     def before_generation(self) -> None:
-        """Install newer heads, if the companion has any. The engine must be idle.
+        """Install newer heads, if the companion has any, and give an engine that lost its heads some. The engine must be idle.
 
         Raises:
-            SwapError: the engine did not take them, and `on_error` is `raise`.
+            SwapError: the engine did not take newer heads, and `on_error` is `raise`.
         """
         with self._exposed():
-            if self._companion is None:
-                return
-            if self._broken:
-                self._take_back()
-            began = self._clock()
-            if self._wait and not self._companion.drain(DRAIN_TIMEOUT_S):
-                logger.warning("The companion did not finish its batches; the serving heads stay.")
-            version = max(self._installed.version if self._installed else 0, self._watch.refused)
-            published = self._companion.newest(version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
-            self._step.waited_s += self._clock() - began
-            if published is not None:
-                self._install(published)
+            self._installer.take_back()
+            if self._companion is not None:
+                published = self._ask_for_heads(self._companion)
+                if published is not None:
+                    self._installer.install(published)
+            self._installer.feed_again()
+
+    def _ask_for_heads(self, companion: CompanionClient) -> PublishedHeads | None:
+        began = self._clock()
+        if self._wait and not companion.drain(DRAIN_TIMEOUT_S):
+            logger.warning("The companion did not finish its batches; the serving heads stay.")
+        published = companion.newest(self._installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
+        self._step.waited_s += self._clock() - began
+        return published
 
     def rollout_ready(self, rollouts: Rollouts) -> None:
         """Remember this batch's tokens and log-probs; its states come through `actor_forward`."""
         with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
-            self._step.serving = self._installed
-            self._broken = self._watch.broken(rollouts) or self._broken
+            self._step.serving = self._installer.installed
+            self._installer.judge(rollouts)
             if self._companion is not None:
                 self._collector = BatchCollector(rollouts)
                 self.empty_responses += self._collector.empty_responses
@@ -240,14 +242,14 @@ class MedusaPlugin:
         with self._exposed():
             status = self._companion.status() if self._companion is not None else None
         step, self._step = self._step, _Step()
-        values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: step.swap_s}
+        values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: self._installer.take_seconds()}
         if step.rollouts is not None:
             values |= rollout_figures(step.rollouts, step.serving, self._engine.choices())
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
             values |= companion_figures(status)
-            values[names.SWAP_ALARMS] = self._watch.alarms
+            values[names.SWAP_ALARMS] = self._installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
         return values
@@ -257,7 +259,12 @@ class MedusaPlugin:
         return self._companion is None or self._companion.drain(timeout_s)
 
     def save(self, folder: str | Path) -> bool:
-        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False when there is none to write."""
+        """Write the companion's whole state, to go on from with `start(resume_from=...)`. False when there is none to write.
+
+        With `wait` it comes after the training on everything that was handed over; else after the batch in training.
+        """
+        if self._wait:
+            self.drain()
         return self._companion is not None and self._companion.save(folder)
 
     def save_heads(self, folder: str | Path) -> Path:
@@ -268,12 +275,9 @@ class MedusaPlugin:
         """
         if self._heads is None:
             raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
-        installed, heads = self._installed, copy.deepcopy(self._heads)
-        if installed is not None and not Path(installed.path).is_file() and self._companion is not None:
-            installed = self._companion.newest(0)  # Swaps failed for so long that the file is gone: the newest are the next best.
-        if installed is not None:
-            heads.load_trainable_state(load_state(installed.path))
-        save_heads(folder, heads, lm_head_VD=self._lm_head_VD, version=installed.version if installed else 0)
+        companion = self._companion
+        heads, version = self._installer.heads_to_save(lambda: companion.newest(0) if companion is not None else None)
+        save_heads(folder, heads, lm_head_VD=self._lm_head_VD, version=version)
         return Path(folder)
 
     def close(self) -> None:
@@ -299,58 +303,6 @@ class MedusaPlugin:
         embedding_VD = tables_VD[1].detach() if config.needs_embedding and tables_VD[1] is not None else None
         if config.lm_head == "shared" or embedding_VD is not None:
             self._companion.update_lm_head(tables_VD[0].detach(), policy_version, embedding_VD=embedding_VD)
-
-    def _install(self, published: PublishedHeads) -> None:
-        try:
-            self._swap(published)
-        except SwapError as error:
-            self.failed_swaps += 1
-            self._put_back()
-            if self._on_error == "raise":
-                raise
-            logger.warning("Heads version %d were not installed; the old ones stay. %s", published.version, error)
-        else:
-            self._before, self._installed = self._installed, published
-            self._watch.swapped(published)
-            self.swaps += 1
-
-    def _take_back(self) -> None:
-        """Heads that the engine accepts next to nothing of make way for those before, under their own version."""
-        self._broken = False
-        try:
-            if self._before is not None:
-                self._swap(self._before)
-            elif self._heads is not None:
-                with first_heads(self._heads) as first:
-                    self._swap(first)
-            else:
-                return
-        except SwapError as error:
-            self.failed_swaps += 1
-            logger.warning("The heads before could not be put back. %s", error)
-        else:
-            self._installed, self._before = self._before, None
-            self._watch.put_back()
-
-    def _swap(self, published: PublishedHeads) -> None:
-        receipt = self._engine.swap_heads(published.path, published.version)
-        self._step.swap_s += receipt.seconds
-        if receipt.checksum != published.checksum:
-            raise SwapError(
-                "The engine holds other heads than those it was given.",
-                given=f"checksum {receipt.checksum[:16]}",
-                expected=published.checksum[:16],
-                do="Look for a second writer of the published files; the heads before are put back.",
-            )
-
-    def _put_back(self) -> None:
-        """Install the heads before a failed swap again: what the engine holds now isn't known. Drafts stay lossless either way."""
-        if self._installed is None or not Path(self._installed.path).is_file():
-            return
-        try:
-            self._swap(self._installed)
-        except SwapError as error:
-            logger.warning("The heads before could not be put back either. %s", error)
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:

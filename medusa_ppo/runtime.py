@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from heads.errors import RunError
+from medusa_ppo.folders import OwnedFolder, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +23,7 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
 }
 
 
@@ -48,6 +48,7 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
         os.environ.setdefault(name, value)
     import ray  # After the environment: Ray reads it when it is imported.
 
+    sweep()
     if ray.is_initialized():
         yield
         return
@@ -57,11 +58,10 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
             stack.callback(ray.shutdown)
             yield
         return
-    # Short on purpose: a socket's path may have 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="mppo-"))
+    folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path may have 107 characters.
     keep = False
     try:
-        _start(folder, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
+        _start(folder.path, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
         yield
     except Exception:
         keep = True
@@ -69,9 +69,9 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     finally:
         ray.shutdown()
         if keep:
-            logger.error("Ray's logs are kept in %s", folder)
+            logger.error("Ray's logs are kept in %s", folder.keep())
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.close()
 
 
 def _start(folder: Path, cpus: int, store_bytes: int) -> None:

@@ -262,6 +262,7 @@ class CompanionStatus:
     frozen: ReplayRow | None = None
     upper: ReplayRow | None = None
     error: str = ""
+    restarts: int = 0
     losses: tuple[float, ...] = field(default=())
 
 

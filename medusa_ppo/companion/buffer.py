@@ -9,33 +9,41 @@ from medusa_ppo.types import RolloutBatch
 
 
 class BoundedQueue:
-    """First in, first out, for any number of threads. Nobody ever waits to put something in."""
+    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits to put something in.
+
+    A batch that was taken out is in use until `done`, or until the next one is asked for; so long its bytes count.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """
         Args:
-            max_bytes: most bytes of all waiting batches together.
+            max_bytes: most bytes of all batches that wait or are in use together.
         """
         self.max_bytes = max_bytes
         self._batches: deque[RolloutBatch] = deque()
         self._nbytes = 0
+        self._in_use = 0
         self._dropped = 0
         self._peak = 0
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, batch: RolloutBatch) -> int:
-        """Append a batch; the oldest ones go until it fits. A batch that is larger than the whole budget is dropped itself.
+    def put(self, batch: RolloutBatch, room: int = 0) -> int:
+        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch in use is dropped itself.
+
+        Args:
+            batch: what comes.
+            room: bytes to keep free for what may be on its way, as long as older batches can go for it.
 
         Returns:
             Number of batches dropped by this call.
         """
         with self._changed:
-            if self._closed or batch.nbytes > self.max_bytes:
+            if self._closed or self._in_use + batch.nbytes > self.max_bytes:
                 self._dropped += 1
                 return 1
             dropped = 0
-            while self._nbytes + batch.nbytes > self.max_bytes:
+            while self._batches and self.held_nbytes + batch.nbytes + room > self.max_bytes:
                 self._nbytes -= self._batches.popleft().nbytes
                 dropped += 1
             self._batches.append(batch)
@@ -52,12 +60,19 @@ class BoundedQueue:
             timeout_s: seconds to wait for a batch; None waits until there is one or the queue is closed.
         """
         with self._changed:
+            self._in_use = 0
             self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
             if not self._batches:
                 return None
             batch = self._batches.popleft()
             self._nbytes -= batch.nbytes
+            self._in_use = batch.nbytes
             return batch
+
+    def done(self) -> None:
+        """The batch in use is let go."""
+        with self._changed:
+            self._in_use = 0
 
     def close(self) -> None:
         """Wake everybody who waits; later batches are dropped."""
@@ -72,6 +87,11 @@ class BoundedQueue:
     def nbytes(self) -> int:
         """Bytes waiting now."""
         return self._nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes waiting and in use now."""
+        return self._nbytes + self._in_use
 
     @property
     def peak_nbytes(self) -> int:

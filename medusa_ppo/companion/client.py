@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import shutil
-import tempfile
 import time
 import weakref
 from collections import deque
@@ -27,11 +24,11 @@ from heads.errors import CompanionError
 from medusa_ppo.companion.service import Answer, CompanionService, PackedTables, ServiceArguments
 from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_tensor
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT_S = 180.0
 POLL_TIMEOUT_S = 0.5
 RESOURCE_SHARE = 0.001  # Of a node's resource: it says where, not how many.
@@ -42,24 +39,27 @@ class CompanionClient:
     """Owns the companion's Ray actor and the folder of its published versions. Make one with `start`."""
 
     def __init__(
-        self, actor: Any, config: CompanionConfig, publish_dir: Path, tables: ray.ObjectRef, incarnation: str, first: ray.ObjectRef
+        self, actor: Any, config: CompanionConfig, folder: OwnedFolder, tables: ray.ObjectRef, incarnation: str, first: ray.ObjectRef
     ) -> None:
         self._actor = actor
         self._config = config
-        self._publish_dir = publish_dir
+        self._publish_dir = folder.path
         self._tables = tables
         self._first = first  # A companion that is started again is built from it; Ray frees what nobody holds.
         self._incarnation = incarnation
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._poll_since = 0.0
+        self._held = 0  # Bytes of batches that the companion says it holds.
+        self._sent = self._sent_before_poll = 0
         self._grace_until = 0.0
         self._last = CompanionStatus()
         self._error = ""
         self._told: set[str] = set()
         self._lost = 0
+        self._restarts = 0
         self._closed = False
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, publish_dir, ignore_errors=True)
+        self._remove_folder = weakref.finalize(self, folder.close)
 
     @classmethod
     def start(
@@ -90,14 +90,14 @@ class CompanionClient:
         """
         if not ray.is_initialized():
             raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
-        publish_dir = Path(tempfile.mkdtemp(prefix="medusa-ppo-heads-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None))
+        folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         arguments = ServiceArguments(
             heads_config,
             companion_config,
             seed,
             None if initial_state is None else {name: pack_tensor(tensor) for name, tensor in initial_state.items()},
             str(Path(run_dir).resolve()) if run_dir else "",
-            str(publish_dir),
+            str(folder.path),
             str(Path(resume_from).resolve()) if resume_from else "",
         )
         tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
@@ -107,29 +107,31 @@ class CompanionClient:
             incarnation = ray.get(actor.ready.options(concurrency_group=CONTROL).remote(), timeout=START_TIMEOUT_S)
         except RayError as error:
             ray.kill(actor, no_restart=True)
-            shutil.rmtree(publish_dir, ignore_errors=True)
+            folder.close()
             raise CompanionError(
                 "The companion did not start.",
                 given=_reason(error),
                 expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
                 do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
             ) from error
-        return cls(actor, companion_config, publish_dir, tables, incarnation, first)
+        return cls(actor, companion_config, folder, tables, incarnation, first)
 
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
 
     def submit(self, batch: RolloutBatch) -> None:
         """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and nowhere else.
 
-        A companion that takes nothing in for long leaves its batches in that memory; beyond the byte budget new ones are dropped.
+        What is on its way and what the companion holds stay within the byte budget together: it drops its oldest ones for new ones, but one
+        that takes nothing in for long gets no more.
         """
         if not self._usable():
             self._lost += 1
             return
         self._reap()
-        if sum(nbytes for _, nbytes in self._flying) + batch.nbytes > self._config.queue_bytes:
+        if sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes > self._config.queue_bytes:
             self._lost += 1
             return
+        self._sent += 1
         with _Guard(self, "could not take a batch") as guard:
             handed = ray.put(pack_batch(batch))
             self._flying.append((self._call("submit", INTAKE, handed, self._tables), batch.nbytes))
@@ -151,6 +153,9 @@ class CompanionClient:
         if answer is None:
             return None
         self._notice(answer.error)
+        if self._sent == self._sent_before_poll:  # Else a batch may have come in after the answer was given.
+            self._held = answer.held_bytes
+        self._restarts += answer.incarnation != self._incarnation
         self._incarnation = answer.incarnation
         if answer.published is None or answer.published.version <= after_version:
             return None
@@ -166,9 +171,8 @@ class CompanionClient:
                 self._error = ""
                 if not status.error:
                     self._told.clear()
-                return dataclasses.replace(status, batches_dropped=status.batches_dropped + self._lost)
-        dropped = self._last.batches_dropped + self._lost
-        return dataclasses.replace(self._last, alive=False, batches_dropped=dropped, error=self._error or "closed")
+                return self._with_own_counts(status)
+        return self._with_own_counts(dataclasses.replace(self._last, alive=False, error=self._error or "closed"))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything submitted is trained. False when the time is up or the companion is gone."""
@@ -210,6 +214,9 @@ class CompanionClient:
     def _call(self, method: str, group: str, *arguments: object) -> ray.ObjectRef:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
 
+    def _with_own_counts(self, status: CompanionStatus) -> CompanionStatus:
+        return dataclasses.replace(status, batches_dropped=status.batches_dropped + self._lost, restarts=self._restarts)
+
     def _usable(self) -> bool:
         return not self._closed and ray.is_initialized()
 
@@ -217,6 +224,7 @@ class CompanionClient:
         """One poll. An answer that is late is picked up by the next poll, which then does not wait."""
         if self._poll is None:
             self._poll, self._poll_since = self._call("newest", CONTROL, after_version), time.monotonic()
+            self._sent_before_poll = self._sent
         else:
             timeout_s = 0.0
         ready, _ = ray.wait([self._poll], timeout=timeout_s)
@@ -242,7 +250,7 @@ class CompanionClient:
         self._flying = deque(entry for entry in self._flying if entry[0] not in done)
         for ref in ready:
             with _Guard(self, "lost a batch") as guard:
-                ray.get(ref)
+                self._held = ray.get(ref)
             self._lost += guard.failed
 
     def _local(self, published: PublishedHeads) -> PublishedHeads | None:

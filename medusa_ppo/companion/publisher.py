@@ -57,7 +57,8 @@ class Publisher:
         return (int(files[-1].stem.split("-")[1]), load_state(files[-1])) if files else None
 
     def _forget(self, folder: Path, pattern: str) -> None:
-        for old in sorted(folder.glob(pattern))[: -self._keep]:
+        # By age: an earlier run in this folder may have left higher numbers.
+        for old in sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))[: -self._keep]:
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:

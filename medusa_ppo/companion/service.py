@@ -66,11 +66,13 @@ class ServiceArguments:
 
 @dataclass(frozen=True)
 class Answer:
-    """Reply to a poll: a newer version if there is one, and what failed last (a batch that was merely skipped is no failure)."""
+    """Reply to a poll: a newer version if there is one, what failed last (a batch that was merely skipped is no failure), and how many
+    bytes of batches are held."""
 
     published: PublishedHeads | None
     error: str
     incarnation: str
+    held_bytes: int = 0
 
 
 class CompanionService:
@@ -113,26 +115,30 @@ class CompanionService:
         """Name of this incarnation of the process; changes when it was started again."""
         return self._incarnation
 
-    def submit(self, packed: PackedBatch, tables: PackedTables | None = None) -> None:
-        """Queue a batch. Never blocks; the oldest waiting batch goes when the byte budget is used up.
+    def submit(self, packed: PackedBatch, tables: PackedTables | None = None) -> int:
+        """Queue a batch. Never blocks; the oldest waiting batch goes when the byte budget is used up, the next batch's way here included.
 
         Args:
             packed: the batch.
             tables: the actor's tables now, used from the next training on; None: as before.
+
+        Returns:
+            Bytes of the batches that wait or are in training now.
         """
         batch = unpack_batch(packed)
         with self._idle:
             self._tables = tables or self._tables
             self._received += 1
-            self._outstanding += 1 - self._queue.put(batch)
+            self._outstanding += 1 - self._queue.put(batch, room=batch.nbytes)
             self._idle.notify_all()
+            return self._queue.held_nbytes
 
     def newest(self, after_version: int) -> Answer:
         """The last published version if it is newer than `after_version`."""
         published = self._published
         if published is not None and published.version <= after_version:
             published = None
-        return Answer(published, self._error, self._incarnation)
+        return Answer(published, self._error, self._incarnation, self._queue.held_nbytes)
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
         """Tensors of the last published version, for a client on another node; None when `version` is not the last any more."""
@@ -206,6 +212,8 @@ class CompanionService:
             finally:
                 self._busy_since = None
                 self._train_s += time.monotonic() - started
+                del batch  # Its shared memory must not wait for the next one.
+                self._queue.done()
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()
@@ -244,12 +252,23 @@ class CompanionService:
                 folder = self._run_dir / "companion"
         if folder is not None:
             self._take_over(load_state(folder / STATE_FILE))
+        if not marker.exists():
+            self._own_saved_state(resumed=folder is not None)
         newest = self._publisher.newest()
         if newest is not None and newest[0] > self._learner.version:
             self._learner.adopt(*newest)
         if self._learner.version > 0:
             self._publish()
         marker.touch()
+
+    def _own_saved_state(self, resumed: bool) -> None:
+        """What an earlier run, or the part of this one that is done again, left here must not be what a crash goes back to."""
+        if self._run_dir is None:
+            return
+        if resumed:
+            self.save(str(self._run_dir / "companion"))
+        else:
+            (self._run_dir / "companion" / STATE_FILE).unlink(missing_ok=True)
 
     def _state(self) -> dict[str, torch.Tensor]:
         own = [float(self._received), float(self._dropped_before + self._queue.dropped), self._train_s]

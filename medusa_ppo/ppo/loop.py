@@ -17,7 +17,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.ppo import progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.checkpoint import Position, try_save
+from medusa_ppo.ppo.checkpoint import COMPANION_FOLDER, Position, try_save
 from medusa_ppo.ppo.data import Prompt
 from medusa_ppo.ppo.generation import SpeedPairs, sampling_of
 from medusa_ppo.ppo.progress import NullProgress, ProgressSink
@@ -45,6 +45,7 @@ class PPOLoop:
         )
         self.plugin = parts.plugin  # medusa
         self.trackers = parts.trackers
+        self.engine = parts.engine
         self.speed = SpeedPairs(parts.engine, config)
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
@@ -62,6 +63,8 @@ class PPOLoop:
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
                 with self._phase(phases.SAVE, step):
+                    if self.plugin is not None and config.companion.wait:  # medusa
+                        self.plugin.save(config.run_dir / COMPANION_FOLDER)  # medusa
                     try_save(config.run_dir, self.learner, self.position, config)
 
     def step(self, step: int) -> Metrics:
@@ -78,6 +81,8 @@ class PPOLoop:
             rollouts, pair = self.speed.generate([p.token_ids for p in prompts], sampling, step)
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
+            if config.engine.sleep_level:
+                self.engine.sleep(config.engine.sleep_level)
         values |= rollout_metrics(rollouts) | pair
         self.rollout_files.write(step, rollouts)
 
@@ -99,11 +104,14 @@ class PPOLoop:
         with self._phase(phases.SYNC, step) as sync_s:
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
+            if config.engine.sleep_level:
+                self.engine.wake()
             self.sync(learner.actor, version + 1)
 
         # (5) REPORT
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
+        values[names.ENGINE_RESTARTS] = self.engine.restarts
         if self.plugin is not None:  # medusa
             values |= self.plugin.metrics()  # medusa
         return values

@@ -20,9 +20,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo import progress as phases
-from medusa_ppo.ppo.checkpoint import Position, companion_state, load_checkpoint, read_position, replace_folder, save_checkpoint
+from medusa_ppo.ppo.checkpoint import (
+    COMPANION_FOLDER,
+    Position,
+    companion_state,
+    load_checkpoint,
+    read_position,
+    replace_folder,
+    save_checkpoint,
+)
 from medusa_ppo.ppo.data import DEMO, PromptStream
 from medusa_ppo.ppo.demo.cache import ensure_demo_actor
 from medusa_ppo.ppo.generation import num_drafts
@@ -141,6 +150,8 @@ class RunSession:
         assert self._writer is not None, "finish() follows prepare()"
         with self._phase(phases.SAVE):
             if config.ppo.checkpoint_every:
+                if parts.plugin is not None and config.companion.wait:
+                    parts.plugin.save(config.run_dir / COMPANION_FOLDER)
                 save_checkpoint(config.run_dir, parts.learner, position, config)
             save_actor(parts.learner, parts.tokenizer, config.run_dir / ACTOR_FOLDER)
             if parts.plugin is not None:
@@ -181,13 +192,14 @@ class RunSession:
         """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""
         if num_drafts(self._config) == 0 and not self._config.companion.enabled:
             return ""
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="medusa-ppo-heads-"))
-        return str(MedusaPlugin.prepare_heads(self._config, actor, Path(folder) / "heads"))
+        folder = OwnedFolder("medusa-ppo-heads-")
+        self._stack.callback(folder.close)
+        return str(MedusaPlugin.prepare_heads(self._config, actor, folder.path / "heads"))
 
     def _start_engine(self, actor_path: str, heads_path: str, actor: Actor, resume: bool) -> tuple[RolloutEngine, MedusaPlugin | None]:
         config = self._config
         with self._phase(phases.ENGINE):
-            engine = make_engine(actor_path, heads_path, config.engine, config.seed)
+            engine = make_engine(actor_path, heads_path, config.engine, config.seed, supervised=True)
             self._stack.callback(engine.close)
             if not heads_path:
                 return engine, None

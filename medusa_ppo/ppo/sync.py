@@ -5,9 +5,6 @@ A spread actor is written as it comes together: a bucket of its tensors at a tim
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,10 +15,10 @@ from heads.checkpoint import save_state
 from heads.tensorfile import StateWriter
 from medusa_ppo.actors.hf import Actor, embedding_weight, lm_head_weight
 from medusa_ppo.actors.seam import SpreadActor
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.types import SwapReceipt
 
-SHARED_MEMORY = Path("/dev/shm")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,9 +38,8 @@ class ActorSync:
         """
         self._engine = engine
         self._dtype = DTYPES.get(dtype)
-        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self.nbytes, self.collect_s = 0, 0.0
-        self._folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-actor-", dir=base))
+        self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
     def __call__(self, actor: Actor, version: int) -> SwapReceipt:
         """Put the actor's current weights into the engine; the engine is idle between two generate calls.
@@ -51,7 +47,7 @@ class ActorSync:
         Raises:
             SwapError: the engine did not take them.
         """
-        path = self._folder / "actor.safetensors"
+        path = self._folder.path / "actor.safetensors"
         began = time.perf_counter()
         if isinstance(actor, SpreadActor):
             write_spread(path, actor, self._dtype or torch.float32)
@@ -66,7 +62,7 @@ class ActorSync:
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def __enter__(self) -> ActorSync:
         return self

@@ -105,6 +105,14 @@ def _swap_alarm(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
         seen = alarms
 
 
+def _restarts(run: Run, _: dict[str, Any]) -> Iterator[Finding]:
+    for name, what in ((m.ENGINE_RESTARTS, "An engine"), (m.COMPANION_RESTARTS, "The companion")):
+        times = max((number(step.get(name)) or 0.0 for step in run.steps), default=0.0)
+        if times:
+            text = f"{what} was lost and started again, {times:.0f} time(s). No step was lost."
+            yield Finding("restarts", text, "Read the logs of Ray's workers, and mind the memory.")
+
+
 def _drafting_did_not_pay(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
     speedup, pairs = summary["rollout_speedup"], summary["rollout_speedup_pairs"]
     if speedup is not None and speedup < 1.0:
@@ -215,6 +223,7 @@ CHECKS: tuple[Callable[[Run, dict[str, Any]], Iterator[Finding]], ...] = (
     _not_finite,
     _broken_swap,
     _swap_alarm,
+    _restarts,
     _drafting_did_not_pay,
     _worse_than_frozen,
     _stale,

@@ -30,7 +30,7 @@ def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smal
     """The call's pieces in the order in which they are given out; a function of the prompts alone, not of who is quick.
 
     Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are large, so that an engine batches well, the
-    last ones small, so that none waits long for the others. One engine gets everything at once.
+    last ones small, so that none waits long for the others. One engine gets everything at once, in its own order.
 
     Args:
         prompts: token ids.
@@ -38,9 +38,9 @@ def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smal
         engines: engines that share the work.
         smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's slots full.
     """
-    order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     if engines <= 1:
-        smallest = len(order)
+        return [Piece(tuple(range(len(prompts))), sum(expected_tokens(prompt, sampling) for prompt in prompts))]
+    order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     weights = [expected_tokens(prompts[index], sampling) for index in order]
     left, at, pieces = sum(weights), 0, []
     while at < len(order):

@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 COUNTER = "vllm:spec_decode_num_"
+DEEP_SLEEP = 2
+"""vLLM's level from which on weights are thrown away."""
 
 
 class ColocatedEngine(base.WorkerEngine):
@@ -45,10 +47,11 @@ class ColocatedEngine(base.WorkerEngine):
         self.plan = plan or plan_launch(model_path, heads_path, config, seed)
         self._llm: LLM | None = _start(self.plan.engine_args)
         self.max_drafts = self.plan.max_drafts
+        self._asleep = self._actor_lost = False
         try:
             self.plugin_report()
             if self.max_drafts:
-                self.heads_version = int(self._call("medusa_checksums")["heads_version"])
+                self._look_at_heads()
                 self.set_num_drafts(self.plan.num_drafts)
                 self.set_drafting(**self.plan.drafting)
         except MedusaError:
@@ -59,6 +62,13 @@ class ColocatedEngine(base.WorkerEngine):
         from vllm import SamplingParams
 
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
+        if self._actor_lost:
+            raise EngineError(
+                "The engine has thrown the actor away.",
+                given="generate() after a sleep of level 2",
+                expected="sync_actor() first",
+                do="Sync the actor after wake().",
+            )
         repeat = sampling.responses_per_prompt
         params = [
             SamplingParams(
@@ -89,8 +99,22 @@ class ColocatedEngine(base.WorkerEngine):
                 expected="an engine without KV transfers under way",
                 do="Sync again when they are done: until then old keys may meet new weights.",
             )
-        self.policy_version = version
+        self.policy_version, self._actor_lost = version, False
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    def sleep(self, level: int) -> None:
+        llm = self._running()
+        with _engine_errors("falling asleep"):
+            llm.sleep(level=level)
+        self._asleep, self._actor_lost = True, self._actor_lost or level >= DEEP_SLEEP
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        self._asleep = False
+        with _engine_errors("waking up"):
+            self._running().wake_up()
+        self._look_at_heads()
 
     def counters(self) -> Counters:
         llm = self._running()
@@ -104,6 +128,8 @@ class ColocatedEngine(base.WorkerEngine):
     def _running(self) -> LLM:
         if self._llm is None:
             raise EngineError("The engine is closed.", given="a call after close()", expected="a running engine", do="Start a new one.")
+        if self._asleep:  # Its memory is not there, and vLLM would wait for ever.
+            raise EngineError("The engine is asleep.", given="a call after sleep()", expected="wake() first", do="Wake it.")
         return self._llm
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from heads.checkpoint import checksum, load_state
-from heads.errors import CheckpointError, ConfigError, DataError, SwapError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import crc
 from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
@@ -25,13 +25,16 @@ class RolloutEngine(ABC):
     Attributes:
         max_drafts: drafts per step that it was started for; 0 without heads.
         num_drafts: drafts per step now.
-        policy_version, heads_version: of the last sync and swap.
+        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost its heads, and drafts nothing until
+            some are swapped in.
+        restarts: times that it was lost and started again.
     """
 
     max_drafts: int = 0
     num_drafts: int = 0
     policy_version: int = 0
     heads_version: int = 0
+    restarts: int = 0
 
     @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -92,6 +95,19 @@ class RolloutEngine(ABC):
         """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
         return []
 
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must follow `wake`, and for drafts
+                `swap_heads`.
+        """
+        raise _cannot_sleep(self)
+
+    def wake(self) -> None:
+        """Take the memory again, and look which heads are really there (`heads_version`)."""
+        raise _cannot_sleep(self)
+
     @abstractmethod
     def close(self) -> None:
         """End the engine and everything it started; harmless when called again."""
@@ -103,6 +119,12 @@ class RolloutEngine(ABC):
         self.close()
 
 
+def _cannot_sleep(engine: RolloutEngine) -> EngineError:
+    return EngineError(
+        "This engine can't sleep.", given=type(engine).__name__, expected="a colocated engine", do="Set engine.sleep_level=0."
+    )
+
+
 class WorkerEngine(RolloutEngine):
     """What engines have in common that reach our worker extension by a call of their own (`_call`)."""
 
@@ -111,7 +133,11 @@ class WorkerEngine(RolloutEngine):
         """Call a method of the worker extension on all workers; the first answer, after looking for errors in each."""
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version, checked)
+        try:
+            receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version, checked)
+        except SwapError:
+            self._look_at_heads()
+            raise
         self.heads_version = version
         return receipt
 
@@ -150,6 +176,11 @@ class WorkerEngine(RolloutEngine):
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
         """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
         return self._call("medusa_probe", hidden, last_ids)["drafts"]
+
+    def _look_at_heads(self) -> None:
+        """Ask the workers which heads they really hold."""
+        if self.max_drafts:
+            self.heads_version = int(self._call("medusa_checksums")["heads_version"])
 
     def _receipt(self, method: str, path: str, version: int, checked: Checked | None = None) -> SwapReceipt:
         answer = self._call(method, path, version, *([[checked.checksum, checked.crc]] if checked else []))

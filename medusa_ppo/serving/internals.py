@@ -22,6 +22,7 @@ import vllm._custom_ops as custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
+import vllm.v1.worker.gpu_worker as gpu_worker
 from vllm import ModelRegistry
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
@@ -45,6 +46,7 @@ __all__ = [
     "INSTALLED",
     "StockMedusaProposer",
     "agreed",
+    "agreed_by_all",
     "check_contract",
     "embedding_module",
     "install",
@@ -74,6 +76,7 @@ CONTRACT: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", ("scheduler_output", "sampler_output")),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", ("weights_iterator", "is_checkpoint_format")),
+    ("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",)),
     ("vllm.v1.sample.rejection_sampler", "RejectionSampler.forward", ("metadata", "draft_probs", "logits", "sampling_metadata")),
     (
         "vllm.v1.sample.rejection_sampler",
@@ -158,6 +161,7 @@ def install(proposer: type) -> Installed:
     _replace(runner, "propose_draft_token_ids", _with_draft_context(runner.propose_draft_token_ids))
     _replace(runner, "_get_spec_decode_draft_probs", _with_kept_draft_probs(runner._get_spec_decode_draft_probs))
     _replace(runner, "_sample", _plain_without_drafts(runner._sample))
+    _replace(gpu_worker.Worker, "wake_up", _with_heads_looked_at(gpu_worker.Worker.wake_up))
     if "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
         # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds the heads itself.
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
@@ -407,6 +411,19 @@ def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
+def _with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whoever wakes the engine: heads that a deep sleep threw away are noticed before it drafts. (The CPU's worker never really sleeps.)"""
+
+    @functools.wraps(original)
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        result = original(self, tags)
+        if (tags is None or "weights" in tags) and _is_ours(self.model_runner):
+            self.model_runner.drafter.held_version()
+        return result
+
+    return wake_up
+
+
 def request_sampling(sampling_metadata: Any) -> RequestSampling:
     """vLLM's sampling metadata in our own words."""
     sm = sampling_metadata
@@ -427,6 +444,16 @@ def agreed(number: int) -> int:
     shared = torch.tensor([number], dtype=torch.int64)
     torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
     return int(shared.item())
+
+
+def agreed_by_all(good: bool) -> bool:
+    """Whether it is so on all tensor-parallel ranks; each of them asks."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return good
+    shared = torch.tensor([int(good)], dtype=torch.int64)
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(shared.item())
 
 
 def packed_linear(weight: torch.Tensor) -> LINEAR:

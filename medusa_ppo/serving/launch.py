@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, U
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving.rpc import WORKER_EXTENSION
 from medusa_ppo.serving.versions import is_cpu_build, require_vllm
+
+logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
@@ -94,6 +97,11 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         _refuse_with_heads(config.extra)
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
+    if config.sleep_level:
+        if is_cpu_build():
+            logger.warning("engine.sleep_level=%d frees nothing here: vLLM's CPU build keeps its memory.", config.sleep_level)
+        else:
+            args["enable_sleep_mode"] = True
     args.update(config.extra)
     sampled = config.draft_temperature > 0
     drafting = {"sampled": sampled, "draft_temperature": config.draft_temperature if sampled else 1.0, "choose": config.choose_drafts}

@@ -11,14 +11,19 @@ from medusa_ppo.serving.ray_engine import RayEngine
 from medusa_ppo.serving.server import ServerEngine
 
 
-def make_engine(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> RolloutEngine:
+def make_engine(
+    model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, supervised: bool = False
+) -> RolloutEngine:
     """The engine that `config.backend` asks for.
 
     `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
     With `config.replicas` above 1: a pool of them.
+
+    Args:
+        supervised: start one engine again too when it is lost, with the heads and the actor that it had; a pool always does.
     """
     kind = ServerEngine if config.backend == "server" else RayEngine
-    if config.replicas == 1:
+    if config.replicas == 1 and not supervised:
         return kind(model_path, heads_path, config, seed)
     # Engines of one seed would answer the same prompt in two pieces alike.
     return EnginePool(

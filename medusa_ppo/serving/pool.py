@@ -5,6 +5,7 @@
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
 An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
+A pool of one is an engine that is started again when it is lost; what it samples is what the bare engine would.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import DataError, EngineError, SwapError
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.balance import Piece, cut, piece_seed
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
@@ -28,15 +29,14 @@ from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts,
 logger = logging.getLogger(__name__)
 
 Factory = Callable[[int], base.RolloutEngine]
-MAX_RESTARTS = 3  # Of each engine.
-SHARED_MEMORY = Path("/dev/shm")
+MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 
 
 @dataclass
 class _Seat:
-    """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts."""
+    """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts in a row."""
 
     index: int
     engine: base.RolloutEngine | None
@@ -66,7 +66,7 @@ class EnginePool(base.RolloutEngine):
         self._factory, self._smallest = factory, smallest_piece
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
         self._settings: dict[str, Any] = {}
         self.restarts = 0
         starts = [self._threads.submit(factory, index) for index in range(count)]
@@ -115,7 +115,7 @@ class EnginePool(base.RolloutEngine):
                         waiting.insert(0, (index, piece))
                     else:
                         answers.append((piece, job.result()))
-                        seat.share = _with_piece(seat.share, job.result())
+                        seat.share, seat.restarts = _with_piece(seat.share, job.result()), 0
         except Exception:
             wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
             raise
@@ -134,7 +134,7 @@ class EnginePool(base.RolloutEngine):
         for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
-                seeded = replace(sampling, seed=piece_seed(sampling, index))
+                seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
                 running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece.prompts], seeded)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
@@ -177,12 +177,26 @@ class EnginePool(base.RolloutEngine):
         return sum((engine.counters() for engine in self._engines()), Counters())
 
     def choices(self) -> list[dict[str, Any]]:
-        return merge_choices([rows for _, rows in self._everywhere(lambda engine: engine.choices())])
+        return merge_choices([rows for _, rows in self._everywhere(lambda engine: engine.choices()) if isinstance(rows, list)])
 
     def plugin_report(self) -> dict[str, Any]:
         """The first engine's, and under `engines` everyone's."""
         reports = [engine.plugin_report() for engine in self._engines()]
         return {**reports[0], "engines": reports}
+
+    def sleep(self, level: int) -> None:
+        self._everywhere(lambda engine: engine.sleep(level))
+
+    def wake(self) -> None:
+        """As `RolloutEngine.wake`. Heads that an engine lost in its sleep come back before its next piece, if the pool has their file."""
+        self._everywhere(lambda engine: engine.wake())
+        self._note_lost_heads()
+
+    def _note_lost_heads(self) -> None:
+        for seat in self._ready():
+            if seat.engine is not None and seat.engine.heads_version < 0:
+                seat.versions["heads"] = -1
+                self.heads_version = self.heads_version if "heads" in self._kept else -1
 
     def close(self) -> None:
         # What is being started is waited for: it would outlive the run.
@@ -197,7 +211,7 @@ class EnginePool(base.RolloutEngine):
         for seat in self._seats:
             seat.engine = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
@@ -233,7 +247,8 @@ class EnginePool(base.RolloutEngine):
                 by_prompt.setdefault(index, []).append(replace(response, prompt_index=index))
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=self.shares)
+        shares = self.shares if len(self._seats) > 1 else ()
+        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=shares)
         return base.with_versions(rollouts, self)
 
     # ---- the same on all engines ----------------------------------------------------------------------------------------------
@@ -247,8 +262,12 @@ class EnginePool(base.RolloutEngine):
         except SwapError:
             file.unlink()
             raise
-        answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version, found))
-        receipts = [(seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)]
+        while True:
+            answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version, found))
+            receipts = [(seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)]
+            if receipts or any(isinstance(answer, SwapError) for _, answer in answers):
+                break  # Otherwise all were lost over it; those that are started again are asked again.
+        self._note_lost_heads()
         if not receipts:
             file.unlink(missing_ok=True)
             raise next(
@@ -274,10 +293,8 @@ class EnginePool(base.RolloutEngine):
     def _keep(self, path: str, name: str) -> Path:
         """The file under a name of the pool's own: writers remove or replace theirs. A hard link where that is possible, else a copy."""
         if self._folder is None:
-            self._folder = Path(
-                tempfile.mkdtemp(prefix="medusa-ppo-pool-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None)
-            )
-        file = self._folder / f"{name}-{time.monotonic_ns()}.safetensors"
+            self._folder = OwnedFolder("medusa-ppo-pool-", shared_memory=True)
+        file = self._folder.path / f"{name}-{time.monotonic_ns()}.safetensors"
         try:
             os.link(path, file)
         except OSError:

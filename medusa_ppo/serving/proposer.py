@@ -24,11 +24,13 @@ from heads.errors import CheckpointError, ConfigError, SwapError
 from heads.modules import MedusaHeads
 from heads.tensorfile import crc
 from medusa_ppo.serving.choice import DraftChooser
-from medusa_ppo.serving.drafting import DraftProbs, draft_tokens
+from medusa_ppo.serving.confirm import Plain, find_difference, fixed_inputs, greedy_sampling
+from medusa_ppo.serving.drafting import Draft, DraftProbs, RequestSampling, draft_tokens
 from medusa_ppo.serving.engine import other_bytes
 from medusa_ppo.serving.internals import (
     StockMedusaProposer,
     agreed,
+    agreed_by_all,
     embedding_module,
     lm_head_logits,
     packed_linear,
@@ -62,6 +64,7 @@ class MedusaProposer(StockMedusaProposer):
         self.heads: MedusaHeads | None = None
         self.version = 0
         self.heads_checksum = ""
+        self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
         self.sampled = False
         self.draft_temperature = 1.0
@@ -72,6 +75,7 @@ class MedusaProposer(StockMedusaProposer):
         self._step_began: float | None = None
         self._target: nn.Module | None = None
         self._packed: PackedHydra | None = None
+        self._fingerprint: tuple[int, ...] = ()
         self._last_ids: list[int] = []
         self._unfinished: list[int] = []
         self._step_probs_BKV: torch.Tensor | None = None
@@ -97,6 +101,7 @@ class MedusaProposer(StockMedusaProposer):
         self.version, self.heads_checksum = metadata.version, metadata.checksum
         self.model = self.heads
         self._target = target_model
+        self._fingerprint = fingerprint(self.heads)
         self._pack()
 
     def _pack(self) -> None:
@@ -122,7 +127,7 @@ class MedusaProposer(StockMedusaProposer):
         if self.choose:
             # Each rank learns by its own clock, and all must draft the same: the first one decides.
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
-        if count == 0:
+        if count == 0 or not self.fed:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
         if self.heads is None:
             blocks = self.model(hidden_BD)[:count]
@@ -178,6 +183,11 @@ class MedusaProposer(StockMedusaProposer):
     # ---- drafting -----------------------------------------------------------------------------------------------------------
 
     def _draft(self, hidden_BD: torch.Tensor, count: int, sampling: Any) -> torch.Tensor:
+        draft = self._make_draft(hidden_BD, count, sampling)
+        self._step_probs_BKV = draft.probs_BKV
+        return draft.ids_BK
+
+    def _make_draft(self, hidden_BD: torch.Tensor, count: int, sampling: RequestSampling | None) -> Draft:
         heads, target = self.heads, self._target
         assert heads is not None and target is not None, "drafting needs loaded heads"
         last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64, device=hidden_BD.device)
@@ -186,7 +196,7 @@ class MedusaProposer(StockMedusaProposer):
             waiting = set(self._unfinished)
             kept = {i: g for i, g in sampling.generators.items() if i not in waiting}
             sampling = type(sampling)(sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, kept, sampling.truncate)
-        draft = draft_tokens(
+        return draft_tokens(
             heads,
             hidden_BD,
             last_ids_B,
@@ -197,8 +207,6 @@ class MedusaProposer(StockMedusaProposer):
             token_map=self.token_map,
             packed=self._packed,
         )
-        self._step_probs_BKV = draft.probs_BKV
-        return draft.ids_BK
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
@@ -276,7 +284,7 @@ class MedusaProposer(StockMedusaProposer):
             self.token_map.refresh(lambda features_ND: lm_head_logits(target, features_ND), self.hidden_size, self.dtype, self.device)
 
     def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
-        """Put the heads of a state file in the place of the serving ones; nothing is touched unless all of it is right.
+        """Put the heads of a state file in the place of the serving ones; nothing is touched unless the file is right.
 
         Args:
             checked: what someone else found of the file. Its bytes are confirmed before anything is touched, and the heads after.
@@ -285,7 +293,8 @@ class MedusaProposer(StockMedusaProposer):
             The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
 
         Raises:
-            SwapError: the file does not fit the serving heads, or the parameters are not what was written into them.
+            SwapError: the file does not fit the serving heads, which stay; or what drafts now is not what the file holds: then nothing is
+                drafted until heads are fed again.
         """
         heads = self._require_heads()
         try:
@@ -303,15 +312,53 @@ class MedusaProposer(StockMedusaProposer):
         if checked is not None and crc(state) != checked.crc:
             raise other_bytes(path)
         digest = checked.checksum if checked is not None else checksum(state)
+        self.fed = False
         heads.load_trainable_state(cast)
-        same = checked is not None and all(cast[name] is state[name] for name in state)
-        if crc(heads.trainable_state()) != (checked.crc if checked is not None and same else crc(cast)):
-            raise SwapError("The swapped heads do not read back.", given=path, expected="the file's values", do="Restart the engine.")
-        self.version, self.heads_checksum = version, digest
         self._pack()
         self.chooser.heads_changed()
         self._refresh_token_map()
+        fault = next((f"{name} does not read back" for name, value in heads.trainable_state().items() if not _same(value, cast[name])), "")
+        fault = self._probe_swap(cast) or fault  # Always: on tensor-parallel ranks the probe is a meeting of all.
+        if not agreed_by_all(not fault):
+            raise SwapError(
+                "The engine does not draft with the heads that were swapped in; it drafts nothing now.",
+                given=fault or "what another rank says",
+                expected="the file's values, and the drafts that they make",
+                do="Swap again; should that fail too, restart the engine.",
+            )
+        self.fed, self.version, self.heads_checksum, self._fingerprint = True, version, digest, fingerprint(heads)
         return digest
+
+    @torch.inference_mode()
+    def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
+        """Why what drafts now are not the heads of `state`; empty when they are."""
+        config, target = self._require_heads().config, self._target
+        hidden_BD, last_ids_B = fixed_inputs(config, self.dtype, self.device)
+        self._last_ids, self._unfinished = last_ids_B.tolist(), []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # Rollouts without a seed draw from the same generator.
+            draft = self._make_draft(hidden_BD, config.num_heads, greedy_sampling(self.device))
+        plain = Plain(
+            lambda rows: lm_head_logits(target, rows),
+            embedding_module(target) if config.kind == "hydra" else None,
+            self.dtype,
+            self.draft_temperature,
+            self.token_map.ids_W,
+        )
+        return find_difference(draft, state, config, hidden_BD, last_ids_B, plain)
+
+    def held_version(self) -> int:
+        """Version of the heads that are really there; -1 when they are gone (a deep sleep, a swap that failed): then nothing is drafted.
+
+        All ranks ask at once, and come to the same answer.
+        """
+        if self.heads is None:
+            return self.version
+        there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
+        if self.fed and not there:
+            logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
+        self.fed = there
+        return self.version if there else -1
 
     def _require_heads(self) -> MedusaHeads:
         if self.heads is None:
@@ -322,6 +369,16 @@ class MedusaProposer(StockMedusaProposer):
                 do="Start the engine with such a folder.",
             )
         return self.heads
+
+
+def fingerprint(heads: nn.Module) -> tuple[int, ...]:
+    """A sum over the bits of each parameter, taken where it is: enough to notice that memory was thrown away."""
+    words = {2: torch.int16, 4: torch.int32}
+    return tuple(int(p.detach().reshape(-1).view(words[p.element_size()]).sum(dtype=torch.int64)) for p in heads.parameters())
+
+
+def _same(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(value.cpu(), expected)
 
 
 def _check_finite(state: Mapping[str, torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
+from medusa_ppo.serving.openmp import forget_registration
 from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -46,6 +47,8 @@ class EngineHost:
             self._engine = ColocatedEngine(*self._start, plan=self._plan)
         except MedusaError as error:
             return "error", error, {}
+        finally:
+            forget_registration()  # Workers of its own (tensor parallelism) do so themselves.
         return "result", None, self._state()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, object, dict[str, int]]:
@@ -175,6 +178,12 @@ class RayEngine(base.RolloutEngine):
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
         """As `WorkerEngine.probe`."""
         return self._call("probe", hidden, last_ids)
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", level)
+
+    def wake(self) -> None:
+        self._call("wake")
 
     def close(self) -> None:
         host, self._host = self._host, None

@@ -21,6 +21,7 @@ from heads.errors import SwapError
 from heads.tensorfile import crc
 from medusa_ppo.serving import plugin
 from medusa_ppo.serving.engine import other_bytes
+from medusa_ppo.serving.openmp import forget_registration
 from medusa_ppo.serving.rpc import reports_errors
 from medusa_ppo.serving.versions import vllm_version
 from medusa_ppo.types import Checked
@@ -37,6 +38,7 @@ class MedusaWorker:
     def medusa_plugin_report(self) -> dict[str, Any]:
         """Proof that our plug-in is active in this very process."""
         mends = plugin.require_active()
+        forget_registration()  # Every engine of ours asks for this report when it starts.
         drafter = self._medusa_drafter()
         heads = getattr(drafter, "heads", None)
         return {
@@ -85,12 +87,14 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
-        """Checksums of what was loaded last; empty for an actor that was never synced (it is the model folder's)."""
+        """Checksums of what was loaded last; empty for an actor that was never synced (it is the model folder's), and for heads that
+        are gone (version -1)."""
         drafter = self._medusa_drafter()
         version, actor = getattr(self, "_medusa_actor", (0, ""))
+        held = drafter.held_version() if drafter is not None else 0
         return {
-            "heads": getattr(drafter, "heads_checksum", ""),
-            "heads_version": getattr(drafter, "version", 0),
+            "heads": drafter.heads_checksum if drafter is not None and held >= 0 else "",
+            "heads_version": held,
             "actor": actor,
             "actor_version": version,
         }

@@ -26,6 +26,7 @@ def ray_session() -> Iterator[None]:
             logging_level=logging.ERROR,
             log_to_driver=False,
             configure_logging=False,
+            _system_config={"free_objects_period_milliseconds": 10},  # What nobody holds is gone at once.
         )
     yield
     if started:

@@ -396,6 +396,39 @@ def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
     assert engine.calls == [("swap", 1), ("swap", 0)] and plugin.failed_swaps == 1 and engine.heads_version == 1
 
 
+def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp_path: Path) -> None:
+    """First those of the start, then the installed ones, then, where their file is gone, those of the start again."""
+    _, engine, companion, plugin = parts
+    first = engine.checksums()["heads"]
+
+    def lose() -> None:
+        for parameter in engine.heads.parameters():
+            parameter.data.fill_(7.0)
+        engine.heads_version = -1
+
+    lose()
+    plugin.before_generation()
+    assert engine.checksums()["heads"] == first and engine.heads_version == 0 and plugin.swaps == 0
+    companion.offer = offer = offer_of(engine.heads, tmp_path, 2)
+    plugin.before_generation()
+    lose()
+    plugin.before_generation()
+    plugin.before_generation()
+    assert engine.checksums()["heads"] == offer.checksum and engine.calls == [("swap", 0), ("swap", 2), ("swap", 2)]
+    lose()
+    engine.refuse = True
+    plugin.before_generation()
+    assert engine.heads_version == -1 and plugin.failed_swaps == 1
+    engine.refuse = False
+    Path(offer.path).unlink()
+    plugin.before_generation()
+    assert engine.checksums()["heads"] == first and engine.heads_version == 0
+    lose()
+    companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=5)
+    plugin.before_generation()
+    assert engine.calls[-1] == ("swap", 3) and engine.checksums()["heads"] == newer.checksum, "newer ones first: one swap is enough"
+
+
 def test_seconds_exposed_and_hidden(parts) -> None:
     _, engine, _, _ = parts
     now = [0.0]

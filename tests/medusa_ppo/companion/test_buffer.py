@@ -42,6 +42,17 @@ def test_a_batch_over_the_budget_does_not_push_the_others_out() -> None:
     assert queue.dropped == 1 and queue.get(0).policy_version == 1
 
 
+def test_a_batch_in_use_counts_and_room_is_kept_for_the_next() -> None:
+    queue = BoundedQueue(4 * 288)
+    for version in range(3):
+        queue.put(batch_of(10, version))
+    assert queue.get(0).policy_version == 0 and (queue.nbytes, queue.held_nbytes) == (2 * 288, 3 * 288)
+    assert queue.put(batch_of(10, 3), room=288) == 1 and queue.held_nbytes == 3 * 288
+    assert queue.put(batch_of(31, 4)) == 1 and len(queue) == 2, "there is no room beside the one in use, so nobody makes way for it"
+    assert [queue.get(0).policy_version for _ in range(2)] == [2, 3]
+    assert queue.get(0) is None and queue.held_nbytes == 0
+
+
 def test_budget_holds_under_many_threads() -> None:
     queue = BoundedQueue(5 * 288)
     seen: list[int] = []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 import torch
 
 from heads.checkpoint import checksum, load_state
@@ -16,6 +19,7 @@ from heads.config import HeadsConfig
 from heads.errors import CompanionError
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import RolloutBatch
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -141,6 +145,7 @@ def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_p
         client.submit(task.batch())
         assert client.drain(60)
         assert client.status().batches_trained == trained + 1
+        assert client.status().restarts == trained - 5
     assert client.newest(0).version >= before.version
 
 
@@ -159,6 +164,62 @@ def test_stopped_companion_costs_a_short_poll_and_is_started_again(chain, client
     assert until(lambda: client.newest(0) is None and client.status(0.5).alive, 60)
     assert until(lambda: client.newest(0) is None and pid_of(client) != pid)
     assert client.status().batches_dropped >= 6
+
+
+def stored_bytes() -> int:
+    """Bytes in Ray's shared memory, what a process still reads included."""
+    from ray._private.internal_api import node_stats
+
+    (node,) = ray.nodes()
+    return int(node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats.object_store_bytes_used)
+
+
+def large_batch(rows: int, hidden: int = 16, vocab: int = 12) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids_M = torch.randint(vocab, (rows,), generator=generator)
+    return RolloutBatch(torch.randn(rows, hidden, generator=generator), ids_M, torch.full((rows,), -2.0), torch.full((rows // 10,), 10))
+
+
+def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> None:
+    """Measured in Ray's store: on its way, waiting, and in training together. Old batches make way; in the end nothing is held."""
+    task, batch = chain(), large_batch(20_000)
+    budget = 4 * batch.nbytes
+    client = client_of(task, queue_bytes=budget, epochs=30, batch_positions=512)
+    before, largest = stored_bytes(), 0
+    for version in range(20):
+        client.submit(dataclasses.replace(batch, policy_version=version))
+        client.newest(0)
+        for _ in range(5):
+            time.sleep(0.03)  # Ray frees what nobody holds every 10 ms here.
+            largest = max(largest, stored_bytes() - before)
+    assert 2 * batch.nbytes < largest <= budget + 4096, (largest, batch.nbytes)
+    status = client.status()
+    assert status.batches_dropped > 5 and status.batches_received > 10, "old ones made way for new ones"
+    assert client.drain(120)
+    assert until(lambda: stored_bytes() - before < 4096, 10), "an idle companion holds no batch"
+
+
+@pytest.mark.slow
+def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(chain, client_of, tmp_path: Path) -> None:
+    """Its address space is limited: a batch that is too large for it fails (or ends the process), the ones after it are learned from."""
+    task = chain()
+    client = client_of(task, tmp_path, queue_bytes=2**30)
+    client.submit(task.batch())
+    assert client.drain(60)
+    process = psutil.Process(pid_of(client))
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + 16 * 2**20, -1))
+    client.submit(large_batch(300_000))
+    assert until(lambda: client.newest(99) is None and bool(client.status().error))
+    error = client.status().error
+    assert "memory" in error.lower() or "died" in error or "alloc" in error.lower(), error
+    assert until(lambda: client.newest(99) is None and client.status().alive)
+    trained = client.status().batches_trained
+
+    def learns_again() -> bool:
+        client.submit(task.batch())
+        return client.drain(60) and client.status().batches_trained > trained and client.status().error == ""
+
+    assert until(learns_again)
 
 
 def test_a_batch_that_does_not_fit_is_told(chain, client_of) -> None:

@@ -12,6 +12,7 @@ import torch
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.config import HeadsConfig
 from medusa_ppo.companion.service import STATE_FILE, CompanionService, PackedTables, ServiceArguments
+from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.config import CompanionConfig
 
@@ -90,16 +91,54 @@ def test_a_bad_batch_does_not_end_the_companion(chain, tmp_path: Path) -> None:
 def test_queue_is_bounded_and_drain_counts_what_was_dropped(chain, tmp_path: Path) -> None:
     task = chain()
     batch = task.batch()
-    service = CompanionService(arguments_for(task, tmp_path, queue_bytes=3 * batch.nbytes, epochs=1), tables_of(task))
+    service = CompanionService(arguments_for(task, tmp_path, queue_bytes=4 * batch.nbytes, epochs=1), tables_of(task))
     with service._state_lock:  # a slow companion: it can't begin
         for _ in range(20):
-            service.submit(pack_batch(batch))
-            assert service.status().queue_bytes <= 3 * batch.nbytes
-        assert service.status().batches_dropped in (16, 17)
+            held = service.submit(pack_batch(batch))
+            assert service.status().queue_bytes <= held <= 3 * batch.nbytes, "room for the next one's way here is left"
+        assert held == service.newest(0).held_bytes == 3 * batch.nbytes
+        assert service.status().batches_dropped == 17
         assert not service.drain(0.05)
     assert service.drain(60)
     status = service.status()
-    assert status.batches_trained + status.batches_dropped == 20
+    assert status.batches_trained == 3 and status.batches_dropped == 17
+    service.close()
+
+
+@pytest.mark.parametrize("how", ["noise", "zeros", "nan", "huge"])
+def test_a_poisoned_candidate_is_never_published_and_the_companion_recovers(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    run_batches(service, [task.batch() for _ in range(15)])
+    good, files = service.newest(0).published, sorted((tmp_path / "a").rglob("*.safetensors"))
+    assert good is not None
+    honest = HeadsTrainer.train_batch
+
+    def poison(self: HeadsTrainer, *args: object, **kwargs: object) -> object:
+        report = honest(self, *args, **kwargs)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.heads.parameters():
+                spoiled = {
+                    "noise": torch.randn_like(parameter) * 3,
+                    "zeros": 0 * parameter,
+                    "nan": parameter * torch.nan,
+                    "huge": parameter * 1e30,
+                }
+                parameter.copy_(spoiled[how])
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadsTrainer, "train_batch", poison)
+        run_batches(service, [task.batch() for _ in range(3)])
+    assert service.newest(0).published == good and checksum(load_state(good.path)) == good.checksum
+    assert sorted((tmp_path / "a").rglob("*.safetensors")) == files, "and nothing was written for anybody to find"
+    run_batches(service, [task.batch() for _ in range(3)])
+    status = service.status()
+    assert status.error == "" and status.versions_published >= good.version
+    assert status.candidate.mean_acceptance_length > status.serving.mean_acceptance_length - 0.3
     service.close()
 
 
@@ -171,6 +210,40 @@ def test_versions_never_go_back_when_the_saved_state_is_older(chain, tmp_path: P
     run_batches(second, [task.batch() for _ in range(12)])
     assert second.status().versions_published >= published.version
     second.close()
+
+
+def test_a_resumed_companion_never_goes_back_to_what_is_done_again(chain, tmp_path: Path) -> None:
+    """The state of before the run was killed is newer than the checkpoint: a crash right after the resumption must not find it."""
+    task = chain()
+    batches = [task.batch() for _ in range(6)]
+    first = CompanionService(arguments_for(task, tmp_path, "run"), tables_of(task))
+    run_batches(first, batches[:2])
+    first.save(str(tmp_path / "checkpoint"))
+    run_batches(first, batches[2:])  # Its own saved state holds six batches now.
+    first.close()
+    again = dataclasses.replace(
+        arguments_for(task, tmp_path, "run", resume_from=str(tmp_path / "checkpoint")), publish_dir=str(tmp_path / "fresh")
+    )
+    CompanionService(again, tables_of(task)).close()
+    crashed = CompanionService(again, tables_of(task))
+    assert crashed.status().batches_trained == 2
+    crashed.close()
+
+
+def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path) -> None:
+    task = chain()
+    old = CompanionService(arguments_for(task, tmp_path, "run"), tables_of(task))
+    run_batches(old, [task.batch() for _ in range(12)])
+    assert old.status().versions_published > 3
+    old.close()
+    new = dataclasses.replace(arguments_for(task, tmp_path, "run"), publish_dir=str(tmp_path / "fresh"))
+    CompanionService(new, tables_of(task)).close()
+    crashed = CompanionService(new, tables_of(task))
+    assert crashed.status().batches_trained == 0 and crashed.newest(0).published is None
+    run_batches(crashed, [task.batch() for _ in range(12)])
+    published = crashed.newest(0).published
+    assert (tmp_path / "run" / "run" / "heads" / f"v{published.version:06d}").is_dir(), "higher numbers of the old run don't push it out"
+    crashed.close()
 
 
 def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:

@@ -44,9 +44,12 @@ class SamplingEngine(RolloutEngine):
         self.drafts: list[int] = []
         self.num_drafts = 0
         self.closed = False
+        self.asleep = 0
+        self.slept: list[int] = []
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        assert not self.asleep, "nobody asks a sleeping engine"
         generator = torch.Generator().manual_seed(sampling.seed or 0)
         self.drafts.append(self.num_drafts)
         responses = []
@@ -70,7 +73,20 @@ class SamplingEngine(RolloutEngine):
             self.num_drafts,
         )
 
+    def sleep(self, level: int) -> None:
+        self.asleep = level
+        self.slept.append(level)
+
+    def wake(self) -> None:
+        """A deep sleep has thrown away everything."""
+        if self.asleep == 2:
+            self.heads_version = -1
+            for parameter in self.actor.parameters():
+                parameter.data.zero_()
+        self.asleep = 0
+
     def sync_actor(self, path: str, version: int, checked: Any = None) -> SwapReceipt:
+        assert not self.asleep, "a sleeping engine has no memory to load into"
         state = load_state(path)
         missing, unexpected = self.actor.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}

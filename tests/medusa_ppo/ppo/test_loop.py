@@ -7,11 +7,12 @@ import json
 import types
 from pathlib import Path
 
+import pytest
 import torch
 
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
-from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop
 from medusa_ppo.ppo.checkpoint import load_checkpoint, read_position
 from medusa_ppo.ppo.data import Prompt, PromptStream
@@ -161,6 +162,39 @@ def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sam
     assert [s[names.ACTOR_GRAD_NORM] for s in expected] == [s[names.ACTOR_GRAD_NORM] for s in found]
     assert len(recorder.batches) == 3, "one batch a step reached the companion"
     assert recorder.batches[0].hidden_MD.shape == (round(found[0][names.RESPONSE_LENGTH] * 16), 32)
+
+
+def forward_calls(tmp_path: Path, actor, engine_class, plugin_of) -> int:
+    """Passes over the actor's backbone in three whole steps of the loop."""
+    scene = Scene(settings(tmp_path), actor, engine_class, plugin_of)
+    calls: list[int] = []
+    scene.learner.actor.base_model.register_forward_hook(lambda *_: calls.append(1))
+    scene.run()
+    return len(calls)
+
+
+def test_the_loop_makes_as_many_passes_over_the_actor_with_the_plugin_as_without(tmp_path: Path, tiny_actor, sampling_engine):
+    recorder = Recorder()
+    without = forward_calls(tmp_path / "without", tiny_actor(), sampling_engine, None)
+    with_plugin = forward_calls(tmp_path / "with", tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, recorder))
+    assert with_plugin == without > 0 and len(recorder.batches) == 3
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_heads(tmp_path: Path, tiny_actor, sampling_engine, level):
+    """It sleeps from the rollouts to the sync of each step; what a deep sleep threw away is there again when it generates."""
+    awake = Scene(settings(tmp_path / "awake"), tiny_actor(), sampling_engine)
+    expected = awake.run()
+    config = settings(tmp_path / "asleep")
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"sleep_level": level})})
+    heads = initial_heads(config, tiny_actor())
+    asleep = Scene(config, tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, Recorder(), heads=heads))
+    found = asleep.run()
+    assert asleep.engine.slept == [level] * 3 and not asleep.engine.asleep
+    assert [s[names.REWARD_MEAN] for s in found] == [s[names.REWARD_MEAN] for s in expected]
+    assert torch.equal(asleep.weights(), awake.weights())
+    assert [s[names.HEADS_VERSION] for s in found] == [0, 0, 0], "fed again before each generation"
+    assert asleep.engine.heads_version == (-1 if level == 2 else 0), "until the next one it knows that it has none"
 
 
 def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, sampling_engine):

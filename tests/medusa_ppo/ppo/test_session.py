@@ -50,7 +50,8 @@ def actor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
 def scene(monkeypatch: pytest.MonkeyPatch, sampling_engine) -> Scene:
     scene = Scene()
 
-    def make_engine(model_path, heads_path, config, seed):
+    def make_engine(model_path, heads_path, config, seed, supervised):
+        assert supervised, "a run survives the loss of its engine"
         scene.events.append("engine up")
         assert not heads_path, "no drafting and no companion: no heads"
         engine = sampling_engine(AutoModelForCausalLM.from_pretrained(model_path))
@@ -170,7 +171,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, 
 
 
 def test_an_engine_that_does_not_start_ends_the_run_cleanly(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch):
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise EngineError("No engine today.")
 
     monkeypatch.setattr(session, "make_engine", fail)

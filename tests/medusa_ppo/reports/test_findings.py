@@ -38,6 +38,7 @@ CASES: dict[str, Run] = {
     "not_finite": make({"value_loss": None, "nonfinite": ["value_loss"]}),
     "broken_swap": make(drafted(2.0), drafted(1.05, version=2)),
     "swap_alarm": make(drafted(1.5, swap_alarms=0), drafted(1.5, swap_alarms=1), drafted(1.5, swap_alarms=1)),
+    "restarts": make({"engine_restarts": 0, "companion_restarts": 0}, {"engine_restarts": 0, "companion_restarts": 2}),
     "drafting_did_not_pay": make({"pair_speedup": 0.9}),
     "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
     "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),

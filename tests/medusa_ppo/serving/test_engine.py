@@ -17,7 +17,8 @@ import torch
 
 from heads.checkpoint import checksum, save_state
 from heads.errors import ConfigError, EngineError, SwapError
-from medusa_ppo.serving import internals, plugin
+from heads.modules import MedusaHeads
+from medusa_ppo.serving import internals, openmp, plugin
 from medusa_ppo.serving.colocated import ColocatedEngine
 from medusa_ppo.serving.drafting import draft_tokens
 from medusa_ppo.serving.engine import check_state
@@ -349,6 +350,97 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(engine
     assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == checksum(actor.model.state_dict())
 
 
+def drafter_of(engine: ColocatedEngine) -> object:
+    return engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy puts the heads in another order, and the read-back reads them in that order too: only what is drafted shows it."""
+    reference = engine.generate(actor.prompts[:8], GREEDY)
+    good = actor.random_heads(seed=4)
+    save_state(tmp_path / "heads.safetensors", good.trainable_state())
+    views = MedusaHeads._views
+
+    def turned(self: MedusaHeads) -> dict[str, torch.Tensor]:
+        found = views(self)
+        return dict(zip(found, reversed(found.values()), strict=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaHeads, "_views", turned)
+        with pytest.raises(SwapError, match="does not draft with the heads") as caught:
+            engine.swap_heads(tmp_path / "heads.safetensors", 3)
+    assert "head 1" in str(caught.value)
+    assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
+    without = engine.generate(actor.prompts[:8], GREEDY)
+    assert without.counters.drafts == 0 and without.heads_version == -1 and tokens(without) == tokens(reference)
+    swap(engine, good.trainable_state(), tmp_path / "heads.safetensors", 4)
+    assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0 and engine.heads_version == 4
+
+
+def test_the_probe_leaves_the_engines_random_numbers_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    engine.set_drafting(sampled=True)
+    before = torch.get_rng_state()
+    swap(engine, actor.random_heads(seed=4).trainable_state(), tmp_path / "heads.safetensors", 4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """Everything is vLLM's own but the allocator: its CPU build keeps all memory, so the test throws away what CUDA's would."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def throw_away(self: CPUWorker, level: int = 1) -> None:
+        for parameter in self.model_runner.drafter.heads.parameters() if level == 2 else ():
+            parameter.data.fill_(7.0)
+
+    monkeypatch.setattr(CPUWorker, "sleep", throw_away)
+    state = actor.random_heads(seed=4).trainable_state()
+    swap(engine, state, tmp_path / "heads.safetensors", 3)
+    reference = engine.generate(actor.prompts[:8], GREEDY)
+    engine.sleep(level)
+    for call in (lambda: engine.generate(actor.prompts[:1], GREEDY), engine.checksums, lambda: engine.set_num_drafts(1)):
+        with pytest.raises(EngineError, match="asleep"):
+            call()
+    engine.wake()
+    engine.wake()
+    if level == 2:
+        assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
+        with pytest.raises(EngineError, match="thrown the actor away"):
+            engine.generate(actor.prompts[:1], GREEDY)
+        save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
+        engine.sync_actor(tmp_path / "actor.safetensors", 1)
+        without = engine.generate(actor.prompts[:8], GREEDY)
+        assert without.counters.drafts == 0 and tokens(without) == tokens(reference)
+        swap(engine, state, tmp_path / "heads.safetensors", 3)
+    assert engine.heads_version == 3
+    again = engine.generate(actor.prompts[:8], GREEDY)
+    assert tokens(again) == tokens(reference) and again.counters == reference.counters
+
+
+def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(engine: ColocatedEngine, actor: Actor) -> None:
+    """The hook around CUDA's worker, with this engine's worker in the place of one that has just been woken."""
+    worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+    wake_up = internals._with_heads_looked_at(lambda self, tags: "woken")
+    assert wake_up(worker) == "woken" and drafter_of(engine).fed
+    next(drafter_of(engine).heads.parameters()).data.fill_(7.0)
+    wake_up(worker, ["kv_cache"])
+    assert drafter_of(engine).fed, "the weights still sleep"
+    wake_up(worker, ["weights"])
+    assert not drafter_of(engine).fed
+    assert engine.generate(actor.prompts[:2], GREEDY).counters.drafts == 0
+
+
+def test_no_entry_of_openmp_is_left_in_shared_memory(engine: ColocatedEngine) -> None:
+    entry = openmp.SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}"
+    entry.touch()  # As the library makes it where it is loaded before torch.
+    engine.plugin_report()
+    assert not entry.exists()
+
+
 def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
     torch.manual_seed(6)
     moved = copy.deepcopy(actor.model)
@@ -427,7 +519,7 @@ def test_stock_vllm_drafts_the_same_from_a_native_folder(engine: ColocatedEngine
 
 def test_a_closed_engine_says_so(actor: Actor, engine_config: object) -> None:
     closed = object.__new__(ColocatedEngine)
-    closed._llm, closed.max_drafts = None, 4
+    closed._llm, closed.max_drafts, closed._asleep = None, 4, False
     with pytest.raises(EngineError, match="closed"):
         closed.counters()
     closed.close()

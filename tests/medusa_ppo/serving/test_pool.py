@@ -97,6 +97,13 @@ class StandIn(RolloutEngine):
     def plugin_report(self) -> dict[str, Any]:
         return {"pid": self.index}
 
+    def sleep(self, level: int) -> None:
+        self.sums["heads"], self.heads_version = ("", -1) if level == 2 else (self.sums["heads"], self.heads_version)
+
+    def wake(self) -> None:
+        if self.closed:
+            raise EngineError("The engine is closed.")
+
     def close(self) -> None:
         self.closed = True
 
@@ -332,7 +339,72 @@ def test_the_last_engine_is_waited_for_and_then_given_up(make_pool: Any) -> None
     factory.of(0)[-1].dies_at_call = len(factory.of(0)[-1].calls) + 1
     with pytest.raises(EngineError, match="No engine of the pool is left"):
         pool.generate(PROMPTS, SAMPLING)
-    assert pool.restarts == MAX_RESTARTS
+    assert pool.restarts == 1 + MAX_RESTARTS, "one before the answer, and then as many as may follow each other"
+
+
+def test_restarts_are_counted_between_answers(make_pool: Any) -> None:
+    """An engine that dies once a day is started again for ever."""
+    pool, factory = make_pool(0.0)
+    for _ in range(MAX_RESTARTS + 2):
+        engine = factory.of(0)[-1]
+        engine.dies_at_call = len(engine.calls) + 1
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    assert pool.restarts == MAX_RESTARTS + 2
+
+
+def test_a_pool_of_one_samples_what_its_engine_would(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0)
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert factory.of(0)[0].calls == [PROMPTS] and factory.of(0)[0].seeds == [SAMPLING.seed]
+    assert rollouts.engines == () and rollouts.counters.drafts == len(PROMPTS)
+
+
+def test_a_single_engine_that_dies_over_a_sync_is_started_again_and_synced(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0)
+    heads, actor = state_file(tmp_path, 1.0), state_file(tmp_path, 2.0)
+    pool.swap_heads(heads, 4)
+
+    def die(what: str, path: Any, version: int) -> SwapReceipt:
+        raise EngineError("The engine's process died.")
+
+    factory.of(0)[0]._take = die  # type: ignore[method-assign]
+    assert pool.sync_actor(actor, 6).checksum == checksum(load_state(actor))
+    second = factory.of(0)[1]
+    assert factory.of(0)[0].closed and second.policy_version == pool.policy_version == 6
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert second.versions_at_call == [(4, 6, 4)] and rollouts.heads_version == 4
+    factory.fails = {0}
+    second._take = die  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="No engine of the pool is left"):
+        pool.sync_actor(actor, 7)
+
+
+def test_an_engine_that_dies_over_a_question_does_not_end_the_run(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0)
+
+    def die() -> list[dict[str, Any]]:
+        raise EngineError("The engine's process died.")
+
+    factory.of(0)[0].choices = die  # type: ignore[method-assign]
+    assert pool.choices() == []
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS) and pool.restarts == 1
+
+
+def test_heads_lost_in_a_deep_sleep_come_back_before_the_next_piece(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.sleep(2)
+    pool.wake()
+    assert pool.heads_version == -1, "the pool never had the file of the first heads"
+    pool.swap_heads(state_file(tmp_path, 1.0), 4)
+    pool.sleep(1)
+    pool.wake()
+    assert pool.heads_version == 4 and all(engine.sums["heads"] for engine in factory.started)
+    pool.sleep(2)
+    pool.wake()
+    assert pool.heads_version == 4 and not any(engine.sums["heads"] for engine in factory.started)
+    pool.generate(PROMPTS, SAMPLING)
+    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {4}
+    assert pool.checksums()["heads"] == checksum(load_state(tmp_path / "1.0.safetensors"))
 
 
 def test_a_failed_start_ends_the_others() -> None:

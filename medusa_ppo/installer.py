@@ -1,0 +1,161 @@
+"""HeadsInstaller: which heads the engine drafts with, and what happens when they don't arrive, don't work, or are gone.
+
+install        newer heads go in; when they don't arrive as they were sent, those before go in again
+take_back      heads that the engine accepts next to nothing of make way for those before
+feed_again     an engine that lost its heads (a deep sleep, a failed swap) gets those that it should have
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from heads.checkpoint import load_state
+from heads.errors import SwapError
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.alarm import SwapWatch, first_heads
+from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.types import PublishedHeads, Rollouts
+
+logger = logging.getLogger(__name__)
+
+
+class HeadsInstaller:
+    """Swaps heads into one engine, which must be idle whenever a method is called.
+
+    Attributes:
+        installed: the published heads that the engine should have; None: those it started with.
+        swaps, failed_swaps: heads installed, and heads that did not reach the engine.
+        watch: looks at the acceptance after each swap.
+    """
+
+    def __init__(self, engine: RolloutEngine, first: MedusaHeads | None, on_error: str) -> None:
+        """
+        Args:
+            engine: where heads go.
+            first: the heads that the engine started with; None: not known.
+            on_error: `raise` or `disable`: what newer heads that don't reach the engine do to the loop.
+        """
+        self._engine, self._first, self._on_error = engine, first, on_error
+        self._before: PublishedHeads | None = None
+        self._broken = False
+        self._seconds = 0.0
+        self.installed: PublishedHeads | None = None
+        self.watch = SwapWatch()
+        self.swaps = 0
+        self.failed_swaps = 0
+
+    @property
+    def known_version(self) -> int:
+        """Only newer versions than this are worth asking for."""
+        return max(self.installed.version if self.installed else 0, self.watch.refused)
+
+    def judge(self, rollouts: Rollouts) -> None:
+        """Look at the acceptance of rollouts; heads that don't work are put back before the next ones."""
+        self._broken = self.watch.broken(rollouts) or self._broken
+
+    def take_seconds(self) -> float:
+        """Seconds of all swaps since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def install(self, published: PublishedHeads) -> None:
+        """Swap newer heads in.
+
+        Raises:
+            SwapError: the engine did not take them, and `on_error` is `raise`.
+        """
+        try:
+            self._swap(published)
+        except SwapError as error:
+            self.failed_swaps += 1
+            self._put_back()
+            if self._on_error == "raise":
+                raise
+            logger.warning("Heads version %d were not installed; the old ones stay. %s", published.version, error)
+        else:
+            self._before, self.installed = self.installed, published
+            self.watch.swapped(published)
+            self.swaps += 1
+
+    def take_back(self) -> None:
+        """Put the heads before back, under their own version, if the last rollouts showed that these don't work."""
+        if not self._broken:
+            return
+        self._broken = False
+        try:
+            with self._or_first(self._before) as heads:
+                if heads is None:
+                    return
+                self._swap(heads)
+        except SwapError as error:
+            self.failed_swaps += 1
+            logger.warning("The heads before could not be put back. %s", error)
+        else:
+            self.installed, self._before = self._before, None
+            self.watch.put_back()
+
+    def feed_again(self) -> None:
+        """Give an engine that has lost its heads those that it should have; until it has some it drafts nothing."""
+        if self._engine.heads_version >= 0:
+            return
+        wanted = self.installed if self.installed is not None and Path(self.installed.path).is_file() else None
+        try:
+            with self._or_first(wanted) as heads:
+                if heads is None:
+                    return
+                self._swap(heads)
+        except SwapError as error:
+            self.failed_swaps += 1
+            logger.warning("The engine lost its heads and did not take them again. %s", error)
+        else:
+            self.installed = wanted
+            logger.info("The engine had lost its heads; it has version %d again.", heads.version)
+
+    def heads_to_save(self, newest: Callable[[], PublishedHeads | None]) -> tuple[MedusaHeads, int]:
+        """The heads that the engine drafts with, and their version.
+
+        Args:
+            newest: gives what stands in where the file of the installed ones is gone: swaps failed for so long.
+        """
+        assert self._first is not None, "asked for by the plugin when it knows them"
+        heads, installed = copy.deepcopy(self._first), self.installed
+        if installed is not None and not Path(installed.path).is_file():
+            installed = newest()
+        if installed is not None:
+            heads.load_trainable_state(load_state(installed.path))
+        return heads, installed.version if installed else 0
+
+    # ---- parts --------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _or_first(self, heads: PublishedHeads | None) -> Iterator[PublishedHeads | None]:
+        """These heads, or those of the start where there are none; None when those aren't known."""
+        if heads is not None or self._first is None:
+            yield heads
+            return
+        with first_heads(self._first) as first:
+            yield first
+
+    def _swap(self, published: PublishedHeads) -> None:
+        receipt = self._engine.swap_heads(published.path, published.version)
+        self._seconds += receipt.seconds
+        if receipt.checksum != published.checksum:
+            raise SwapError(
+                "The engine holds other heads than those it was given.",
+                given=f"checksum {receipt.checksum[:16]}",
+                expected=published.checksum[:16],
+                do="Look for a second writer of the published files; the heads before are put back.",
+            )
+
+    def _put_back(self) -> None:
+        """Install the heads before a failed swap again: what the engine holds now isn't known. Drafts stay lossless either way."""
+        if self.installed is None or not Path(self.installed.path).is_file():
+            return
+        try:
+            self._swap(self.installed)
+        except SwapError as error:
+            logger.warning("The heads before could not be put back either. %s", error)
