@@ -53,6 +53,13 @@ PLUGIN_EXPOSED_S = "plugin_exposed_s"  # Seconds the loop spent inside the plugi
 COMPANION_TRAIN_S = "companion_train_s"  # Seconds the companion trained during this step.
 COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook waited for.
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"  # Positions trained on so far.
+COMPANION_STEPS = "companion_optimizer_steps"  # Optimizer steps of the companion so far.
+COMPANION_PASSES = "companion_passes"  # Passes over the batch trained on last; below 1 a random part of its positions once.
+COMPANION_REASON = (
+    "companion_reason"  # Why so many: fixed, start, fell, at_upper, behind, unsure, settling, floor or unjudged (docs/companion.md).
+)
+COMPANION_POSITIONS = "companion_positions_frac"  # Share of that batch's training positions that were trained on.
+COMPANION_GPU = "companion_gpu_gib"  # GPU memory that the companion's process holds when the step ends; without a GPU left out.
 COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
 COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far because the queue was full.
 VERSIONS_PUBLISHED = "versions_published"  # Head versions published so far.

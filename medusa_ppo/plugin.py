@@ -188,7 +188,7 @@ class MedusaPlugin:
             self._step.serving = self._installed
             self._broken = self._watch.broken(rollouts) or self._broken
             if self._companion is not None:
-                self._collector = BatchCollector(rollouts)
+                self._collector = self._companion.collector(rollouts)
                 self.empty_responses += self._collector.empty_responses
 
     @contextlib.contextmanager

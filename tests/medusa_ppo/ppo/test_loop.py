@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from medusa_ppo import metrics as names
+from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo import loop
@@ -23,7 +24,7 @@ from medusa_ppo.ppo.scoring import CallableReward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.ppo.sync import ActorSync
 from medusa_ppo.reports.store import RunWriter, read_run
-from medusa_ppo.types import CompanionStatus, RolloutBatch
+from medusa_ppo.types import CompanionStatus, RolloutBatch, Rollouts
 
 LETTERS = range(1, 5)
 
@@ -135,6 +136,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
 
     def submit(self, batch: RolloutBatch) -> None:
         self.batches.append(batch)
