@@ -47,6 +47,7 @@ from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.scoring import CallableReward, make_reward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.ppo.sync import ActorSync
+from medusa_ppo.reports.files import write_atomic
 from medusa_ppo.serving.no_engine import NoEngine
 from medusa_ppo.types import CompanionStatus, Counters, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
 
@@ -160,7 +161,7 @@ class Recorder:
 
 
 def record(args: argparse.Namespace) -> None:
-    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json."""
+    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run wrote can be used."""
     config = load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}", "report.speed_every=0"])
     if (config.sampling.top_p, config.sampling.top_k) != (1.0, 0):
         raise UsageError("The sampler here knows no top_p and top_k.", given=config.sampling, expected="both off", do="Remove them.")
@@ -184,8 +185,9 @@ def record(args: argparse.Namespace) -> None:
             values = loop.step(step)
             loop.position = type(loop.position)(step + 1, loop.position.policy_version + 1, 0.0)
             lines.append({name: values.get(name) for name in KEPT_METRICS})
+            summary = {"config": config.model_dump(mode="json"), "reward": args.reward, "steps": lines}
+            write_atomic(args.out / "recorded.json", json.dumps(summary))
             _say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items()))
-    (args.out / "recorded.json").write_text(json.dumps({"config": config.model_dump(mode="json"), "reward": args.reward, "steps": lines}))
 
 
 def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Tensor | None]]:
