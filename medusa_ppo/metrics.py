@@ -55,9 +55,7 @@ COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook wait
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"  # Positions trained on so far.
 COMPANION_STEPS = "companion_optimizer_steps"  # Optimizer steps of the companion so far.
 COMPANION_PASSES = "companion_passes"  # Passes over the batch trained on last; below 1 a random part of its positions once.
-COMPANION_REASON = (
-    "companion_reason"  # Why so many: fixed, start, fell, at_upper, behind, unsure, settling, floor or unjudged (docs/companion.md).
-)
+COMPANION_REASON = "companion_reason"  # Why so many, in a word of the schedule (docs/companion.md explains each).
 COMPANION_POSITIONS = "companion_positions_frac"  # Share of that batch's training positions that were trained on.
 COMPANION_GPU = "companion_gpu_gib"  # GPU memory that the companion's process holds when the step ends; without a GPU left out.
 COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
