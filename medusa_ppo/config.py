@@ -148,7 +148,7 @@ class CompanionConfig(Section):
     """Positions per optimizer step (per micro-batch of one, with `accumulate`)."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches whose gradients add up to one optimizer step."""
-    schedule: Literal["fixed", "drift"] = "drift"
+    schedule: Literal["fixed", "drift"] = "fixed"
     """`fixed`: `epochs` passes over each batch; `drift`: as many while the serving heads lag behind, fewer while training gains nothing."""
     epochs: int = Field(2, ge=1)
     """Passes over each rollout batch; with schedule `drift` the most."""
