@@ -137,7 +137,17 @@ def _interval(value: float, draws_R: torch.Tensor, confidence: float) -> Interva
 
 
 def replay_estimate(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
-    """Replay of one-hot drafts.
+    """Replay of one-hot drafts; arguments of `one_hot_acceptance`."""
+    return replay_probabilities(one_hot_acceptance(draft_ids_MK, response_ids_M, lengths_S), lengths_S)
+
+
+def replay_sampled(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+    """Replay of sampled drafts: the exact expectation over the draws; arguments of `sampled_acceptance`."""
+    return replay_probabilities(sampled_acceptance(draft_logprobs_MK, logprobs_M, lengths_S), lengths_S)
+
+
+def one_hot_acceptance(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """Whether each one-hot draft is accepted, given that those before it were: 0 or 1, float64 `MK`, 0 behind a response's end.
 
     Args:
         draft_ids_MK: int64, argmax of head 1..K at each row (`draft_ids_for_rows`).
@@ -146,11 +156,11 @@ def replay_estimate(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, le
     """
     _check_lengths(response_ids_M, lengths_S)
     targets_MK, mask_MK = head_targets(response_ids_M, segments_from_lengths(lengths_S), draft_ids_MK.shape[1])
-    return replay_probabilities(((draft_ids_MK == targets_MK) & mask_MK).double(), lengths_S)
+    return ((draft_ids_MK == targets_MK) & mask_MK).double()
 
 
-def replay_sampled(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
-    """Replay of sampled drafts: the exact expectation over the draws.
+def sampled_acceptance(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """Probability that each sampled draft is accepted, given that those before it were, float64 `MK`; no meaning behind a response's end.
 
     Args:
         draft_logprobs_MK: log q_k of the rollout's token at each row and head, at the draft temperature (`draft_logprobs_for_rows`).
@@ -159,7 +169,7 @@ def replay_sampled(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, le
     """
     _check_lengths(logprobs_M, lengths_S)
     behaviour_MK = head_logprobs(logprobs_M.double(), segments_from_lengths(lengths_S), draft_logprobs_MK.shape[1])
-    return replay_probabilities((draft_logprobs_MK.double() - behaviour_MK).clamp(max=0).exp(), lengths_S)
+    return (draft_logprobs_MK.double() - behaviour_MK).clamp(max=0).exp()
 
 
 def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:

@@ -152,7 +152,7 @@ def head_loss(
     Args:
         factored: `MedusaHeads.factored(...)`.
         targets_NK: int64 (`heads.targets.head_targets`).
-        mask_NK: bool, which positions count.
+        mask_NK: bool, which positions count; or float, how much each counts in the mean.
         config: which loss.
         logprobs_NK: behaviour log-probs of the targets (`heads.targets.head_logprobs`); needed for TV.
         teacher: the actor's distribution; needed for KL and exact TV.
@@ -164,7 +164,8 @@ def head_loss(
     """
     _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
     rows = chunk_rows or linear_loss.rows_of_a_chunk(factored.weight.device, vocabulary.width(factored.head_weight(0).shape[0]))
-    form = linear_loss.choose_form(factored, vocabulary) if config.plain and chunk_rows is None else linear_loss.CHUNKS
+    fusible = config.plain and chunk_rows is None and not mask_NK.is_floating_point()  # Libraries know no weights.
+    form = linear_loss.choose_form(factored, vocabulary) if fusible else linear_loss.CHUNKS
     if form != linear_loss.CHUNKS:
         return config.ce * linear_loss.fused_cross_entropy(form, factored, targets_NK, mask_NK, temperature, rows)
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from heads.errors import ConfigError
 
 MAX_SUGGESTIONS = 1
+TEACHER_LOSSES = ("kl", "kl_tv")  # They read the actor's own distribution.
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 
 
@@ -174,8 +175,18 @@ class CompanionConfig(Section):
     """Positions per optimizer step (per micro-batch of one, with `accumulate`)."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches whose gradients add up to one optimizer step."""
+    schedule: Literal["fixed", "drift"] = "fixed"
+    """`fixed`: `epochs` passes over each batch; `drift`: as many while the serving heads lag behind, fewer while training gains nothing."""
     epochs: int = Field(2, ge=1)
-    """Passes over each rollout batch."""
+    """Passes over each rollout batch; with schedule `drift` the most."""
+    min_epochs: float = Field(0.25, gt=0, le=1)
+    """Schedule `drift`: the fewest passes; below 1 a random part of the positions once."""
+    drift_lag: float = Field(0.03, gt=0, lt=1)
+    """Schedule `drift`: share of the extra tokens (mean acceptance length - 1) that has to be lost, or to be gained, for more passes."""
+    positions: Literal["all", "fraction", "wrong"] = "all"
+    """Positions trained on: all, a random `fraction`, or those the serving heads got `wrong` and a share of the others, weighted."""
+    position_share: float = Field(0.5, gt=0, le=1)
+    """Positions `fraction`: share of them; `wrong`: share of those that the serving heads got right."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Share of each batch's responses kept out of training, to judge candidates on."""
     queue_bytes: int = Field(512 * 1024**2, ge=1)
@@ -210,8 +221,15 @@ class CompanionConfig(Section):
     """CPU threads of the companion."""
     num_gpus: float = Field(0.0, ge=0)
     """GPUs (or a share of one) that Ray gives to the companion."""
+    offload: bool = False
+    """Between batches heads, optimizer and tables lie in the host's memory, so that the GPU's is free for others."""
     resource: str = ""
     """Ray resource of the nodes for the companion (`ray start --resources`); empty: any node."""
+
+    @property
+    def samples_early(self) -> bool:
+        """Positions are sampled before their states leave the actor. Not for losses that read the states of their neighbours."""
+        return self.positions == "fraction" and self.loss not in TEACHER_LOSSES
 
 
 class PPOConfig(Section):
@@ -355,6 +373,13 @@ def _check_agreement(config: RunConfig) -> None:
             given=f"actor.backend=megatron, model.dtype={config.model.dtype}",
             expected="model.dtype=float32",
             do="Set model.dtype=float32.",
+        )
+    if config.companion.offload and not config.companion.num_gpus:
+        raise ConfigError(
+            "companion.offload has no effect without a GPU.",
+            given="companion.offload=true, companion.num_gpus=0",
+            expected="companion.num_gpus > 0, a share is enough",
+            do="Give the companion a share of a GPU, or remove companion.offload.",
         )
     if engine.url and engine.backend != "server":
         raise ConfigError(

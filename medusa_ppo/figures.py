@@ -32,8 +32,14 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
         names.COMPANION_TRAINED_TOKENS: status.trained_tokens,
         names.COMPANION_DROPPED: status.batches_dropped,
         names.COMPANION_RESTARTS: status.restarts,
+        names.COMPANION_STEPS: status.optimizer_steps,
         names.VERSIONS_PUBLISHED: status.versions_published,
     }
+    if status.reason:
+        values |= {names.COMPANION_PASSES: status.passes, names.COMPANION_REASON: status.reason}
+        values[names.COMPANION_POSITIONS] = status.positions_frac
+    if status.gpu_gib is not None:
+        values[names.COMPANION_GPU] = status.gpu_gib
     if status.last_loss == status.last_loss:  # not NaN: something was trained
         values[names.COMPANION_LOSS] = status.last_loss
     if status.serving is not None:

@@ -189,9 +189,8 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
     }
     if section.replay_versions:
         parts["batches kept for replay, at most"] = section.replay_bytes
-    return Process(
-        "companion", 1, f"a Ray actor, {_place(section.resource)}", section.num_gpus if gpus else 0.0, sum(parts.values()), parts
-    )
+    where = f"a Ray actor, {_place(section.resource)}{', on the GPU only while it trains' if section.offload and gpus else ''}"
+    return Process("companion", 1, where, section.num_gpus if gpus else 0.0, sum(parts.values()), parts)
 
 
 def _place(resource: str) -> str:
@@ -212,16 +211,25 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
     if config.companion.enabled:
         tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
         moves += [
-            Move("hidden states", "PPO loop to companion", hidden_bytes(model, tokens)),
+            Move("hidden states", "PPO loop to companion", _batch_bytes(config, model, tokens)),
             Move("lm_head" + " and embedding" * heads.needs_embedding, "PPO loop to companion", FLOAT32 * tables),
             Move("heads, when better ones are there", "companion to each engine", FLOAT32 * heads_parameters(heads), engines),
         ]
     return moves
 
 
+def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
+    """A rollout batch on its way to the companion, at most; where positions are sampled early, with the states of a part of them."""
+    section = config.companion
+    if not section.samples_early:
+        return hidden_bytes(model, tokens)
+    kept = round(tokens * (section.holdout_fraction + (1 - section.holdout_fraction) * section.position_share))
+    return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32  # Each token has a weight.
+
+
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     """What would go wrong in silence."""
-    batch = hidden_bytes(model, tokens)
+    batch = _batch_bytes(config, model, tokens)
     if config.companion.enabled and batch > config.companion.queue_bytes:
         return [
             f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={config.companion.queue_bytes}: such "

@@ -190,7 +190,7 @@ class MedusaPlugin:
             self._step.serving = self._installer.installed
             self._installer.judge(rollouts)
             if self._companion is not None:
-                self._collector = BatchCollector(rollouts)
+                self._collector = self._companion.collector(rollouts)
                 self.empty_responses += self._collector.empty_responses
 
     @contextlib.contextmanager

@@ -147,6 +147,9 @@ class RolloutBatch:
         temperature: temperature the behaviour log-probs were taken at.
         prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one prompt are much alike.
         top_k, top_p: how the responses were cut when they were sampled; 0 and 1: not at all.
+        weights_M: float32, how much each row counts in training, 0: not at all; None: 1 each. Where `hidden_MD` has fewer than M rows,
+            it holds the states of the rows with a weight, in their order.
+        held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows have a state. None: `hold_out` chooses.
     """
 
     hidden_MD: torch.Tensor
@@ -158,17 +161,20 @@ class RolloutBatch:
     prompts_S: torch.Tensor | None = None
     top_k: int = 0
     top_p: float = 1.0
+    weights_M: torch.Tensor | None = None
+    held_S: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows = self.hidden_MD.shape[0]
+        rows, states = self.response_ids_M.shape[0], self.hidden_MD.shape[0]
         total = int(self.lengths_S.sum()) if self.lengths_S.numel() else 0
         if rows == 0:
             raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
-        if not rows == self.response_ids_M.shape[0] == self.logprobs_M.shape[0] == total:
+        weighted = None if self.weights_M is None else int((self.weights_M > 0).sum())
+        if not rows == self.logprobs_M.shape[0] == total or states not in (rows, weighted):
             raise DataError(
                 "The parts of a rollout batch do not fit together.",
-                given=f"hidden {rows}, ids {self.response_ids_M.shape[0]}, logprobs {self.logprobs_M.shape[0]}, lengths sum to {total}",
-                expected="one row per response token",
+                given=f"hidden {states}, ids {rows}, logprobs {self.logprobs_M.shape[0]}, lengths sum to {total}, weighted rows {weighted}",
+                expected="one row per response token; states of all of them, or of those with a weight",
                 do="Hand in one hidden state and one log-prob for each response token.",
             )
         if self.prompts_S is not None and self.prompts_S.shape != self.lengths_S.shape:
@@ -182,20 +188,32 @@ class RolloutBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S)
-        return sum(t.numel() * t.element_size() for t in parts)
+        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S, self.weights_M)
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+
+    @property
+    def state_rows_M(self) -> torch.Tensor:
+        """Row of `hidden_MD` that holds the state of each row, int64; -1: it was left out."""
+        rows = self.response_ids_M.shape[0]
+        if self.weights_M is None or self.hidden_MD.shape[0] == rows:
+            return torch.arange(rows)
+        kept_M = self.weights_M > 0
+        return torch.where(kept_M, kept_M.cumsum(0) - 1, -1)
 
     def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
         """The batch of the given sequences (int64 indices), in that order."""
         ends = self.lengths_S.cumsum(0)
         rows = torch.cat([torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()])
+        states = self.state_rows_M[rows]
         return replace(
             self,
-            hidden_MD=self.hidden_MD[rows],
+            hidden_MD=self.hidden_MD[states[states >= 0]],
             response_ids_M=self.response_ids_M[rows],
             logprobs_M=self.logprobs_M[rows],
             lengths_S=self.lengths_S[sequences_S],
             prompts_S=None if self.prompts_S is None else self.prompts_S[sequences_S],
+            weights_M=None if self.weights_M is None else self.weights_M[rows],
+            held_S=None if self.held_S is None else self.held_S[sequences_S],
         )
 
     def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
@@ -205,13 +223,21 @@ class RolloutBatch:
             (training, holdout); the holdout is None where there is one prompt only.
         """
         prompts_S = torch.arange(self.lengths_S.numel()) if self.prompts_S is None else self.prompts_S
-        groups = prompts_S.unique()
-        if groups.numel() < 2:
+        held_S = held_out(prompts_S, fraction, seed) if self.held_S is None else self.held_S
+        if not 0 < int(held_S.sum()) < held_S.numel():
             return self, None
-        held = min(max(1, round(fraction * groups.numel())), groups.numel() - 1)
-        order = groups[torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))]
-        held_S = torch.isin(prompts_S, order[:held])
-        return self.select((~held_S).nonzero()[:, 0]), self.select(held_S.nonzero()[:, 0])
+        training, holdout = self.select((~held_S).nonzero()[:, 0]), self.select(held_S.nonzero()[:, 0])
+        return replace(training, held_S=None), replace(holdout, weights_M=None, held_S=None)
+
+
+def held_out(prompts_S: torch.Tensor, fraction: float, seed: int) -> torch.Tensor:
+    """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where there is one prompt only."""
+    groups = prompts_S.unique()
+    if groups.numel() < 2:
+        return torch.zeros_like(prompts_S, dtype=torch.bool)
+    held = min(max(1, round(fraction * groups.numel())), groups.numel() - 1)
+    order = groups[torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))]
+    return torch.isin(prompts_S, order[:held])
 
 
 @dataclass(frozen=True)
@@ -243,7 +269,10 @@ class ReplayRow:
 
 @dataclass(frozen=True)
 class CompanionStatus:
-    """What the companion has done so far. Totals since its start unless a name says otherwise."""
+    """What the companion has done so far. Totals since its start unless a name says otherwise.
+
+    `passes`, `reason` and `positions_frac` are of the last batch: how much it was trained on, why, and the share of its positions that was.
+    """
 
     alive: bool = True
     batches_received: int = 0
@@ -264,6 +293,10 @@ class CompanionStatus:
     error: str = ""
     restarts: int = 0
     losses: tuple[float, ...] = field(default=())
+    passes: float = 0.0
+    reason: str = ""
+    positions_frac: float = 0.0
+    gpu_gib: float | None = None
 
 
 @dataclass(frozen=True)

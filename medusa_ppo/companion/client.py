@@ -21,11 +21,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from heads.checkpoint import checksum, save_state
 from heads.config import HeadsConfig
 from heads.errors import CompanionError
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import Answer, CompanionService, PackedTables, ServiceArguments
 from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_tensor
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.folders import OwnedFolder
-from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch
+from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,17 @@ class CompanionClient:
     """Owns the companion's Ray actor and the folder of its published versions. Make one with `start`."""
 
     def __init__(
-        self, actor: Any, config: CompanionConfig, folder: OwnedFolder, tables: ray.ObjectRef, incarnation: str, first: ray.ObjectRef
+        self,
+        actor: Any,
+        config: CompanionConfig,
+        folder: OwnedFolder,
+        tables: ray.ObjectRef,
+        incarnation: str,
+        first: ray.ObjectRef,
+        seed: int,
     ) -> None:
         self._actor = actor
+        self._seed = seed
         self._config = config
         self._publish_dir = folder.path
         self._tables = tables
@@ -114,9 +124,16 @@ class CompanionClient:
                 expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
                 do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
             ) from error
-        return cls(actor, companion_config, folder, tables, incarnation, first)
+        return cls(actor, companion_config, folder, tables, incarnation, first, seed)
 
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        """Where the states of a rollout batch are put together; one that samples early leaves out what is not trained on."""
+        config = self._config
+        if not config.samples_early:
+            return BatchCollector(rollouts)
+        return BatchCollector(rollouts, EarlySample(config.position_share, config.holdout_fraction, self._seed))
 
     def submit(self, batch: RolloutBatch) -> None:
         """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and nowhere else.

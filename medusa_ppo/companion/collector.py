@@ -10,20 +10,33 @@ from collections.abc import Sequence
 import torch
 
 from heads.errors import DataError
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.types import RolloutBatch, Rollouts
 
 
 class BatchCollector:
     """Collects the final hidden states of every response of one `Rollouts`.
 
-    One CPU tensor is allocated for the whole batch and filled in place, so a state is copied once here.
+    One CPU tensor is allocated for the whole batch and filled in place, so a state is copied once here. With a sample only the
+    states of its rows leave the actor's device.
     """
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: Rollouts, sample: EarlySample | None = None) -> None:
+        """
+        Args:
+            rollouts: whose states are coming.
+            sample: which of them are wanted; None: all.
+        """
         self._rollouts = rollouts
         self._lengths = [len(response.token_ids) for response in rollouts.responses]
-        self._starts = _starts(self._lengths)
         self._seen = [length == 0 for length in self._lengths]
+        self._weights_M: torch.Tensor | None = None
+        self._held_S: torch.Tensor | None = None
+        if sample is not None and any(self._lengths):
+            self._weights_M, self._held_S = sample.draw(*self._filled(), rollouts.policy_version)
+        wanted_M = torch.ones(sum(self._lengths), dtype=torch.bool) if self._weights_M is None else self._weights_M > 0
+        self._wanted = wanted_M.split(self._lengths)  # Rows of each response whose states are wanted.
+        self._starts = _starts([int(wanted.sum()) for wanted in self._wanted])
         self._hidden_MD: torch.Tensor | None = None
         self.empty_responses = sum(self._seen)
 
@@ -64,13 +77,15 @@ class BatchCollector:
         picked_BT = mask_BT[rows]
         row_M, token_M = picked_BT.nonzero(as_tuple=True)
         # Token t is predicted from the state one position before it.
-        index_M = (torch.tensor(rows)[row_M] * hidden_BTD.shape[1] + token_M - 1).to(hidden_BTD.device)
+        index_M = torch.tensor(rows)[row_M] * hidden_BTD.shape[1] + token_M - 1
+        index_M = index_M[torch.cat([self._wanted[s] for s in taken])].to(hidden_BTD.device)
         states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M).to("cpu")
         if self._hidden_MD is None:
-            self._hidden_MD = torch.empty(sum(self._lengths), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
+            wanted = sum(int(rows_M.sum()) for rows_M in self._wanted)
+            self._hidden_MD = torch.empty(wanted, hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
         at = 0
         for s in taken:
-            start, length = self._starts[s], self._lengths[s]
+            start, length = self._starts[s], int(self._wanted[s].sum())
             self._hidden_MD[start : start + length] = states_MD[at : at + length]
             self._seen[s] = True
             at += length
@@ -93,16 +108,31 @@ class BatchCollector:
         ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
         logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
         taken = [s for s, length in enumerate(self._lengths) if length and self._seen[s]]
-        lengths_S = torch.tensor([length for length in self._lengths if length], dtype=torch.int64)
-        prompts_S = torch.tensor([r.prompt_index for r in responses if r.token_ids], dtype=torch.int64)
+        lengths_S, prompts_S = self._filled()
         version, sampling = self._rollouts.policy_version, self._rollouts.sampling
         whole = RolloutBatch(
-            self._hidden_MD, ids_M, logprobs_M, lengths_S, version, sampling.temperature, prompts_S, sampling.top_k, sampling.top_p
+            self._hidden_MD,
+            ids_M,
+            logprobs_M,
+            lengths_S,
+            version,
+            sampling.temperature,
+            prompts_S,
+            sampling.top_k,
+            sampling.top_p,
+            self._weights_M,
+            self._held_S,
         )
         if len(taken) == lengths_S.numel():
             return whole
         rank = {s: i for i, s in enumerate(s for s, length in enumerate(self._lengths) if length)}
         return whole.select(torch.tensor([rank[s] for s in taken], dtype=torch.int64))
+
+    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and prompts of the responses with a token."""
+        filled = [(len(r.token_ids), r.prompt_index) for r in self._rollouts.responses if r.token_ids]
+        lengths, prompts = zip(*filled, strict=True) if filled else ((), ())
+        return torch.tensor(lengths, dtype=torch.int64), torch.tensor(prompts, dtype=torch.int64)
 
     def _check(self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int | None]) -> None:
         rows, tokens = mask_BT.shape if mask_BT.dim() == 2 else (-1, -1)

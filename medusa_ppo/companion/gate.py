@@ -15,9 +15,10 @@ from heads.acceptance import (
     ReplayResult,
     draft_ids_for_rows,
     draft_logprobs_for_rows,
+    one_hot_acceptance,
     paired_difference,
-    replay_estimate,
-    replay_sampled,
+    replay_probabilities,
+    sampled_acceptance,
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
@@ -69,26 +70,39 @@ def replay(
     draft_temperature: float = 0.0,
 ) -> ReplayResult:
     """Replay estimate of heads on a batch, on the device of the heads."""
+    accept_MK = acceptance(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
+    return replay_probabilities(accept_MK, holdout.lengths_S)
+
+
+def acceptance(
+    heads: MedusaHeads,
+    batch: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    *,
+    embedding_VD: torch.Tensor | None = None,
+    draft_temperature: float = 0.0,
+) -> torch.Tensor:
+    """Probability that the draft of each head at each row is accepted, given that those before it were, float64 `MK`."""
     config, device = heads.config, lm_head_VD.device
-    segment_M = segments_from_lengths(holdout.lengths_S)
-    hidden_MD = holdout.hidden_MD.to(device, torch.float32)
-    condition_MK = condition_ids(holdout.response_ids_M, segment_M, config.num_heads).to(device) if config.conditioned else None
+    segment_M = segments_from_lengths(batch.lengths_S)
+    hidden_MD = batch.hidden_MD.to(device, torch.float32)
+    condition_MK = condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device) if config.conditioned else None
     if draft_temperature <= 0:
         ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, condition_MK=condition_MK, embedding_VD=embedding_VD)
-        return replay_estimate(ids_MK.cpu(), holdout.response_ids_M, holdout.lengths_S)
-    targets_MK, _ = head_targets(holdout.response_ids_M, segment_M, config.num_heads)
+        return one_hot_acceptance(ids_MK.cpu(), batch.response_ids_M, batch.lengths_S)
+    targets_MK, _ = head_targets(batch.response_ids_M, segment_M, config.num_heads)
     logprobs_1MK = draft_logprobs_for_rows(
         heads,
         hidden_MD,
         targets_MK.to(device),
         lm_head_VD,
-        temperatures=(holdout.temperature * draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
-        top_k=holdout.top_k,
-        top_p=holdout.top_p,
+        temperatures=(batch.temperature * draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
+        top_k=batch.top_k,
+        top_p=batch.top_p,
         condition_MK=condition_MK,
         embedding_VD=embedding_VD,
     )
-    return replay_sampled(logprobs_1MK[0].cpu(), holdout.logprobs_M, holdout.lengths_S)
+    return sampled_acceptance(logprobs_1MK[0].cpu(), batch.logprobs_M, batch.lengths_S)
 
 
 def judge(
@@ -100,6 +114,7 @@ def judge(
     rule: GateRule,
     *,
     embedding_VD: torch.Tensor | None = None,
+    of_serving: ReplayResult | None = None,
 ) -> Verdict:
     """Compare the candidate with the serving heads, response by response, and measure the frozen control beside them.
 
@@ -111,6 +126,7 @@ def judge(
         holdout: rollouts that the candidate was not trained on.
         rule: how sure to be.
         embedding_VD: the actor's embedding table, for kinds that read it.
+        of_serving: the serving heads' replay of this holdout, where it is known already.
     """
     fault = find_fault(candidate, serving)
     if fault:
@@ -119,7 +135,7 @@ def judge(
     def measure(heads: MedusaHeads) -> ReplayResult:
         return replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=rule.draft_temperature)
 
-    of_serving, of_candidate = measure(serving), measure(candidate)
+    of_serving, of_candidate = of_serving or measure(serving), measure(candidate)
     of_frozen = of_serving if frozen is None else measure(frozen)
     rows = (_row(of_serving), _row(of_candidate), _row(of_frozen))
     if not of_candidate.drafts:

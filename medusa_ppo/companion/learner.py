@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from heads.acceptance import ReplayResult
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import GateRule, Verdict, judge, replay
+from medusa_ppo.companion.gate import GateRule, Verdict, acceptance, judge, replay
+from medusa_ppo.companion.positions import fraction_weights, sampled_share, wrong_weights
 from medusa_ppo.companion.replay_buffer import ReplayBuffer
+from medusa_ppo.companion.schedule import Decision, Schedule
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import ReplayRow, RolloutBatch
@@ -49,6 +52,8 @@ class Learner:
         version: number of the serving heads; grows by one with every publish.
         fresh: the last judged candidate is what is serving now.
         rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout.
+        schedule: how much a batch is trained on; its `last` decision.
+        positions_frac: share of the last batch's positions that were trained on.
     """
 
     def __init__(
@@ -66,12 +71,14 @@ class Learner:
         self._seed = seed
         candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.trainer = HeadsTrainer(candidate, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device)
+        self.schedule = Schedule(config.schedule, config.epochs, config.min_epochs, config.drift_lag)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_decay, config.replay_bytes)
         self.serving = self._copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
         self.last_loss = math.nan
         self.last_losses: tuple[float, ...] = ()
+        self.positions_frac = 0.0
         self.version = 0
         self.fresh = False
         self.candidates_rejected = 0
@@ -109,8 +116,14 @@ class Learner:
         self.batches_seen += 1
         if not bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all()):
             return LearnReport(TrainReport(), None, False, "The batch holds hidden states or log-probs that are not finite.")
-        training, holdout = batch.hold_out(self._config.holdout_fraction, self._seed * 1_000_003 + self.batches_seen)
-        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version))
+        self.trainer.check(batch)
+        seed = self._seed * 1_000_003 + self.batches_seen
+        training, holdout = batch.hold_out(self._config.holdout_fraction, seed)
+        before = None if holdout is None or self._config.schedule == "fixed" else self._measure(self.serving, holdout)
+        decision = self._decide(before)
+        training = self._sample(training, seed)
+        self.positions_frac = sampled_share(training)
+        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=decision.passes)
         if report.problem:
             logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
             return LearnReport(report, None, False, report.problem)
@@ -125,13 +138,50 @@ class Learner:
             self.frozen,
             self.lm_head_VD,
             holdout,
-            GateRule(self._config.gate_confidence, self._config.draft_temperature * batch.temperature),
+            GateRule(self._config.gate_confidence, self._config.draft_temperature),
             embedding_VD=self.trainer.embedding_VD,
+            of_serving=before,
         )
         self._obey(verdict)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
             self.rows["upper"] = self._upper_mark(batch, holdout)
+        self._tell_schedule(verdict)
         return LearnReport(report, verdict, verdict.publish)
+
+    def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
+        return replay(
+            heads, batch, self.lm_head_VD, embedding_VD=self.trainer.embedding_VD, draft_temperature=self._config.draft_temperature
+        )
+
+    def _decide(self, before: ReplayResult | None) -> Decision:
+        if before is None or not before.drafts:
+            return self.schedule.decide(None)
+        interval = before.confidence_interval(2 * self._config.gate_confidence - 1)
+        return self.schedule.decide(interval.value, interval.high)
+
+    def _tell_schedule(self, verdict: Verdict) -> None:
+        upper = self.rows.get("upper")
+        if verdict.serving is not None and verdict.candidate is not None and verdict.difference is not None:
+            self.schedule.judged(
+                verdict.serving.mean_acceptance_length,
+                verdict.candidate.mean_acceptance_length,
+                verdict.difference.low,
+                published=verdict.publish,
+                upper=None if upper is None else upper.mean_acceptance_length,
+            )
+
+    def _sample(self, training: RolloutBatch, seed: int) -> RolloutBatch:
+        """The batch with weights for the positions to train on. One that was sampled before its states were copied stays as it is."""
+        config = self._config
+        if config.positions == "all" or training.weights_M is not None:
+            return training
+        if config.positions == "fraction":
+            return replace(training, weights_M=fraction_weights(training.lengths_S, config.position_share, seed))
+        embedding_VD = self.trainer.embedding_VD
+        accept_MK = acceptance(
+            self.serving, training, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=config.draft_temperature
+        )
+        return replace(training, weights_M=wrong_weights(training, accept_MK, config.position_share, seed))
 
     def _upper_mark(self, batch: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
         """Replay, on the holdout, of a copy of the candidate fitted on the whole batch, holdout included. It is thrown away."""
@@ -140,9 +190,17 @@ class Learner:
         embedding_VD = self.trainer.embedding_VD
         fitted = HeadsTrainer(copy, self.lm_head_VD, config, self._seed, embedding_VD=embedding_VD, device=self.trainer.device)
         fitted.train_batch(batch)
-        temperature = self._config.draft_temperature * batch.temperature
-        result = replay(fitted.heads, holdout, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
+        result = self._measure(fitted.heads, holdout)
         return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)
+
+    def move_to(self, device: torch.device) -> int:
+        """Carry all heads, the optimizer and the tables to another device. Returns the bytes that lie there now."""
+        moved = self.trainer.move_to(device)
+        for heads in (self.serving, self.frozen):
+            if heads is not None:
+                heads.to(device)
+                moved += sum(parameter.numel() * parameter.element_size() for parameter in heads.parameters())
+        return moved
 
     def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Serve a version that was published after the state now loaded was saved; training goes on from that state."""
@@ -184,6 +242,7 @@ class Learner:
         if self._config.save_replay:
             state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
+        state["schedule"] = torch.tensor([self.positions_frac, *self.schedule.state()], dtype=torch.float64)
         if self.last_losses:
             state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
         for name, row in self.rows.items():
@@ -210,6 +269,9 @@ class Learner:
         self.replay.load_state_dict(_under(state, "replay."))
         for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
+        if "schedule" in state:
+            self.positions_frac, *schedule = state["schedule"].tolist()
+            self.schedule.load(schedule)
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         self.last_losses = tuple(losses)
         rows = {name: value.tolist() for name, value in _under(state, "rows.").items()}

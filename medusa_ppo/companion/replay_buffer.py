@@ -58,6 +58,8 @@ class ReplayBuffer:
             state |= {f"{index:04d}.{name}": getattr(batch, name) for name in FIELDS}
             meta = (batch.policy_version, batch.temperature, batch.top_k, batch.top_p)
             state[f"{index:04d}.meta"] = torch.tensor(meta, dtype=torch.float64)
+            if batch.weights_M is not None:
+                state[f"{index:04d}.weights_M"] = batch.weights_M
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -66,4 +68,5 @@ class ReplayBuffer:
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
             hidden_MD, ids_M, logprobs_M, lengths_S = (state[f"{index}.{name}"] for name in FIELDS)
-            self._batches.append(RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, int(version), temperature, None, int(top_k), top_p))
+            sampled = (int(top_k), top_p, state.get(f"{index}.weights_M"))
+            self._batches.append(RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, int(version), temperature, None, *sampled))

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,13 @@ class CompanionService:
         _settle(config)
         self._config = config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
-        device = torch.device("cuda" if config.num_gpus > 0 and torch.cuda.is_available() else "cpu")
+        self._device = torch.device("cuda" if config.num_gpus > 0 and torch.cuda.is_available() else "cpu")
         initial = (
             None if arguments.initial_state is None else {name: unpack_tensor(t).clone() for name, t in arguments.initial_state.items()}
         )
         lm_head_VD, embedding_VD = _unpack_tables(tables)
         self._learner = Learner(
-            arguments.heads, config, lm_head_VD, seed=arguments.seed, initial_state=initial, embedding_VD=embedding_VD, device=device
+            arguments.heads, config, lm_head_VD, seed=arguments.seed, initial_state=initial, embedding_VD=embedding_VD, device=self._device
         )
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
         self._publisher = Publisher(Path(arguments.publish_dir), self._run_dir / "heads" if self._run_dir else None)
@@ -106,6 +107,7 @@ class CompanionService:
         self._error = ""  # What failed with the last batch.
         self._note = ""  # Why the last batch was of no use, though nothing failed.
         self._begin(arguments)
+        self._rest()
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
         self._thread.start()
 
@@ -170,6 +172,10 @@ class CompanionService:
             upper=learner.rows.get("upper"),
             error=self._error or self._note,
             losses=learner.last_losses,
+            passes=learner.schedule.last.passes,
+            reason=learner.schedule.last.reason,
+            positions_frac=learner.positions_frac,
+            gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3 if self._device.type == "cuda" else None,
         )
 
     def drain(self, timeout_s: float) -> bool:
@@ -198,6 +204,8 @@ class CompanionService:
             self._busy_since = started
             try:
                 with self._state_lock:
+                    if self._config.offload:
+                        self._learner.move_to(self._device)
                     self._use_tables()
                     report = self._learner.learn(batch)
                 self._error, self._note = "", report.problem
@@ -210,6 +218,7 @@ class CompanionService:
                 logger.exception("The companion could not learn from a batch of policy version %d.", batch.policy_version)
                 self._error = f"{type(error).__name__}: {error}"
             finally:
+                self._rest()
                 self._busy_since = None
                 self._train_s += time.monotonic() - started
                 del batch  # Its shared memory must not wait for the next one.
@@ -217,6 +226,15 @@ class CompanionService:
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()
+
+    def _rest(self) -> None:
+        """Leave the GPU to others while no batch waits; what was computed there is in the host's memory then."""
+        if not self._config.offload or len(self._queue):
+            return
+        with self._state_lock:
+            self._learner.move_to(HOST)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _use_tables(self) -> None:
         """The newest tables that came; with a backlog they are a little newer than the batch's states."""

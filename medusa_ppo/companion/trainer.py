@@ -17,7 +17,7 @@ from torch import nn
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
-from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
+from medusa_ppo.companion.positions import Positions, look_up
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
@@ -35,6 +35,7 @@ class TrainReport:
         loss: mean over heads and optimizer steps; NaN when nothing was trained.
         losses: mean loss of head 1..K over the optimizer steps.
         tokens: positions trained on, each counted once however many epochs.
+        rows: positions of all passes, those of replayed batches included: the work that was done.
         optimizer_steps: steps taken.
         seconds: wall time.
         problem: why the batch was skipped and everything put back as it was before; empty: it was not.
@@ -46,6 +47,7 @@ class TrainReport:
     optimizer_steps: int = 0
     seconds: float = 0.0
     problem: str = ""
+    rows: int = 0
 
 
 class Team(Protocol):
@@ -56,50 +58,6 @@ class Team(Protocol):
 
     def most(self, count: int) -> int:
         """The largest of everybody's counts."""
-
-
-@dataclass(frozen=True)
-class Positions:
-    """A batch with everything that its rows need for any loss, looked up once.
-
-    Attributes:
-        hidden_MD: final hidden states, in the actor's dtype.
-        targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to predict.
-        condition_MK: tokens since h_t (conditioned kinds), else None.
-        logprobs_MK: behaviour log-probs of the targets.
-        teacher_rows_MK: row whose state gives the actor's own distribution of the target.
-        usable_N: rows with at least one target.
-        temperature: sampling temperature of the rollouts.
-    """
-
-    hidden_MD: torch.Tensor
-    targets_MK: torch.Tensor
-    mask_MK: torch.Tensor
-    condition_MK: torch.Tensor | None
-    logprobs_MK: torch.Tensor
-    teacher_rows_MK: torch.Tensor
-    usable_N: torch.Tensor
-    temperature: float
-    top_k: int
-    top_p: float
-
-
-def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions:
-    """Targets, conditions and log-probs of every row of a batch."""
-    segment_M = segments_from_lengths(batch.lengths_S)
-    targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
-    return Positions(
-        batch.hidden_MD,
-        targets_MK,
-        mask_MK,
-        condition_ids(batch.response_ids_M, segment_M, num_heads) if conditioned else None,
-        head_logprobs(batch.logprobs_M, segment_M, num_heads),
-        head_teacher_rows(segment_M, num_heads),
-        mask_MK.any(1).nonzero().squeeze(1),
-        batch.temperature,
-        batch.top_k,
-        batch.top_p,
-    )
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
@@ -165,14 +123,14 @@ class HeadsTrainer:
         self.embedding_VD = None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
 
     def train_batch(
-        self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]] = (), *, epochs: int | None = None
+        self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]] = (), *, epochs: float | None = None
     ) -> TrainReport:
         """Train on a batch, and on shares of older ones.
 
         Args:
             batch: on-policy rollouts.
             replay: older batches, each with the share (0..1) of its positions that joins each epoch.
-            epochs: passes over the positions; None: as configured.
+            epochs: passes over the positions, the last over a random part of them where it is no whole number; None: as configured.
 
         Returns:
             A report. When a loss or gradient is not finite, the heads, the optimizer and the generator are as they were before the call.
@@ -181,10 +139,10 @@ class HeadsTrainer:
             DataError: the batch does not fit the heads.
         """
         started = time.monotonic()
-        self._check(batch)
+        self.check(batch)
         before = self.state_dict()
         try:
-            losses, tokens = self._train(batch, replay, self._config.epochs if epochs is None else epochs)
+            losses, tokens, rows = self._train(batch, replay, self._config.epochs if epochs is None else epochs)
         except _NotFiniteError as error:
             self.load_state_dict(before)
             self.batches_skipped += 1
@@ -198,7 +156,7 @@ class HeadsTrainer:
         if not losses:
             return TrainReport(seconds=time.monotonic() - started, problem="No position has a target: all responses are one token long.")
         mean_K = torch.stack(losses).double().mean(0)
-        return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started)
+        return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started, rows=rows)
 
     def reseed(self, seed: int) -> None:
         """Begin the order of the positions anew."""
@@ -211,13 +169,17 @@ class HeadsTrainer:
 
     # ---- one batch ------------------------------------------------------------------------------------------------------
 
-    def _train(self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: int) -> tuple[list[torch.Tensor], int]:
+    def _train(
+        self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
+    ) -> tuple[list[torch.Tensor], int, int]:
         config = self.heads.config
         parts = [(batch, 1.0), *replay]
         sources = [(look_up(part, config.num_heads, config.conditioned), share) for part, share in parts]
         losses: list[torch.Tensor] = []
-        for _ in range(epochs):
-            picks = self._shuffle(sources)
+        worked = 0
+        for part in _parts(epochs):
+            picks = self._shuffle([(source, part * share) for source, share in sources])
+            worked += picks.shape[0]
             rows = self._config.batch_positions * self._config.accumulate
             steps = -(-picks.shape[0] // rows)
             for start in range(0, rows * (self._team.most(steps) if self._team else steps), rows):
@@ -227,14 +189,14 @@ class HeadsTrainer:
                         group["lr"] = self._config.learning_rate * self._schedule(step)
                 loss = self._loss.at(step)
                 losses.append(self._step([source for source, _ in sources], picks[start : start + rows], loss))
-        return losses, int(sources[0][0].usable_N.numel())
+        return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
 
     def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
         """(source, row) pairs of one epoch in random order, int64 `[N, 2]`."""
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
-            count = round(share * usable_N.numel())
+            count = max(round(share * usable_N.numel()), int(index == 0))  # A short pass still trains on something.
             chosen = usable_N[torch.randperm(usable_N.numel(), generator=self._generator)[:count]]
             picks.append(torch.stack([torch.full_like(chosen, index), chosen], dim=1))
         pairs = torch.cat(picks)
@@ -273,7 +235,7 @@ class HeadsTrainer:
         """Loss of each head. Sources are gathered one after the other: their order means nothing."""
         grouped = [(source, picks_N2[picks_N2[:, 0] == index, 1]) for index, source in enumerate(sources)]
         grouped = [(source, rows_N) for source, rows_N in grouped if rows_N.numel()]
-        hidden_ND = self._gather([source.hidden_MD[rows_N] for source, rows_N in grouped])
+        hidden_ND = self._gather([source.states(rows_N) for source, rows_N in grouped])
         conditions = [source.condition_MK[rows_N] for source, rows_N in grouped if source.condition_MK is not None]
         with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
             factored = self.heads.factored(
@@ -298,12 +260,13 @@ class HeadsTrainer:
     def _teacher(self, grouped: list[tuple[Positions, torch.Tensor]]) -> Teacher:
         """The actor's own distribution of each target, from the states of the rows that predict them."""
         heads = self.heads.config.num_heads
-        hidden = self._gather([source.hidden_MD[source.teacher_rows_MK[rows_N].flatten()] for source, rows_N in grouped])
+        hidden = self._gather([source.states(source.teacher_rows_MK[rows_N].flatten()) for source, rows_N in grouped])
         rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, heads)
         sampled = grouped[0][0]
         return Teacher(hidden, rows_NK, self.lm_head_VD, sampled.temperature, sampled.top_k, sampled.top_p)
 
-    def _check(self, batch: RolloutBatch) -> None:
+    def check(self, batch: RolloutBatch) -> None:
+        """Raise DataError when a batch does not fit the heads or the loss."""
         config = self.heads.config
         width = batch.hidden_MD.shape[1]
         low, high = int(batch.response_ids_M.min()), int(batch.response_ids_M.max())
@@ -314,11 +277,32 @@ class HeadsTrainer:
                 expected=f"hidden size {config.hidden_size}, token ids 0 to {config.vocab_size - 1}",
                 do="Use heads made for this actor.",
             )
+        if self._loss.needs_teacher and batch.hidden_MD.shape[0] < batch.response_ids_M.shape[0]:
+            raise DataError(
+                "This loss reads the actor's own distribution, which needs the state of every position.",
+                given=f"companion.loss={self._config.loss}, {batch.hidden_MD.shape[0]} states of {batch.response_ids_M.shape[0]} positions",
+                expected="all states",
+                do="Sample positions in the companion, or use another loss.",
+            )
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.heads.parameters(), lr=self._config.learning_rate, weight_decay=self._config.weight_decay)
 
     # ---- state ------------------------------------------------------------------------------------------------------------
+
+    def move_to(self, device: torch.device) -> int:
+        """Carry heads, optimizer and tables to another device, where the next batch is trained on. Returns the bytes that lie there now."""
+        self.device = device
+        self._optimizer.zero_grad(set_to_none=True)
+        self.heads.to(device)
+        moments = self._optimizer.state.values()
+        for values in moments:
+            values.update({name: value.to(device) for name, value in values.items() if name != "step"})  # AdamW keeps that on the CPU.
+        self.lm_head_VD = self.lm_head_VD.to(device)
+        self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
+        tables = [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
+        moved = [*tables, *self.heads.parameters(), *(value for values in moments for name, value in values.items() if name != "step")]
+        return sum(tensor.numel() * tensor.element_size() for tensor in moved)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of everything that the next batch depends on: heads, optimizer, generator, counters. Flat, tensors only."""
@@ -355,8 +339,14 @@ class HeadsTrainer:
             ) from error
 
 
+def _parts(epochs: float) -> list[float]:
+    """The share of the positions that each pass goes over: 2.25 -> 1, 1, 0.25."""
+    rest = epochs - int(epochs)
+    return [1.0] * int(epochs) + ([rest] if rest > 0 else [])
+
+
 def _targets(sources: Sequence[Positions], picks_N2: torch.Tensor) -> torch.Tensor:
-    """How many of the picked positions each head has a target at, float32 `K`."""
+    """How many of the picked positions each head has a target at (sum of their weights), float32 `K`."""
     counts = [source.mask_MK[picks_N2[picks_N2[:, 0] == index, 1]].sum(0) for index, source in enumerate(sources)]
     return torch.stack(counts).sum(0).float()
 

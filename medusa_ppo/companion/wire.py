@@ -38,6 +38,8 @@ class PackedBatch:
     prompts: PackedTensor | None = None
     top_k: int = 0
     top_p: float = 1.0
+    weights: PackedTensor | None = None
+    held: PackedTensor | None = None
 
 
 def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
@@ -65,9 +67,11 @@ def pack_batch(batch: RolloutBatch) -> PackedBatch:
         pack_tensor(batch.lengths_S),
         batch.policy_version,
         batch.temperature,
-        None if batch.prompts_S is None else pack_tensor(batch.prompts_S),
+        _pack(batch.prompts_S),
         batch.top_k,
         batch.top_p,
+        _pack(batch.weights_M),
+        _pack(batch.held_S),
     )
 
 
@@ -80,7 +84,17 @@ def unpack_batch(packed: PackedBatch) -> RolloutBatch:
         unpack_tensor(packed.lengths),
         packed.policy_version,
         packed.temperature,
-        None if packed.prompts is None else unpack_tensor(packed.prompts),
+        _unpack(packed.prompts),
         packed.top_k,
         packed.top_p,
+        _unpack(packed.weights),
+        _unpack(packed.held),
     )
+
+
+def _pack(tensor: torch.Tensor | None) -> PackedTensor | None:
+    return None if tensor is None else pack_tensor(tensor)
+
+
+def _unpack(packed: PackedTensor | None) -> torch.Tensor | None:
+    return None if packed is None else unpack_tensor(packed)

@@ -31,6 +31,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "Companion: tokens trained, versions published",
             f"{w.whole(companion['trained_tokens'])}, {w.whole(companion['versions_published'])}",
         ),
+        ("Companion: passes over a batch, and in how many steps why", _passes(companion)),
         (
             "Companion: seconds hidden behind PPO / the loop waited",
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
@@ -45,6 +46,13 @@ def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     figure = f"{w.plain(sync['bytes'] / MIB)} MiB, {w.seconds(sync['seconds'])} ({w.seconds(sync['collect_s'])} of it collecting)"
     return [("New actor weights, to each engine in each step", figure)]
+
+
+def _passes(companion: dict[str, Any]) -> str:
+    if companion["passes"] is None:
+        return w.NONE
+    reasons = ", ".join(f"{reason} {w.whole(steps)}" for reason, steps in companion["reasons"] or [])
+    return f"{w.plain(companion['passes'])} ({reasons})" if reasons else w.plain(companion["passes"])
 
 
 def _speedup(value: float | None, pairs: dict[str, Any]) -> str:
@@ -81,7 +89,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 def render_markdown(run: Run, summary: dict[str, Any]) -> str:
     """The whole of report.md."""
-    rows = [f"| {what} | {figure} |" for what, figure in summary_rows(summary)]
+    rows = [f"| {what} | {_cell(figure)} |" for what, figure in summary_rows(summary)]
     findings = [f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)]
     versions = [f"| {_cell(name)} | {_cell(version)} |" for name, version in summary["versions"].items()]
     hardware = run.section("hardware")

@@ -34,7 +34,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
     """
     panels = Panels(run, other)
     figures = {"acceptance": panels.acceptance(), "entropy": panels.entropy(), "positions": panels.positions(), "speed": panels.speed()}
-    figures["phases"] = panels.phases()
+    figures |= {"phases": panels.phases(), "passes": panels.passes()}
     learning, others = panels.learning(), panels.others()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
     return _template().render(
@@ -48,6 +48,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         shares=phase_shares(summary),
         learning=learning,
         others=others,
+        reason_rows=tables.reason_rows(summary),
         choice_rows=tables.choice_rows(run),
         version_columns=tables.VERSION_COLUMNS,
         version_rows=rows,

@@ -149,6 +149,18 @@ class Panels:
         drawing = svg.draw_heat("positions", title, rows, self.grid) if rows else ""
         return self._figure("positions", title, hint, drawing, rows)
 
+    def passes(self) -> Figure:
+        """How much the companion trained on each batch."""
+        series = [
+            self._series(self._own("passes over the batch"), "hidden", m.COMPANION_PASSES, connect=True),
+            *self._overlays(m.COMPANION_PASSES, connect=True),
+        ]
+        hint = (
+            "High while the serving heads lag behind what training reaches, low while it gains nothing. A line that stays high "
+            "under a chart of acceptance that stays flat is work for nothing."
+        )
+        return self._lines("passes", "How much the heads are trained", hint, series, height=SMALL_HEIGHT, floor=0.0)
+
     def speed(self) -> Figure:
         """Tokens/s with and without drafting: dots for a few pairs, lines for many."""
         title = "Tokens per second, with and without drafting"
@@ -261,7 +273,14 @@ def rest_seconds(run: Run) -> list[float | None]:
 def other_metrics(run: Run) -> list[str]:
     """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
     shown = {m.STEP, m.WALL_S, m.HEADS_VERSION, m.MAL_SERVING, m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN, m.ENTROPY}
-    shown |= {m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.TOKENS_PER_S, m.COMPANION_HIDDEN_S, m.PLUGIN_EXPOSED_S}
+    shown |= {
+        m.COMPANION_PASSES,
+        m.PAIR_DRAFTING_TOKENS_PER_S,
+        m.PAIR_PLAIN_TOKENS_PER_S,
+        m.TOKENS_PER_S,
+        m.COMPANION_HIDDEN_S,
+        m.PLUGIN_EXPOSED_S,
+    }
     shown |= {metric for metric, _ in PHASES} | {small.metric for small in SMALL}
     names: dict[str, None] = {}
     for step in run.steps:

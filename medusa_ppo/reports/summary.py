@@ -6,6 +6,7 @@ SUMMARY_KEYS explains every key; docs/metrics.md is generated from it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
@@ -54,6 +55,9 @@ SUMMARY_KEYS: dict[str, str] = {
     "correct_frac.first": "Share of responses with the right answer, mean over the first window.",
     "correct_frac.last": "The same over the last window.",
     "companion.trained_tokens": "Positions the companion trained on.",
+    "companion.optimizer_steps": "Optimizer steps it took.",
+    "companion.passes": "Passes over a rollout batch, mean over the steps.",
+    "companion.reasons": "Why so many: pairs of a reason of the schedule and the steps that it decided, the most frequent first.",
     "companion.versions_published": "Versions of the heads it published.",
     "companion.batches_dropped": "Rollout batches it dropped because its queue was full.",
     "companion.train_s": "Seconds it trained.",
@@ -184,9 +188,14 @@ def _acceptance_lengths(run: Run, window: int) -> dict[str, float | int | None]:
     }
 
 
-def _companion(run: Run) -> dict[str, float | None]:
+def _companion(run: Run) -> dict[str, Any]:
+    passes = _present(run.column(m.COMPANION_PASSES))
+    reasons = Counter(reason for step in run.steps if isinstance(reason := step.get(m.COMPANION_REASON), str))
     return {
         "trained_tokens": _whole(_last(run.column(m.COMPANION_TRAINED_TOKENS))),
+        "optimizer_steps": _whole(_last(run.column(m.COMPANION_STEPS))),
+        "passes": fmean(passes) if passes else None,
+        "reasons": [[reason, steps] for reason, steps in reasons.most_common()] or None,
         "versions_published": _whole(_last(run.column(m.VERSIONS_PUBLISHED))),
         "batches_dropped": _whole(_last(run.column(m.COMPANION_DROPPED))),
         "train_s": _sum(run.column(m.COMPANION_TRAIN_S)),

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from medusa_ppo import metrics as m
+from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.markdown import summary_rows
@@ -96,6 +97,11 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
         total = sum(counts)
         rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], w.ratio(speedup[running])))
     return rows
+
+
+def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(reason, steps, what it means) of the companion's schedule, the most frequent first."""
+    return [(reason, w.whole(steps), REASONS.get(reason, "")) for reason, steps in summary["companion"]["reasons"] or []]
 
 
 def version_rows(run: Run) -> list[VersionRow]:

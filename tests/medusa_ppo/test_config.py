@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from heads.errors import ConfigError
-from medusa_ppo.config import known_keys, load_config
+from heads.losses import NAMED_LOSSES, LossConfig
+from medusa_ppo.config import TEACHER_LOSSES, known_keys, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,8 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("engine.num_drafts=9", "heads.num_heads"),
         ("sampling.max_new_tokens=9000", "engine.max_model_len"),
         ("engine.url=http://127.0.0.1:1", "engine.backend=server"),
+        ("companion.offload=true", "companion.num_gpus > 0"),
+        ("companion.min_epochs=2", "less than or equal to 1"),
         ("nonsense", "key=value"),
         ("name.x.y=1", "section"),
     ],
@@ -65,3 +68,11 @@ def test_the_config_is_frozen_and_every_field_is_documented() -> None:
         for parent in parents:
             section = section.model_fields[parent].annotation
         assert section.model_fields[leaf].description, f"{key} has no docstring"
+
+
+def test_losses_that_need_neighbours_are_not_sampled_early() -> None:
+    for loss in NAMED_LOSSES:
+        assert (loss in TEACHER_LOSSES) == LossConfig.named(loss).needs_teacher
+        config = load_config(None, ["companion.positions=fraction", f"companion.loss={loss}"])
+        assert config.companion.samples_early != LossConfig.named(loss).needs_teacher
+    assert not load_config().companion.samples_early

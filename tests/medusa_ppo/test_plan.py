@@ -93,6 +93,17 @@ def test_a_plan_adds_up(folder: Path) -> None:
     assert engine.gpus == 4 and "'big'" in engine.where and engine.parts["weights"] == plan.processes[1].parts["weights"] // 4
 
 
+def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
+    base = {"model": {"path": str(folder)}}
+    sampled = {"num_gpus": 0.5, "offload": True, "positions": "fraction", "position_share": 0.25, "holdout_fraction": 0.2}
+    all_of_it, part = (make_plan(build_config({**base, "companion": c}), gpus=True) for c in ({}, sampled))
+    states = [{move.what: move.size for move in plan.moves}["hidden states"] for plan in (all_of_it, part)]
+    tokens = part.response_tokens
+    assert states[1] == round(tokens * 0.4) * 32 * 4 + tokens * (12 + 4) and states[0] == tokens * (32 * 4 + 12)
+    assert "only while it trains" in part.processes[2].where and part.processes[2].gpus == 0.5
+    assert "only while it trains" not in all_of_it.processes[2].where
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
     config = load_config(path, [f"model.path={folder}"])

@@ -20,6 +20,7 @@ from heads.errors import CheckpointError, DataError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
+from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
@@ -130,6 +131,9 @@ class RecordingCompanion:
         self.offer: PublishedHeads | None = None
         self.drained = 0
         self.train_s = 0.0
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
 
     def submit(self, batch: RolloutBatch) -> None:
         self.batches.append(batch)

@@ -19,7 +19,7 @@ from heads.config import HeadsConfig
 from heads.errors import CompanionError
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -81,6 +81,25 @@ def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> Non
     client.submit(task.batch())
     assert client.status().batches_dropped == 1
     assert until(lambda: not Path(f"/proc/{pid_of(client)}").exists(), 20)
+
+
+def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
+    task = chain()
+    client = client_of(task, positions="fraction", position_share=0.5)
+    responses = tuple(Response(n, (1,) * 9, (-1.0,) * 9, "stop") for n in range(10))
+    rollouts = Rollouts(((1,),) * 10, responses, Counters(), 1.0, Sampling())
+    collector = client.collector(rollouts)
+    mask_BT = torch.ones(10, 10, dtype=torch.bool)
+    mask_BT[:, 0] = False
+    collector.add(torch.randn(10, 10, task.hidden, generator=torch.Generator().manual_seed(0)), mask_BT, list(range(10)))
+    batch = collector.batch()
+    trained_on = int(batch.weights_M.view(10, 9)[~batch.held_S].sum())
+    assert batch.hidden_MD.shape[0] == 2 * 9 + trained_on < 60
+    client.submit(batch)
+    assert client.drain(60)
+    status = client.status()
+    assert status.error == "" and status.batches_trained == 1 and status.trained_tokens == trained_on
+    assert status.positions_frac == pytest.approx(trained_on / 64)
 
 
 def test_waiting_runs_repeat_themselves(chain, client_of) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from heads.errors import DataError
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 HIDDEN = 3
@@ -93,6 +95,32 @@ def test_dtype_is_kept_and_states_are_detached_copies() -> None:
     batch = collector.batch()
     assert batch.hidden_MD.dtype == torch.bfloat16 and not batch.hidden_MD.requires_grad
     assert torch.equal(batch.hidden_MD.float(), expected_states([2]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scored", [12, 9])
+def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) -> None:
+    """In any order, and also when some responses were never scored: only states that are trained on or judged were copied."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(0, 6) for _ in range(11)] + [4]
+    rollouts = rollouts_of(lengths)
+    rollouts = dataclasses.replace(
+        rollouts, responses=tuple(dataclasses.replace(r, prompt_index=i // 2) for i, r in enumerate(rollouts.responses))
+    )
+    whole, sampled = BatchCollector(rollouts), BatchCollector(rollouts, EarlySample(0.4, 0.3, seed))
+    order = list(range(12))
+    rng.shuffle(order)
+    for start in range(0, scored, 3):
+        part = order[start : min(start + 3, scored)]
+        hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
+        assert whole.add(hidden_BTD, mask_BT, part) == sampled.add(hidden_BTD, mask_BT, part)
+    full, some = whole.batch(), sampled.batch()
+    kept_M = some.weights_M > 0
+    assert torch.equal(some.hidden_MD, full.hidden_MD[kept_M]) and torch.equal(some.response_ids_M, full.response_ids_M)
+    assert torch.equal(some.logprobs_M, full.logprobs_M) and torch.equal(some.lengths_S, full.lengths_S)
+    training, holdout = some.hold_out(0.3, seed=99)
+    assert 0 < kept_M.sum() < kept_M.numel() and training.weights_M is not None
+    assert holdout is None or holdout.hidden_MD.shape[0] == int(holdout.lengths_S.sum())
 
 
 def test_rows_that_are_none_of_the_rollouts_are_passed_over() -> None:

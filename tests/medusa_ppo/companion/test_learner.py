@@ -81,20 +81,29 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
     assert dataclasses.replace(batch, prompts_S=None).hold_out(0.25, 0)[1].lengths_S.numel() == 4
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("medusa", {"schedule": "fixed"}),
+        ("hydra", {"schedule": "drift"}),
+        ("medusa", {"positions": "wrong"}),
+        ("medusa", {"positions": "fraction", "position_share": 0.9}),
+    ],
+)
+def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, settings: dict, tmp_path) -> None:
     task = chain()
     batches = [task.batch() for _ in range(10)]
-    straight, first = make(task, kind), make(task, kind)
+    straight, first = make(task, kind, **settings), make(task, kind, **settings)
     for batch in batches:
         straight.learn(batch)
     for batch in batches[:4]:
         first.learn(batch)
     assert first.version > 0
     save_state(tmp_path / "state.safetensors", first.state_dict())
-    second = make(task, kind, seed=0)
+    second = make(task, kind, seed=0, **settings)
     second.load_state_dict(load_state(tmp_path / "state.safetensors"))
     assert second.rows == first.rows and second.version == first.version
+    assert second.schedule.last == first.schedule.last and second.positions_frac == first.positions_frac
     for batch in batches[4:]:
         second.learn(batch)
     left, right = straight.state_dict(), second.state_dict()
@@ -172,9 +181,98 @@ def test_starts_from_given_heads(chain) -> None:
     assert learner.learn(task.batch()).verdict.serving.mean_acceptance_length > 2.2
 
 
+def spent(learner: Learner, task, batches: int) -> int:
+    """Optimizer steps over so many batches."""
+    before = learner.optimizer_steps
+    for _ in range(batches):
+        learner.learn(task.batch())
+    return learner.optimizer_steps - before
+
+
+def test_trains_less_when_nothing_is_gained_and_more_after_a_jump_of_the_policy(chain) -> None:
+    task = chain()
+    learner, fixed = make(task, schedule="drift", epochs=4), make(task, schedule="fixed", epochs=4)
+    task.batch()  # Both see batches of the same generator in turn; what they see differs, how much they train is what counts.
+    first = spent(learner, task, 5)
+    spent(learner, task, 20)
+    settled = spent(learner, task, 10)
+    assert learner.schedule.last.reason in ("settling", "floor")
+    assert settled < 0.5 * spent(fixed, task, 10) and settled / 10 < 0.5 * first / 5
+    reached = length_of(learner.serving, task, task.batch(60))
+    task.drift()
+    learner.set_tables(task.lm_head_VD)
+    learner.learn(task.batch())
+    assert learner.schedule.last.passes == 4 and learner.schedule.last.reason == "fell"
+    assert spent(learner, task, 5) > 1.5 * settled / 2
+    for _ in range(15):
+        learner.learn(task.batch())
+    assert length_of(learner.serving, task, task.batch(60)) > reached - 0.3
+
+
+def test_a_fixed_schedule_is_the_same_every_time(chain) -> None:
+    task = chain()
+    learner = make(task, schedule="fixed", epochs=3)
+    for _ in range(4):
+        learner.learn(task.batch())
+        assert (learner.schedule.last.passes, learner.schedule.last.reason) == (3, "fixed")
+
+
+@pytest.mark.parametrize("positions", ["fraction", "wrong"])
+def test_learns_from_a_sample_of_the_positions(chain, positions: str) -> None:
+    task = chain()
+    learner = make(task, schedule="fixed", positions=positions, position_share=0.3)
+    shares = []
+    for _ in range(20):
+        learner.learn(task.batch())
+        shares.append(learner.positions_frac)
+    assert length_of(learner.serving, task, task.batch(60)) > 2.2
+    if positions == "fraction":
+        assert shares == pytest.approx([0.3] * 20, abs=0.01)
+    else:
+        assert shares[0] > 0.9 and 0.3 < shares[-1] < 0.7, "the better the heads, the less there is to train on"
+
+
+def test_the_gate_sees_whole_responses_whatever_is_sampled(chain, monkeypatch) -> None:
+    seen = []
+    original = Learner._obey
+    monkeypatch.setattr(Learner, "_obey", lambda self, verdict: (seen.append(verdict.serving), original(self, verdict)))
+    for settings in ({}, {"positions": "fraction"}, {"positions": "wrong"}):
+        task = chain()
+        make(task, **settings).learn(task.batch())
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_batch_that_was_sampled_before_is_not_sampled_again(chain) -> None:
+    task = chain()
+    batch = dataclasses.replace(task.batch(), prompts_S=None)
+    held_S = torch.arange(batch.lengths_S.numel()) % 4 == 0
+    weights_M = torch.rand(batch.response_ids_M.shape[0], generator=torch.Generator().manual_seed(0)).lt(0.5).float()
+    weights_M[held_S[torch.repeat_interleave(torch.arange(held_S.numel()), batch.lengths_S)]] = 1.0
+    sampled = dataclasses.replace(batch, weights_M=weights_M, hidden_MD=batch.hidden_MD[weights_M > 0], held_S=held_S)
+    learner = make(task, positions="fraction", position_share=0.1)
+    assert learner.learn(sampled).problem == "" and 0.35 < learner.positions_frac < 0.65
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(chain, temperature: float) -> None:
+    """Draft temperature times the rollouts' own, once."""
+    task = chain()
+    learner = make(task, draft_temperature=1.0)
+    for _ in range(6):
+        learner.learn(task.batch())
+    served = learner.serving.trainable_state()
+    batch = task.batch(temperature=temperature)
+    verdict = learner.learn(batch).verdict
+    _, holdout = batch.hold_out(0.2, learner._seed * 1_000_003 + learner.batches_seen)
+    heads = make(task).serving
+    heads.load_trainable_state(served)
+    expected = replay(heads, holdout, task.lm_head_VD, draft_temperature=1.0).mean_acceptance_length
+    assert verdict.serving.mean_acceptance_length == pytest.approx(expected)
+
+
 def test_upper_mark_is_above_the_serving_heads_and_changes_nothing(chain) -> None:
     task = chain(sure=0.8)
-    plain, marked = make(task), make(task, upper_mark_every=2)
+    plain, marked = make(task, schedule="fixed"), make(task, schedule="fixed", upper_mark_every=2)
     for step in range(4):
         batch = task.batch()
         plain.learn(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from heads.checkpoint import load_state, save_state
@@ -38,7 +39,7 @@ def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
 
 
 def learner_of(task, **settings) -> Learner:
-    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, **settings})
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, "schedule": "fixed", **settings})
     return Learner(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 
@@ -54,13 +55,14 @@ def test_learner_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
     assert kept == sum(round(0.8 * batch.lengths_S.numel()) for batch in batches)
 
 
-def test_resumed_with_replay_is_the_same_to_the_bit(chain, tmp_path) -> None:
+@pytest.mark.parametrize("positions", ["all", "wrong"])
+def test_resumed_with_replay_is_the_same_to_the_bit(chain, positions: str, tmp_path) -> None:
     task = chain(dtype=torch.bfloat16)
     batches = []
     for _ in range(6):
         batches.append(task.batch())
         task.policy_version += 1
-    straight, first, second = (learner_of(task, save_replay=True) for _ in range(3))
+    straight, first, second = (learner_of(task, save_replay=True, positions=positions) for _ in range(3))
     for batch in batches:
         straight.learn(batch)
     for batch in batches[:3]:

@@ -11,7 +11,8 @@ import torch
 
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.config import HeadsConfig
-from medusa_ppo.companion.service import STATE_FILE, CompanionService, PackedTables, ServiceArguments
+from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.service import HOST, STATE_FILE, CompanionService, PackedTables, ServiceArguments
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.config import CompanionConfig
@@ -40,6 +41,8 @@ def test_tensors_cross_unchanged_and_uncopied(dtype: torch.dtype) -> None:
 
 def test_batches_cross_unchanged(chain) -> None:
     batch = chain(dtype=torch.bfloat16).batch()
+    weights_M, held_S = torch.ones(batch.response_ids_M.shape[0]), torch.arange(batch.lengths_S.numel()) % 2 == 0
+    batch = dataclasses.replace(batch, weights_M=weights_M, held_S=held_S)
     back = unpack_batch(pack_batch(batch))
     for field in dataclasses.fields(batch):
         left, right = getattr(batch, field.name), getattr(back, field.name)
@@ -244,6 +247,46 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
     published = crashed.newest(0).published
     assert (tmp_path / "run" / "run" / "heads" / f"v{published.version:06d}").is_dir(), "higher numbers of the old run don't push it out"
     crashed.close()
+
+
+def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkeypatch) -> None:
+    """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go; the learner and the training are real."""
+    moves: list[str] = []
+    move = Learner.move_to
+    monkeypatch.setattr(Learner, "move_to", lambda self, device: (moves.append("host" if device is HOST else "gpu"), move(self, device))[1])
+    task = chain()
+    batches = [task.batch() for _ in range(6)]
+    service = CompanionService(arguments_for(task, tmp_path, num_gpus=0.5, offload=True), tables_of(task))
+    assert moves == ["host"], "at once after the start"
+    for batch in batches[:3]:
+        service.submit(pack_batch(batch))
+        assert service.drain(60)
+    assert moves == ["host", *["gpu", "host"] * 3]
+    moves.clear()
+    with service._state_lock:  # Busy, so that batches pile up.
+        for batch in batches[3:]:
+            service.submit(pack_batch(batch))
+    assert service.drain(60)
+    assert moves.count("gpu") == 3 and moves[-1] == "host" and moves.count("host") < 3, "not between batches that wait"
+    plain = CompanionService(arguments_for(task, tmp_path, "plain"), tables_of(task))
+    moves.clear()
+    run_batches(plain, batches)
+    assert moves == []
+    left, right = service._learner.state_dict(), plain._learner.state_dict()
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+    assert service.status().gpu_gib is None
+    service.close()
+    plain.close()
+
+
+def test_the_status_says_how_much_is_trained_and_why(chain, tmp_path: Path) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path, schedule="drift", positions="fraction", position_share=0.25), tables_of(task))
+    assert service.status().reason == ""
+    run_batches(service, [task.batch()])
+    status = service.status()
+    assert (status.passes, status.reason) == (2, "start") and status.positions_frac == pytest.approx(0.25, abs=0.01)
+    service.close()
 
 
 def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:

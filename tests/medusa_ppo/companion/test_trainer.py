@@ -192,6 +192,55 @@ def test_replayed_batches_join_the_training(chain) -> None:
     assert together.optimizer_steps > alone.optimizer_steps
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 2), (0.5, 1), (1.5, 2), (0.001, 1)])
+def test_part_of_a_pass_goes_over_part_of_the_positions(chain, epochs: float, steps: int) -> None:
+    task = chain()
+    batch, older = task.batch(), task.batch()
+    trainer = make(task, batch_positions=10_000)
+    seen, shuffle = [], trainer._shuffle
+    trainer._shuffle = lambda sources: seen.append(shuffle(sources)) or seen[-1]
+    report = trainer.train_batch(batch, [(older, 0.5)], epochs=epochs)
+    usable, of_older = (look_up(b, 3, False).usable_N.numel() for b in (batch, older))
+    rest = epochs - int(epochs)
+    parts = [1.0] * int(epochs) + ([rest] if rest else [])
+    assert [int((picks[:, 0] == 0).sum()) for picks in seen] == [max(1, round(part * usable)) for part in parts]
+    assert [int((picks[:, 0] == 1).sum()) for picks in seen] == [round(0.5 * part * of_older) for part in parts]
+    assert report.rows == sum(picks.shape[0] for picks in seen)
+    assert report.optimizer_steps == steps and report.tokens == round(min(1, epochs) * usable)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_moves(chain, kind: str) -> None:
+    """Bytes of weights, both moments and tables. There is one device here; the next test moves to a GPU."""
+    task = chain()
+    trainer = make(task, kind)
+    weights = sum(p.numel() for p in trainer.heads.parameters())
+    tables = task.lm_head_VD.numel() * (2 if kind == "hydra" else 1)
+    assert trainer.move_to(torch.device("cpu")) == 4 * (weights + tables)
+    trainer.train_batch(task.batch())
+    before = trainer.state_dict()
+    assert trainer.move_to(torch.device("cpu")) == 4 * (3 * weights + tables)
+    assert_same(before, trainer.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_on_a_gpu(chain, kind: str) -> None:
+    task = chain()
+    moved, stayed = make(task, kind), make(task, kind)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        batch = task.batch()
+        moved.move_to(torch.device("cuda"))
+        assert torch.cuda.memory_allocated() > before
+        moved.train_batch(batch)
+        moved.move_to(torch.device("cpu"))
+        assert torch.cuda.memory_allocated() == before
+        stayed.train_batch(batch)
+    for name, value in stayed.heads.trainable_state().items():
+        assert torch.allclose(value, moved.heads.trainable_state()[name], atol=1e-2)
+
+
 def test_responses_of_one_token_teach_nothing(chain) -> None:
     task = chain()
     batch = task.batch(4)

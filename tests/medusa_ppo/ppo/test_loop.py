@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from medusa_ppo import metrics as names
+from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop
@@ -24,7 +25,7 @@ from medusa_ppo.ppo.scoring import CallableReward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.ppo.sync import ActorSync
 from medusa_ppo.reports.store import RunWriter, read_run
-from medusa_ppo.types import CompanionStatus, RolloutBatch
+from medusa_ppo.types import CompanionStatus, RolloutBatch, Rollouts
 
 LETTERS = range(1, 5)
 
@@ -136,6 +137,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
 
     def submit(self, batch: RolloutBatch) -> None:
         self.batches.append(batch)

@@ -16,8 +16,10 @@ import pytest
 
 from heads.errors import UsageError
 from medusa_ppo import metrics
+from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.html import follow, write_report
+from medusa_ppo.reports.markdown import summary_rows
 from medusa_ppo.reports.page import render_page
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
 from medusa_ppo.reports.records import Run, read_run
@@ -208,3 +210,18 @@ def test_the_drafts_chosen_stand_by_running_sequences(runs: Path) -> None:
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tbody>")[1].split("</tr>")[:2]]
     assert rows[0] == ["1", "160", "10 %", "20 %", "70 %", w.ratio(1.31)]
     assert rows[1][:4] == ["8 to 15", "640", "75 %", "25 %"]
+
+
+def test_the_schedule_stands_with_its_reasons(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    text = page_of(run)
+    card = text.split('id="schedule"')[1].split("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in card.split("<tbody>")[1].split("</tr>")[:3]]
+    assert [row[:2] for row in rows] == [["floor", "10"], ["behind", "5"], ["start", "1"]]
+    assert all(row[2] == REASONS[row[0]] for row in rows)
+    assert 'id="chart-passes"' in card and metrics.COMPANION_PASSES not in other_metrics(run)
+    (row,) = [figure for what, figure in summary_rows(build_summary(run)) if "passes" in what]
+    assert row == "0.906 (floor 10, behind 5, start 1)"
+    steps = tuple({key: value for key, value in step.items() if "passes" not in key and "reason" not in key} for step in run.steps)
+    old = Run(run.path, steps, run.meta)
+    assert 'id="schedule"' not in page_of(old), "a run of an earlier release"

@@ -39,7 +39,7 @@ HAND = make(
         "staleness": 0,
     },
     {"heads_version": 0, "drafts": 100, "accepted": 20, "reward_mean": 2.0, "correct_frac": 0.4, "pair_speedup": 1.0, "staleness": 1},
-    {"heads_version": 1, "drafts": 0, "accepted": 0},
+    {"heads_version": 1, "drafts": 0, "accepted": 0, "companion_passes": 2.0, "companion_reason": "behind"},
     {"heads_version": 1, "drafts": 50, "accepted": 25, "pair_speedup": 1.5, "replay_mal_serving": 9.0, "replay_mal_frozen": 9.0},
     {"heads_version": 2, "drafts": 100, "accepted": 60, "companion_hidden_s": 3.0, "plugin_exposed_s": 0.5, "companion_train_s": 3.5},
     {
@@ -49,6 +49,9 @@ HAND = make(
         "pair_speedup": 2.0,
         "pair_drafting_tokens_per_s": 200.0,
         "pair_plain_tokens_per_s": 100.0,
+        "companion_passes": 0.5,
+        "companion_reason": "floor",
+        "companion_optimizer_steps": 30,
     },
     {
         "heads_version": 3,
@@ -97,6 +100,7 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
     assert summary["correct_frac"] == {"first": pytest.approx(0.3), "last": 0.9}
     assert summary["companion"] == {
         "trained_tokens": 1000, "versions_published": 3, "batches_dropped": None, "train_s": 3.5, "hidden_s": 4.0, "exposed_s": 0.5,
+        "optimizer_steps": 30, "passes": 1.25, "reasons": [["behind", 1], ["floor", 1]],
     }  # fmt: skip
     assert summary["staleness"] == {"last": 2.0, "max": 2.0}
     assert summary["phases_s"]["generate"] == 7.0 and summary["phases_s"]["sync"] is None

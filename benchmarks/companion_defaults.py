@@ -1,0 +1,313 @@
+"""Which settings of the companion are best: rollout batches of a real PPO run, recorded once and learned from again with each setting.
+
+    python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k-4m.yaml --steps 24 [key=value ...]
+    python benchmarks/companion_defaults.py replay --out runs/defaults [--only drift ...] [--seeds 0 1]
+
+`record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap; no vLLM, no companion) and keeps what
+the companion would have been handed: hidden states, tokens, log-probs and the actor's tables of every step. `--reward numbers` pays for
+digits: a small actor on real text learns that within a few steps, so the policy really moves; `--reward config` takes the configuration's.
+
+`replay` hands these batches to `medusa_ppo.companion.learner.Learner`, one setting after the other. The base is BASE; each other setting
+differs from it in what its name says. Before a batch is learned from, the heads that serve at that moment are replayed on all of it:
+they have never seen it, and it is what the engine would have counted. The mean over the last half of the batches is the figure.
+Settings meet the same batches, so differences are taken batch by batch. Finished settings are kept in OUT/results.jsonl and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from heads.checkpoint import load_state, save_state
+from heads.config import HeadsConfig
+from heads.errors import UsageError
+from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
+from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.learner import Learner
+from medusa_ppo.config import RunConfig, build_config, load_config
+from medusa_ppo.plugin import MedusaPlugin, initial_heads
+from medusa_ppo.ppo.data import PromptStream
+from medusa_ppo.ppo.demo.cache import ensure_demo_actor
+from medusa_ppo.ppo.learner import Learner as PPOLearner
+from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.scoring import CallableReward, make_reward
+from medusa_ppo.ppo.session import Parts
+from medusa_ppo.ppo.sync import ActorSync
+from medusa_ppo.reports.files import write_atomic
+from medusa_ppo.serving.no_engine import NoEngine
+from medusa_ppo.types import CompanionStatus, Counters, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
+
+TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S")
+KEPT_METRICS = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY, names.RESPONSE_LENGTH)
+BASE: dict[str, Any] = {
+    "schedule": "fixed",
+    "epochs": 2,
+    "replay_versions": 0,
+    "learning_rate": 2e-3,
+    "gate_confidence": 0.9,
+    "positions": "all",
+}
+GRID: dict[str, dict[str, Any]] = {
+    "base": {},
+    "1 pass": {"epochs": 1},
+    "4 passes": {"epochs": 4},
+    "replay 1 version": {"replay_versions": 1},
+    "replay 2 versions": {"replay_versions": 2},
+    "replay 4 versions": {"replay_versions": 4},
+    "learning rate 0.001": {"learning_rate": 1e-3},
+    "learning rate 0.004": {"learning_rate": 4e-3},
+    "gate 0.6": {"gate_confidence": 0.6},
+    "gate 0.75": {"gate_confidence": 0.75},
+    "gate 0.97": {"gate_confidence": 0.97},
+    "half of the positions": {"positions": "fraction", "position_share": 0.5},
+    "wrong and half of the right": {"positions": "wrong", "position_share": 0.5},
+    "wrong and a tenth of the right": {"positions": "wrong", "position_share": 0.1},
+    "drift": {"schedule": "drift"},
+    "drift, up to 4 passes": {"schedule": "drift", "epochs": 4},
+    "drift, lag 0.01": {"schedule": "drift", "drift_lag": 0.01},
+    "drift, at least half a pass": {"schedule": "drift", "min_epochs": 0.5},
+}
+
+
+def numbers(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Ten times the share of digits among a response's characters."""
+    return 10.0 * sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+class Sampler(NoEngine):
+    """The actor itself, sampled token by token with transformers: what it writes is on-policy without a sync."""
+
+    def __init__(self, actor: PreTrainedModel) -> None:
+        super().__init__()
+        self._actor = actor
+        self._end = actor.config.eos_token_id
+
+    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+        self.policy_version = version
+        return SwapReceipt(version, "", 0.0)
+
+    @torch.no_grad()
+    def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        started, generator = time.monotonic(), torch.Generator().manual_seed(sampling.seed or 0)
+        rows = [index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)]
+        width = max(map(len, prompts))
+        ids_BT = torch.tensor([[self._end] * (width - len(prompts[i])) + list(prompts[i]) for i in rows])
+        mask_BT = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows])
+        next_BT, cache, tokens, logprobs = ids_BT, None, [], []
+        ended_B = torch.zeros(len(rows), dtype=torch.bool)
+        for _ in range(sampling.max_new_tokens):
+            positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -next_BT.shape[1] :]
+            out = self._actor(next_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache, use_cache=True)
+            cache, logp_BV = out.past_key_values, (out.logits[:, -1].float() / sampling.temperature).log_softmax(-1)
+            next_BT = torch.multinomial(logp_BV.exp(), 1, generator=generator)
+            tokens.append(next_BT)
+            logprobs.append(logp_BV.gather(1, next_BT))
+            mask_BT = torch.cat([mask_BT, torch.ones_like(next_BT)], dim=1)
+            ended_B |= next_BT[:, 0] == self._end
+            if bool(ended_B.all()):
+                break
+        responses = tuple(
+            self._response(i, ids, logps) for i, ids, logps in zip(rows, torch.cat(tokens, 1), torch.cat(logprobs, 1), strict=True)
+        )
+        seconds = time.monotonic() - started
+        return Rollouts(tuple(map(tuple, prompts)), responses, Counters(), seconds, sampling, self.policy_version)
+
+    def _response(self, prompt: int, ids_T: torch.Tensor, logprobs_T: torch.Tensor) -> Response:
+        ends = (ids_T == self._end).nonzero()
+        length = int(ends[0]) + 1 if ends.numel() else ids_T.numel()
+        return Response(prompt, tuple(ids_T[:length].tolist()), tuple(logprobs_T[:length].tolist()), "stop" if ends.numel() else "length")
+
+
+class Recorder:
+    """Stands where the companion's client stands, and writes what it is handed."""
+
+    def __init__(self, folder: Path, tables: dict[str, torch.Tensor]) -> None:
+        self._folder, self._tables, self.count = folder, tables, 0
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
+
+    def submit(self, batch: RolloutBatch) -> None:
+        meta = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)
+        tensors = {name: getattr(batch, name) for name in TENSORS}
+        save_state(self._folder / f"batch-{self.count:04d}.safetensors", {**tensors, **self._tables, "meta": meta})
+        self.count += 1
+
+    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
+        self._tables = _tables(lm_head_VD, embedding_VD)
+
+    def newest(self, after_version: int, timeout_s: float = 0.5) -> None:
+        """Nothing is trained here."""
+
+    def status(self) -> CompanionStatus:
+        return CompanionStatus(batches_received=self.count)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def record(args: argparse.Namespace) -> None:
+    """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run wrote can be used."""
+    config = load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}", "report.speed_every=0"])
+    if (config.sampling.top_p, config.sampling.top_k) != (1.0, 0):
+        raise UsageError("The sampler here knows no top_p and top_k.", given=config.sampling, expected="both off", do="Remove them.")
+    if args.out.exists():
+        raise UsageError("A recording is made once.", given=args.out, expected="a folder that isn't there yet", do="Name another one.")
+    args.out.mkdir(parents=True)
+    torch.set_num_threads(config.ppo.threads)
+    path = str(ensure_demo_actor()) if config.model.path == "demo" else config.model.path
+    actor, tokenizer = load_actor(path, "float32"), load_tokenizer(path)
+    heads = initial_heads(config, actor)
+    tables = _tables(lm_head_weight(actor), embedding_weight(actor) if heads.config.needs_embedding else None)
+    engine, recorder = Sampler(actor), Recorder(args.out, tables)
+    reward = CallableReward(numbers, "numbers", 1.0) if args.reward == "numbers" else make_reward(config.ppo)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder, ActorSync(engine, "float32") as sync:
+        learner = PPOLearner(actor, Critic(actor), config.ppo, seed=config.seed)
+        plugin = MedusaPlugin(engine, recorder, heads=heads)  # type: ignore[arg-type]  # It has the client's methods.
+        prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
+        loop = PPOLoop(config.model_copy(update={"out": folder}), Parts(prompts, tokenizer, learner, reward, engine, sync, plugin))
+        for step in range(config.ppo.steps):
+            values = loop.step(step)
+            loop.position = type(loop.position)(step + 1, loop.position.policy_version + 1, 0.0)
+            lines.append({name: values.get(name) for name in KEPT_METRICS})
+            summary = {"config": config.model_dump(mode="json"), "reward": args.reward, "steps": lines}
+            write_atomic(args.out / "recorded.json", json.dumps(summary))
+            _say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items()))
+
+
+def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Tensor | None]]:
+    """Each recorded batch with the actor's tables that went along: lm_head, and the embedding where heads read it."""
+    for path in sorted(folder.glob("batch-*.safetensors")):
+        state = load_state(path)
+        version, temperature = state["meta"].tolist()
+        parts = {name: state[name] for name in TENSORS}
+        yield RolloutBatch(**parts, policy_version=int(version), temperature=temperature), state["lm_head"], state.get("embedding")
+
+
+def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One setting over all batches: tokens a step that serving and frozen heads would have given on each, before it was learned from."""
+    companion = config.companion.model_copy(update={**BASE, **settings, "draft_temperature": config.engine.draft_temperature})
+    learner, serving, frozen, rows, passes, cpu_s = None, [], [], 0, [], 0.0
+    for batch, lm_head_VD, embedding_VD in batches(folder):
+        if learner is None:
+            vocab, width = lm_head_VD.shape
+            section = config.heads
+            sizes = HeadsConfig(width, vocab, section.num_heads, section.kind, section.num_layers, section.lm_head, section.rank)
+            learner = Learner(sizes, companion, lm_head_VD, seed=seed, embedding_VD=embedding_VD)
+        learner.set_tables(lm_head_VD, embedding_VD)
+        for lengths, heads in ((serving, learner.serving), (frozen, learner.frozen or learner.serving)):
+            result = replay(
+                heads, batch, learner.lm_head_VD, embedding_VD=learner.trainer.embedding_VD, draft_temperature=companion.draft_temperature
+            )
+            lengths.append(result.mean_acceptance_length)
+        began = time.process_time()
+        rows += learner.learn(batch).train.rows
+        cpu_s += time.process_time() - began
+        passes.append(learner.schedule.last.passes)
+    if learner is None:
+        raise UsageError("There is nothing to learn from.", given=folder, expected="batch-*.safetensors", do="Run `record` first.")
+    return {"serving": serving, "frozen": frozen, "rows": rows, "passes": passes, "cpu_s": cpu_s, "versions": learner.version}
+
+
+def replay_all(args: argparse.Namespace) -> None:
+    """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
+    torch.set_num_threads(1)
+    recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
+    config, results = build_config(recorded["config"]), args.out / "results.jsonl"
+    wanted = [name for name in GRID if not args.only or name == "base" or any(word in name for word in args.only)]
+    done = _read(results)
+    for seed in args.seeds:
+        for name in wanted:
+            if (name, seed) in done:
+                continue
+            line = {"name": name, "seed": seed, **learn_again(args.out, config, GRID[name], seed)}
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            _say(f"{name}, seed {seed}: {fmean(last_half(line['serving'])):.3f}, {line['cpu_s']:.0f} CPU s")
+    done = _read(results)
+    sys.stdout.write("\n".join(table({key: line for key, line in done.items() if key[0] in wanted and key[1] in args.seeds})) + "\n")
+
+
+def table(done: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
+    """Markdown, a row for each setting; differences to the base are taken batch by batch, of the same seed."""
+    lines = [
+        "| setting | tokens a step, serving | difference to the base | frozen | positions trained | CPU s | mean passes | versions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(name for name, _ in done):
+        found = {seed: line for (other, seed), line in done.items() if other == name}
+        lengths = [value for line in found.values() for value in last_half(line["serving"])]
+        pairs = [(last_half(line["serving"]), last_half(done["base", seed]["serving"])) for seed, line in found.items()]
+        gains = [here - there for ours, base in pairs for here, there in zip(ours, base, strict=True)]
+        error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+        cells = [
+            name,
+            f"{fmean(lengths):.3f}",
+            "" if name == "base" else f"{fmean(gains):+.3f} ± {error:.3f}",
+            f"{fmean(value for line in found.values() for value in last_half(line['frozen'])):.3f}",
+            f"{fmean(line['rows'] for line in found.values()):,.0f}",
+            f"{fmean(line['cpu_s'] for line in found.values()):.0f}",
+            f"{fmean(value for line in found.values() for value in line['passes']):.2f}",
+            f"{fmean(line['versions'] for line in found.values()):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def last_half(values: list[float]) -> list[float]:
+    return values[len(values) // 2 :]
+
+
+def _read(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return {(line["name"], line["seed"]): line for line in lines}
+
+
+def _tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    tables = {"lm_head": lm_head_VD, **({} if embedding_VD is None else {"embedding": embedding_VD})}
+    return {name: table.detach().to("cpu", copy=True) for name, table in tables.items()}
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="run PPO once and keep its batches")
+    recording.add_argument("--config", type=Path, required=True)
+    recording.add_argument("--steps", type=int, default=24)
+    recording.add_argument("--reward", choices=("config", "numbers"), default="config")
+    recording.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
+    replaying = commands.add_parser("replay", help="learn from them with each setting and print the table")
+    replaying.add_argument("--only", nargs="*", default=[], help="settings whose names hold one of these words; the base is always there")
+    replaying.add_argument("--seeds", type=int, nargs="+", default=[0])
+    for command in (recording, replaying):
+        command.add_argument("--out", type=Path, required=True, help="folder of the recording (`record` makes it)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    (record if args.command == "record" else replay_all)(args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Which positions of a batch heads are trained on, and what a loss needs at each of them.
+
+A sample is drawn once for each batch, and a replayed batch keeps its own. What the mean loss over it estimates is the mean loss over all
+positions of the batch:
+
+    fraction   every position is as likely as any other to be in the sample: unbiased without weights.
+    wrong      a position is in the sample with probability  pi = 1 - (1 - share) * P(all its drafts are accepted)  and weighs 1 / pi. Sums
+               of weighted losses (and gradients) are unbiased (Horvitz and Thompson). An optimizer step divides by the sum of its own
+               weights, so its mean is a ratio of two unbiased sums: its bias falls as one over the positions of the step.
+
+With one-hot drafts that probability is 0 or 1: all positions at which the serving heads drafted a wrong token, and a share of the others.
+The gate never sees a sample: it replays whole responses.
+
+Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
+from medusa_ppo.types import RolloutBatch, held_out
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A batch with everything that its rows need for any loss, looked up once.
+
+    Attributes:
+        hidden_MD: final hidden states, in the actor's dtype.
+        state_rows_M: row of `hidden_MD` that holds each row's state.
+        targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to train on: bool, or float weights.
+        condition_MK: tokens since h_t (conditioned kinds), else None.
+        logprobs_MK: behaviour log-probs of the targets.
+        teacher_rows_MK: row whose state gives the actor's own distribution of the target.
+        usable_N: rows with at least one target that counts.
+        temperature: sampling temperature of the rollouts.
+    """
+
+    hidden_MD: torch.Tensor
+    state_rows_M: torch.Tensor
+    targets_MK: torch.Tensor
+    mask_MK: torch.Tensor
+    condition_MK: torch.Tensor | None
+    logprobs_MK: torch.Tensor
+    teacher_rows_MK: torch.Tensor
+    usable_N: torch.Tensor
+    temperature: float
+    top_k: int
+    top_p: float
+
+    def states(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """Hidden states of some rows, `ND`."""
+        return self.hidden_MD[self.state_rows_M[rows_N]]
+
+
+def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions:
+    """Targets, conditions and log-probs of every row of a batch; rows without a weight have no target."""
+    segment_M = segments_from_lengths(batch.lengths_S)
+    targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
+    if batch.weights_M is not None:
+        kept_M1, weights_M1 = (batch.weights_M > 0).unsqueeze(1), batch.weights_M.unsqueeze(1)
+        mask_MK = mask_MK & kept_M1 if bool((weights_M1[kept_M1] == 1).all()) else mask_MK * weights_M1
+    return Positions(
+        batch.hidden_MD,
+        batch.state_rows_M,
+        targets_MK,
+        mask_MK,
+        condition_ids(batch.response_ids_M, segment_M, num_heads) if conditioned else None,
+        head_logprobs(batch.logprobs_M, segment_M, num_heads),
+        head_teacher_rows(segment_M, num_heads),
+        (mask_MK > 0).any(1).nonzero().squeeze(1),
+        batch.temperature,
+        batch.top_k,
+        batch.top_p,
+    )
+
+
+def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """A weight of 1 at a random share of the positions with a target, 0 at all others: float32 `M`."""
+    usable_N = _with_target(lengths_S).nonzero().squeeze(1)
+    order_N = torch.randperm(usable_N.numel(), generator=torch.Generator().manual_seed(seed))
+    chosen_N = usable_N[order_N[: round(share * usable_N.numel())]]
+    return torch.zeros(int(lengths_S.sum())).index_fill_(0, chosen_N, 1.0)
+
+
+def wrong_weights(batch: RolloutBatch, accept_MK: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """Weights of the positions that heads got wrong and of a share of the others (top of the file), 0 elsewhere: float32 `M`.
+
+    Args:
+        batch: responses that heads were replayed on.
+        accept_MK: probability that each draft is accepted, given that those before it were.
+        share: of the positions all of whose drafts are accepted.
+        seed: of the draw.
+    """
+    _, mask_MK = head_targets(batch.response_ids_M, segments_from_lengths(batch.lengths_S), accept_MK.shape[1])
+    right_M = torch.where(mask_MK, accept_MK, 1.0).prod(1)
+    chance_M = 1 - (1 - share) * right_M
+    drawn_M = torch.rand(chance_M.shape, generator=torch.Generator().manual_seed(seed), dtype=chance_M.dtype)
+    return torch.where((drawn_M < chance_M) & mask_MK.any(1), 1 / chance_M, 0.0).float()
+
+
+def sampled_share(batch: RolloutBatch) -> float:
+    """Share of the positions with a target that are trained on; 1 where there is none."""
+    usable_M = _with_target(batch.lengths_S)
+    if batch.weights_M is None or not usable_M.any():
+        return 1.0
+    return float((usable_M & (batch.weights_M > 0)).sum() / usable_M.sum())
+
+
+def _with_target(lengths_S: torch.Tensor) -> torch.Tensor:
+    """Rows at which the first head has something to predict: all but the last of each response. Bool `M`."""
+    with_target_M = torch.ones(int(lengths_S.sum()), dtype=torch.bool)
+    with_target_M[lengths_S.cumsum(0) - 1] = False
+    return with_target_M
+
+
+@dataclass(frozen=True)
+class EarlySample:
+    """How positions are sampled before their states are copied out of the actor's memory.
+
+    Attributes:
+        share: of the positions with a target.
+        holdout_fraction: share of the prompts whose answers keep all of their states: heads are judged on them.
+        seed: of both draws.
+    """
+
+    share: float
+    holdout_fraction: float
+    seed: int
+
+    def draw(self, lengths_S: torch.Tensor, prompts_S: torch.Tensor, policy_version: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of all rows, float32 `M`, and which responses heads are judged on, bool `S`. No response is empty."""
+        seed = self.seed * 1_000_003 + policy_version
+        held_S = held_out(prompts_S, self.holdout_fraction, seed)
+        weights_M = fraction_weights(lengths_S, self.share, seed)
+        return weights_M.masked_fill_(held_S[segments_from_lengths(lengths_S)], 1.0), held_S

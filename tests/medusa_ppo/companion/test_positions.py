@@ -1,0 +1,177 @@
+"""What a sample of positions holds, and that it estimates what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from heads.config import HeadsConfig
+from heads.errors import DataError
+from heads.modules import MedusaHeads
+from heads.targets import head_targets, segments_from_lengths
+from medusa_ppo.companion.gate import acceptance
+from medusa_ppo.companion.positions import EarlySample, fraction_weights, look_up, sampled_share, wrong_weights
+from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import RolloutBatch
+
+
+def compact(batch: RolloutBatch, weights_M: torch.Tensor) -> RolloutBatch:
+    """The batch with the states of weighted rows only, as the collector makes it."""
+    return replace(batch, weights_M=weights_M, hidden_MD=batch.hidden_MD[weights_M > 0])
+
+
+def test_a_fraction_is_drawn_from_positions_with_a_target(chain) -> None:
+    lengths_S = torch.tensor([1, 5, 3])
+    weights_M = fraction_weights(lengths_S, 0.5, seed=1)
+    assert weights_M.tolist().count(1.0) == 3 and weights_M.sum() == 3, "half of 4 + 2 positions"
+    assert weights_M[[0, 5, 8]].tolist() == [0, 0, 0], "the last token of a response has nothing to predict"
+    assert torch.equal(weights_M, fraction_weights(lengths_S, 0.5, seed=1))
+    assert len({tuple(fraction_weights(lengths_S, 0.5, seed).tolist()) for seed in range(20)}) > 5
+
+
+def test_a_fraction_is_unbiased(chain) -> None:
+    """Mean over draws of the sample's mean against the mean over all; three standard errors."""
+    batch = chain().batch()
+    value_M = torch.arange(batch.response_ids_M.shape[0]).double().square()
+    usable_N = look_up(batch, 3, False).usable_N
+    means = []
+    for seed in range(400):
+        weights_M = fraction_weights(batch.lengths_S, 0.3, seed)
+        means.append(value_M[weights_M > 0].mean())
+    found = torch.stack(means)
+    assert abs(found.mean() - value_M[usable_N].mean()) < 3 * found.std() / 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weighted_sums_over_wrong_positions_are_unbiased(chain, temperature: float) -> None:
+    task = chain(sure=0.9)
+    batch = task.batch()
+    heads = trained(task, "medusa")
+    accept_MK = acceptance(heads, batch, task.lm_head_VD, draft_temperature=temperature)
+    usable_N = look_up(batch, 3, False).usable_N
+    value_M = torch.arange(batch.response_ids_M.shape[0]).double().square()
+    sums, kept = [], []
+    for seed in range(400):
+        weights_M = wrong_weights(batch, accept_MK, 0.25, seed)
+        sums.append((weights_M.double() * value_M).sum())
+        kept.append((weights_M > 0).sum())
+        assert not bool((weights_M[batch.lengths_S.cumsum(0) - 1] > 0).any())
+    found = torch.stack(sums)
+    assert abs(found.mean() - value_M[usable_N].sum()) < 3 * found.std() / 20
+    assert float(torch.stack(kept).double().mean()) < 0.75 * usable_N.numel(), "otherwise nothing is saved"
+
+
+def test_one_hot_drafts_keep_all_wrong_positions_and_a_share_of_the_right_ones(chain) -> None:
+    task = chain(sure=0.8)
+    batch = task.batch(60)
+    accept_MK = acceptance(trained(task, "medusa"), batch, task.lm_head_VD)
+    _, mask_MK = head_targets(batch.response_ids_M, segments_from_lengths(batch.lengths_S), 3)
+    right_M = ((accept_MK == 1) | ~mask_MK).all(1) & mask_MK.any(1)
+    wrong_M = mask_MK.any(1) & ~right_M
+    weights_M = wrong_weights(batch, accept_MK, 0.25, seed=0)
+    assert right_M.sum() > 100 and wrong_M.sum() > 100
+    assert bool((weights_M[wrong_M] == 1).all())
+    assert set(weights_M[right_M].tolist()) == {0.0, 4.0}
+    assert 0.15 < float((weights_M[right_M] > 0).float().mean()) < 0.35
+    assert sampled_share(replace(batch, weights_M=weights_M)) == pytest.approx(
+        float((weights_M > 0).sum() / mask_MK.any(1).sum()), abs=1e-6
+    )
+
+
+def test_rows_without_a_weight_have_no_target(chain) -> None:
+    batch = chain().batch(4)
+    weights_M = torch.zeros(batch.response_ids_M.shape[0])
+    weights_M[[0, 2]] = torch.tensor([1.0, 1.0])
+    plain, some = look_up(batch, 3, False), look_up(replace(batch, weights_M=weights_M), 3, False)
+    assert some.mask_MK.dtype == torch.bool and some.usable_N.tolist() == [n for n in (0, 2) if plain.mask_MK[n].any()]
+    assert torch.equal(some.mask_MK[0], plain.mask_MK[0])
+    heavy = look_up(replace(batch, weights_M=weights_M * 4), 3, False)
+    assert torch.equal(heavy.mask_MK, plain.mask_MK * (4 * weights_M).unsqueeze(1))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("loss", ["ce", "ce_tv"])
+def test_states_that_were_left_out_change_nothing(chain, kind: str, loss: str) -> None:
+    """The same sample, with all states or with those of the sampled rows alone: the same training to the bit."""
+    task = chain()
+    batch, older = task.batch(), task.batch()
+    weights_M, older_M = (fraction_weights(b.lengths_S, 0.4, seed=2) for b in (batch, older))
+    states = []
+    for make_sample in (lambda b, w: replace(b, weights_M=w), compact):
+        trainer = trainer_of(task, kind, loss=loss)
+        report = trainer.train_batch(make_sample(batch, weights_M), [(make_sample(older, older_M), 0.5)])
+        assert report.tokens == int(weights_M.sum())
+        states.append(trainer.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_weighted_rows_count_as_often_as_they_weigh(chain) -> None:
+    """A first step with weights 1 and 2 is that of a batch which holds the heavy response twice."""
+    task = chain()
+    light, heavy = task.batch(1), task.batch(1)
+    twice, once = joined(light, heavy, heavy), joined(light, heavy)
+    weights_M = torch.cat([torch.ones(light.response_ids_M.shape[0]), torch.full((heavy.response_ids_M.shape[0],), 2.0)])
+    settings = {"batch_positions": 10_000, "epochs": 1, "loss": "ce_tv"}
+    first, second = trainer_of(task, "medusa", **settings), trainer_of(task, "medusa", **settings)
+    loss, weighted = first.train_batch(twice).losses, second.train_batch(replace(once, weights_M=weights_M)).losses
+    assert loss == pytest.approx(weighted, rel=1e-5)
+    left, right = first.heads.trainable_state(), second.heads.trainable_state()
+    assert all(torch.allclose(value, right[name], atol=1e-6) for name, value in left.items())
+
+
+def test_a_loss_that_reads_neighbours_refuses_a_sample_without_them(chain) -> None:
+    task = chain()
+    batch = task.batch()
+    weights_M = fraction_weights(batch.lengths_S, 0.4, seed=2)
+    trainer = trainer_of(task, "medusa", loss="kl")
+    assert trainer.train_batch(replace(batch, weights_M=weights_M)).problem == ""
+    with pytest.raises(DataError, match="state of every position"):
+        trainer.train_batch(compact(batch, weights_M))
+
+
+def test_a_batch_knows_which_states_it_has(chain) -> None:
+    batch = chain().batch(6)
+    weights_M = fraction_weights(batch.lengths_S, 0.5, seed=0)
+    some = compact(batch, weights_M)
+    assert some.nbytes < batch.nbytes
+    rows_M = some.state_rows_M
+    assert torch.equal(rows_M >= 0, weights_M > 0) and torch.equal(some.hidden_MD[rows_M[rows_M >= 0]], batch.hidden_MD[weights_M > 0])
+    picked, whole = some.select(torch.tensor([4, 1])), batch.select(torch.tensor([4, 1]))
+    assert torch.equal(picked.response_ids_M, whole.response_ids_M)
+    assert torch.equal(picked.hidden_MD, whole.hidden_MD[picked.weights_M > 0])
+    with pytest.raises(DataError, match="do not fit together"):
+        replace(some, hidden_MD=some.hidden_MD[1:])
+
+
+def test_an_early_sample_leaves_the_holdout_whole() -> None:
+    lengths_S, prompts_S = torch.full((24,), 9), torch.arange(24) // 2
+    sample = EarlySample(0.25, 0.25, seed=3)
+    weights_M, held_S = sample.draw(lengths_S, prompts_S, policy_version=5)
+    by_response = weights_M.view(24, 9)
+    assert held_S.sum() == 6 and torch.equal(held_S[::2], held_S[1::2]), "whole prompts"
+    assert bool((by_response[held_S] == 1).all())
+    assert 0.15 < float(by_response[~held_S].sum()) / (18 * 8) < 0.35
+    assert torch.equal(held_S, sample.draw(lengths_S, prompts_S, 5)[1])
+    assert any(not torch.equal(held_S, sample.draw(lengths_S, prompts_S, version)[1]) for version in range(5))
+
+
+def joined(*batches: RolloutBatch) -> RolloutBatch:
+    parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S")}
+    return RolloutBatch(**parts)
+
+
+def trainer_of(task, kind: str, **settings) -> HeadsTrainer:
+    torch.manual_seed(7)
+    heads = MedusaHeads(HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4))
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
+    return HeadsTrainer(heads, task.lm_head_VD, config, 0, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+
+
+def trained(task, kind: str) -> MedusaHeads:
+    trainer = trainer_of(task, kind)
+    for _ in range(8):
+        trainer.train_batch(task.batch())
+    return trainer.heads
