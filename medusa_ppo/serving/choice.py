@@ -8,7 +8,8 @@ sequences and drafts that were not seen; where steps were seen, what they took c
 with their rows).
 
 The k with the most tokens per second is taken; none unless drafting promises 2 % at least. Now and then one draft more, one less, or none
-is tried, so that no estimate goes stale; how often follows from what the trial costs: all trials together take about 1 % of the time.
+is tried, so that no estimate goes stale, and all of them when the heads are new. How often follows from what the trial costs: trials of
+either kind take about 1 % of the time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MEMORY_RUNS = 200.0
 TRIAL_SHARE = 0.01
 TRIAL_STEPS = (12, 1000)
 FIRST_STEPS = 6
-NEW_HEADS_MEMORY = 0.05
+NEW_HEADS_RUNS = 10.0
 NEW_HEADS_TRIALS = 2
 RIDGE = 1e-6
 WORTHWHILE = 1.02
@@ -93,6 +94,7 @@ class DraftChooser:
         self._next_trial = 0
         self._trials = 0
         self._full_trials = 0
+        self._next_full_trial = 0
         self._outliers = 0
         self._seen: dict[tuple[int, int], int] = {}
 
@@ -144,9 +146,10 @@ class DraftChooser:
         return rows
 
     def heads_changed(self) -> None:
-        """New heads or a new actor: what was accepted so far says little, so the next steps try all positions."""
-        self.reached *= NEW_HEADS_MEMORY
-        self.tried *= NEW_HEADS_MEMORY
+        """New heads or a new actor: what was accepted so far says little, so some steps try all positions, as soon as they may."""
+        kept = np.minimum(1.0, NEW_HEADS_RUNS / np.maximum(self.tried, 1.0))
+        self.reached *= kept
+        self.tried *= kept
         self._full_trials = NEW_HEADS_TRIALS
 
     def choose(self, batch: int) -> int:
@@ -155,8 +158,11 @@ class DraftChooser:
         if self._steps <= FIRST_STEPS or self.costs.weight < 3:
             # All drafts and none in turn: the two ends fix the costs, and all drafts show the acceptance of every position.
             return self.max_drafts if self._steps % 2 else 0
-        if self._full_trials:
+        if self._full_trials and self._steps >= self._next_full_trial:
             self._full_trials -= 1
+            # A loop that changes its heads or its actor every few steps would do little else.
+            all_rates = self.tokens_per_second(batch)
+            self._next_full_trial = self._steps + 1 + self._pause(all_rates, self._best(all_rates), self.max_drafts)
             return self.max_drafts
         # The formula flatters what was never seen at so many sequences: one draft more at a time.
         rates = self.tokens_per_second(batch)[: self.costs.most_seen(batch) + 2]
@@ -168,10 +174,14 @@ class DraftChooser:
             return best
         trial = others[self._trials % len(others)]
         self._trials += 1
-        # What a trial loses, in steps of the best kind.
-        loss = max(0.0, float(rates[best] / rates[trial]) - 1.0)
-        self._next_trial = int(np.clip(loss / TRIAL_SHARE, *TRIAL_STEPS))
+        self._next_trial = max(TRIAL_STEPS[0], self._pause(rates, best, trial))
         return trial
+
+    @staticmethod
+    def _pause(rates: np.ndarray, best: int, trial: int) -> int:
+        """Steps of the best kind after which a trial has cost its share."""
+        loss = max(0.0, float(rates[best] / rates[trial]) - 1.0)
+        return min(int(loss / TRIAL_SHARE), TRIAL_STEPS[1])
 
     @staticmethod
     def _best(rates: np.ndarray) -> int:

@@ -64,6 +64,19 @@ def test_it_follows_heads_that_improve() -> None:
     assert usual(run(chooser, 16, 0.99, costs, 400)[0]) == 4
 
 
+def test_heads_that_are_new_all_the_time_and_always_wrong_cost_little() -> None:
+    """A loop that swaps and syncs before every short rollout."""
+    chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05)
+    run(chooser, 8, 0.02, costs, 100)
+    tokens = seconds = 0.0
+    for _ in range(40):
+        chooser.heads_changed()  # The new actor, and the new heads.
+        chooser.heads_changed()
+        _, some, took = run(chooser, 8, 0.02, costs, 50)
+        tokens, seconds = tokens + some, seconds + took
+    assert tokens / seconds > 0.96 * 8 / cost_of(8, 0, costs)
+
+
 def test_the_tail_of_a_rollout_drafts_again() -> None:
     """Costs learned at one batch size carry over to another: few sequences left, so drafts are nearly free."""
     chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
