@@ -31,13 +31,14 @@ ROWS = [((5, 6, 7), (1, 2)), ((7,), (3, 3, 4)), ((5, 6, 7), (9,)), ((8, 9, 10, 1
 
 
 def expected(source: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """States and log-probs of the response tokens, one unpadded row after the other."""
+    """States and log-probs of the response tokens, row after row; log-probs over the padded vocabulary, as verl's are."""
     states, logprobs = [], []
+    table_VD = torch.nn.functional.pad(source.lm_head.weight, (0, 0, 0, cpu.PADDED_V - cpu.V), value=7.0)  # As load_llama pads it.
     with torch.no_grad():
         for prompt, answer in ROWS:
             hidden = source.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[0, len(prompt) - 1 : -1]
             states.append(hidden)
-            logprobs.append(source.lm_head(hidden).log_softmax(-1)[range(len(answer)), list(answer)])
+            logprobs.append((hidden @ table_VD.T).log_softmax(-1)[range(len(answer)), list(answer)])
     return torch.cat(states), torch.cat(logprobs)
 
 
