@@ -60,9 +60,8 @@ test-gpu: setup  ## The tests that need a CUDA device
 # Where the environments of the loops that don't resolve beside our vLLM are made.
 CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts
 
-test-contracts: setup  ## What we rely on in TRL, verl and OpenRLHF, against the real packages (first time: makes two environments)
-	@$(BIN)/pytest tests/contracts
-	.ci/contracts $(CONTRACTS)
+test-contracts: setup  ## What we rely on in TRL, verl and OpenRLHF, against the real packages (first time: makes three environments)
+	@.ci/contracts $(CONTRACTS) $(VENV)
 
 check: setup  ## Style, types, imports: what CI runs before the tests
 	@$(BIN)/ruff check .

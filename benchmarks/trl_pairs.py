@@ -1,10 +1,10 @@
 """The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One process for each run.
 
-    python benchmarks/trl_pairs.py run --arm medusa --seed 0 --steps 12 --out pairs/     (and --arm plain; in turn, for some seeds)
+    python benchmarks/trl_pairs.py pairs --seeds 5 --steps 12 --out pairs/     (both arms of each seed in turn, then the comparison)
     python benchmarks/trl_pairs.py compare --out pairs/
 
 The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there (and only there) the plain arm reloads
-the weights through the model runner, as ours does.
+the weights as ours does. Seconds of a call are all that TRL waits for: sync, newer heads, generation, what the plugin does afterwards.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "trl_grpo.py"
 SKIPPED_CALLS = 8
 """Generate calls in which the arms do not yet differ: the heads are trained for the first time, and caches are filled."""
+PARTS = {"plain": ("generate",), "medusa": ("generate", "before_generation", "rollout_ready")}
 
 
 def mend_cpu_sync() -> None:
@@ -28,35 +30,64 @@ def mend_cpu_sync() -> None:
     from trl.generation.vllm_generation import VLLMGeneration
 
     def sync_weights(self: Any) -> None:
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        runner.reload_weights(weights_iterator=self._iter_named_params())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
         self.llm.reset_prefix_cache()
 
     VLLMGeneration.sync_weights = sync_weights
 
 
-def run(arm: str, seed: int, steps: int, out: Path, *, fixed: bool = False, settings: dict[str, Any] | None = None) -> None:
-    """One training; its figures go to out/ARM-SEED.json."""
+def clocked(owner: Any, name: str, parts: dict[str, float]) -> None:
+    """Add the seconds of each call of a method to `parts`."""
+    method = getattr(owner, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            parts[name] = parts.get(name, 0.0) + time.perf_counter() - began
+
+    setattr(owner, name, call)
+
+
+def clock_generations(generations: list[dict[str, Any]]) -> None:
+    """One entry for each call of TRL's generation: seconds, tokens, and the seconds of its parts."""
+    from trl.generation import vllm_generation
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from medusa_ppo.serving.versions import is_cpu_build
+    from medusa_ppo.plugin import MedusaPlugin
 
-    if arm == "plain" and is_cpu_build():
-        mend_cpu_sync()
-    generations: list[dict[str, float]] = []
-    whole = GRPOTrainer._generate_single_turn
+    whole, parts = GRPOTrainer._generate_single_turn, {}
+    for owner, name in ((vllm_generation.LLM, "generate"), (MedusaPlugin, "before_generation"), (MedusaPlugin, "rollout_ready")):
+        clocked(owner, name, parts)
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parts.clear()
         began = time.perf_counter()
         answer = whole(self, *args, **kwargs)
-        generations.append({"seconds": time.perf_counter() - began, "tokens": sum(map(len, answer[0]))})
+        generations.append({"seconds": time.perf_counter() - began, "tokens": sum(map(len, answer[0])), "parts": dict(parts)})
         return answer
 
-    GRPOTrainer._generate_single_turn = timed  # What the plugin adds (sync, swap, waiting) is inside.
+    GRPOTrainer._generate_single_turn = timed
+
+
+def run(options: argparse.Namespace) -> None:
+    """One training; its figures go to out/ARM-SEED.json."""
+    from medusa_ppo.serving.versions import is_cpu_build
+
+    arm, seed, out = options.arm, options.seed, options.out
+    if arm == "plain" and is_cpu_build():
+        mend_cpu_sync()
+    generations: list[dict[str, Any]] = []
+    clock_generations(generations)
     example = runpy.run_path(str(EXAMPLE))
     began = time.perf_counter()
-    medusa = example["MEDUSA"] | ({"engine": {}} if fixed else {})
-    trainer = example["main"](steps, str(out / f"{arm}-{seed}"), medusa=medusa if arm == "medusa" else None, seed=seed, **(settings or {}))
+    medusa = example["MEDUSA"] | ({"engine": {}} if options.fixed else {})
+    for section, values in options.medusa.items():
+        medusa[section] = {**medusa.get(section, {}), **values}
+    trainer = example["main"](
+        options.steps, str(out / f"{arm}-{seed}"), options.actor, medusa if arm == "medusa" else None, seed=seed, **options.settings
+    )
     history = [row for row in trainer.state.log_history if "reward" in row]
     record = {
         "arm": arm,
@@ -71,46 +102,76 @@ def run(arm: str, seed: int, steps: int, out: Path, *, fixed: bool = False, sett
     (out / f"{arm}-{seed}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
+def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
+    """Both arms of every seed, each in a process of its own; who begins changes from seed to seed."""
+    for seed in range(options.seeds):
+        for arm in ("plain", "medusa") if seed % 2 else ("medusa", "plain"):
+            command = [sys.executable, __file__, "run", *arguments, "--arm", arm, "--seed", str(seed)]
+            with open(options.out / f"{arm}-{seed}.log", "wb") as log:
+                subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+
+
+def per_token(record: dict[str, Any], part: str) -> float:
+    """Milliseconds of a part of generation per token, over the calls that count."""
+    calls = record["generations"][SKIPPED_CALLS:]
+    return 1000 * sum(call["parts"].get(part, 0.0) for call in calls) / sum(call["tokens"] for call in calls)
+
+
 def compare(out: Path) -> dict[str, Any]:
-    """Ratios of paired generate calls (same seed, same call, so the same prompts), and the difference of the rewards."""
+    """Ratios of paired generate calls (same seed, same call, so the same prompts), and the rewards of paired runs."""
+    from scipy.stats import ttest_1samp
+
     runs = {(record["arm"], record["seed"]): record for record in (json.loads(p.read_text()) for p in sorted(out.glob("*-*.json")))}
     seeds = sorted(seed for arm, seed in runs if arm == "medusa" and ("plain", seed) in runs)
-    ratios, differences = [], []
+    ratios, by_seed, differences = [], [], []
     for seed in seeds:
         medusa, plain = runs["medusa", seed], runs["plain", seed]
         pairs = list(zip(medusa["generations"], plain["generations"], strict=True))[SKIPPED_CALLS:]
-        ratios += [(m["tokens"] / m["seconds"]) / (p["tokens"] / p["seconds"]) for m, p in pairs]
-        differences += [m - p for m, p in zip(medusa["rewards"], plain["rewards"], strict=True)]
-    last = [(runs["medusa", seed]["serving"][-1], runs["medusa", seed]["frozen"][-1]) for seed in seeds]
-    return {
+        found = [(m["tokens"] / m["seconds"]) / (p["tokens"] / p["seconds"]) for m, p in pairs]
+        ratios += found
+        by_seed.append(round(median(found), 3))
+        differences.append(fmean(medusa["rewards"]) - fmean(plain["rewards"]))
+    result = {
         "seeds": seeds,
         "paired_calls": len(ratios),
         "speedup_median": median(ratios),
-        "speedup_min": min(ratios),
-        "speedup_max": max(ratios),
+        "speedup_quartiles": quantiles(ratios, n=4)[::2],
+        "speedup_by_seed": by_seed,
+        "reward_difference_by_seed": [round(value, 4) for value in differences],
         "reward_difference": fmean(differences),
-        "reward_difference_standard_error": stdev(differences) / len(differences) ** 0.5,
+        "milliseconds_per_token": {
+            arm: {part: fmean(per_token(runs[arm, seed], part) for seed in seeds) for part in PARTS[arm]} for arm in PARTS
+        },
         "acceptance_first": [runs["medusa", seed]["acceptance"][0] for seed in seeds],
         "acceptance_last": [runs["medusa", seed]["acceptance"][-1] for seed in seeds],
-        "serving_and_frozen_last": last,
+        "serving_and_frozen_last": [(runs["medusa", seed]["serving"][-1], runs["medusa", seed]["frozen"][-1]) for seed in seeds],
     }
+    if len(seeds) > 1:  # One mean per run: the steps of a run are not independent.
+        result["reward_difference_standard_error"] = stdev(differences) / len(differences) ** 0.5
+        result["reward_difference_p"] = float(ttest_1samp(differences, 0.0).pvalue)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "compare"))
+    parser.add_argument("what", choices=("run", "pairs", "compare"))
     parser.add_argument("--arm", choices=("plain", "medusa"), default="medusa")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=5, help="pairs: so many of them, from 0 on")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--actor", default="", help="folder of the actor in the place of the demo's")
     parser.add_argument("--fixed", action="store_true", help="draft with all heads in every step, instead of choosing the number")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON: arguments of GRPOConfig in the place of the example's")
+    parser.add_argument("--medusa", type=json.loads, default={}, help="JSON: sections of the plugin's settings, over the example's")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.what == "run":
-        run(options.arm, options.seed, options.steps, options.out, fixed=options.fixed, settings=options.settings)
-    else:
-        sys.stdout.write(json.dumps(compare(options.out), indent=2) + "\n")
+        run(options)
+        return
+    if options.what == "pairs":
+        run_pairs(options, sys.argv[2:])
+    sys.stdout.write(json.dumps(compare(options.out), indent=2) + "\n")
 
 
 if __name__ == "__main__":

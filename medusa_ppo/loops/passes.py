@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,23 +25,21 @@ Row = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of its response."""
 
 
-class PassTap:
+class RowTap(ABC):
     """Collects the states of the rows that were announced, from whatever micro-batches the loop makes of them.
 
-    Padded rows (`attention_mask`) and packed ones (`position_ids` that begin anew with each row) are understood.
+    Attributes:
+        reports: the rows come together in this process.
     """
 
-    def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int) -> None:
+    reports = True
+
+    def __init__(self, sampling: Sampling, max_bytes: int) -> None:
         """
         Args:
-            model: the actor, a transformers causal LM under any wrappers.
             sampling: how the rollouts are sampled.
             max_bytes: of hidden states; what comes beyond is passed over.
         """
-        inner: Any = model
-        while isinstance(getattr(inner, "module", None), nn.Module):
-            inner = inner.module
-        self._base: Any = getattr(inner, "base_model", inner)
         self._sampling = sampling
         self._max_bytes = max_bytes
         self._prompts: dict[tuple[int, ...], int] = {}
@@ -48,21 +47,23 @@ class PassTap:
         self._finder: RowFinder | None = None
         self._collector: BatchCollector | None = None
 
+    @abstractmethod
+    def _hooked(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, whole rows that go through the model come to `_see`."""
+
     @contextlib.contextmanager
     def watch(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Around the passes over these rows. `add_logprobs` follows.
+        """Around the passes over these rows. `add_logprobs` follows, where the tap reports.
 
         Raises:
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism cuts them up.
         """
+        rows = rows if self.reports else ()
         responses = tuple(Response(self._prompt(prompt), tuple(answer), (0.0,) * len(answer), "stop") for prompt, answer in rows)
         rollouts = Rollouts(tuple(self._prompts), responses, Counters(), 0.0, self._sampling)
         self._finder, self._collector = RowFinder(rollouts), BatchCollector(rollouts)
-        handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
-        try:
+        with self._hooked():
             yield
-        finally:
-            handle.remove()
         if rows and not self._collector.complete and not self._collector.seen:
             raise ConfigError(
                 "The rows of the log-prob pass did not go through the model as they are.",
@@ -101,18 +102,54 @@ class PassTap:
         """Number of a prompt; answers to equal prompts share it over all passes of a batch."""
         return self._prompts.setdefault(tuple(prompt), len(self._prompts))
 
+    @property
+    def _waiting(self) -> bool:
+        """Some rows of `watch` have not come yet."""
+        return self._finder is not None and not self._finder.done
+
+    def _see(self, ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> None:
+        """One row, prompt and response, without padding."""
+        if self._finder is None or self._collector is None:
+            return
+        ids_BT = ids_T[None]
+        mask_BT, found = self._finder.find(ids_BT, torch.ones_like(ids_BT))
+        if found[0] is not None:
+            self._collector.add(hidden_TD[None], mask_BT, found)
+
+
+class PassTap(RowTap):
+    """Taps a transformers causal LM by a hook on it.
+
+    Padded rows (`attention_mask`) and packed ones (`position_ids` that begin anew with each row) are understood.
+    """
+
+    def __init__(self, model: nn.Module, sampling: Sampling, max_bytes: int) -> None:
+        """
+        Args:
+            model: the actor, a transformers causal LM under any wrappers.
+            sampling, max_bytes: as of RowTap.
+        """
+        super().__init__(sampling, max_bytes)
+        inner: Any = model
+        while isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        self._base: Any = getattr(inner, "base_model", inner)
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        finder, collector = self._finder, self._collector
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if finder is None or collector is None or finder.done or not isinstance(ids, torch.Tensor):
+        if not self._waiting or not isinstance(ids, torch.Tensor):
             return
         hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        attention, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        for row, first, last in spans(ids, attention, positions):
-            tokens = ids[row : row + 1, first:last]
-            mask_BT, found = finder.find(tokens, torch.ones_like(tokens))
-            if found[0] is not None:
-                collector.add(hidden_BTD[row : row + 1, first:last], mask_BT, found)
+        for row, first, last in spans(ids, kwargs.get("attention_mask"), kwargs.get("position_ids")):
+            self._see(ids[row, first:last], hidden_BTD[row, first:last])
 
 
 def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, int, int]]:

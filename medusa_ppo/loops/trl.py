@@ -43,9 +43,9 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
     def __init__(self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any) -> None:
         _refuse(arguments)
         self.attachment = attachment
-        self.file_sync = is_cpu_build()  # vLLM's CPU build packs its weights, which TRL's parameter-by-parameter sync can't refill.
+        self.packed_weights = is_cpu_build()  # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill them.
         if mode == "server":
-            with _without_communicator() if self.file_sync else contextlib.nullcontext():
+            with _without_communicator() if self.packed_weights else contextlib.nullcontext():
                 super().__init__(model=model, mode=mode, **arguments)
             attachment.attach_server(model, self.vllm_client.base_url)
         else:
@@ -58,10 +58,14 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
 
     def sync_weights(self) -> None:
         """The actor's weights into vLLM, and what hangs on them."""
-        if self.file_sync:
+        if not self.packed_weights:
+            super().sync_weights()
+        elif self.mode == "server":
             self.attachment.sync_by_file(dict(self._iter_named_params()))
             return
-        super().sync_weights()
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+            self.llm.reset_prefix_cache()
         self.attachment.weights_synced(lost_heads=self.mode == "colocate" and self.enable_sleep_mode)
 
     def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:

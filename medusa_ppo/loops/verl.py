@@ -5,7 +5,7 @@ What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of 
     trainer          registered as `medusa_sync`, a subclass of PPOTrainerSync; loaded by the entry point `verl.plugins`
     vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over its own arguments
     calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc` gives no answers back
-    log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: rank 0 taps its share of the rows
+    log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel replica taps its share of the rows
     update           `_update_actor`, overridden: lm_head and embedding are gathered for the companion
     weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed after every sync
 """
@@ -20,14 +20,14 @@ from typing import Any
 import ray
 import torch
 from omegaconf import OmegaConf, open_dict
-from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from medusa_ppo.loops.attachment import as_config
-from medusa_ppo.loops.passes import PassTap, Row
+from medusa_ppo.loops.passes import PassTap, Row, RowTap
 from medusa_ppo.loops.ray_engines import call_all, sum_counters
 from medusa_ppo.loops.remote import EMBEDDINGS, LM_HEAD, RemoteAttachment, Tables, refuse
 from medusa_ppo.loops.versions import require_loop
@@ -36,23 +36,22 @@ from medusa_ppo.types import RolloutBatch, Sampling
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "medusa_ppo.loops.verl_worker.MedusaVerlWorker"
-STRATEGIES = ("fsdp", "fsdp2")
+MEGATRON = "megatron"
+STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
 ACTOR_ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
 
 
 class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
-    """verl's actor worker; rank 0 taps its own log-prob pass."""
+    """verl's actor worker; the first data-parallel replica (with FSDP that is rank 0) taps its own log-prob pass."""
 
-    _medusa_tap: PassTap | None = None
+    _medusa_tap: RowTap | None = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
-        if self.rank != 0:
+        if self.actor.engine.get_data_parallel_rank() != 0:
             return super().compute_log_prob(data)
         if self._medusa_tap is None:
-            rollout = self.config.rollout
-            sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0))
-            self._medusa_tap = PassTap(self.actor.engine.module, sampling, int(self.config.medusa_bytes))
+            self._medusa_tap = engine_tap(self.actor.engine, self.config)
         rows, kept = rows_of(data)
         with self._medusa_tap.watch(rows):
             output = super().compute_log_prob(data)
@@ -61,20 +60,38 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
             self._medusa_tap.add_logprobs([logprobs[i] for i in kept])
         return output
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_take(self, policy_version: int) -> RolloutBatch | None:
-        """What was tapped since the last call."""
+        """What was tapped since the last call; from the rank that reports only."""
         return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_tables(self) -> Tables | None:
-        """lm_head and embedding, gathered from all ranks; from rank 0 only."""
+        """lm_head and embedding, gathered from all ranks; from the rank that reports only."""
+        if self.config.actor.strategy == MEGATRON:
+            tap: Any = self._medusa_tap  # Other replicas have none: nothing crosses between replicas.
+            return tap.tables() if tap is not None else None
         parameters, _ = self.actor.engine.get_per_tensor_param()
         found: dict[str, torch.Tensor] = {}
         for name, tensor in parameters:  # Each step of it is a collective: every rank walks to the end.
             if self.rank == 0 and (name == LM_HEAD or name.endswith(EMBEDDINGS)):
                 found["lm_head" if name == LM_HEAD else "embedding"] = tensor.detach().to("cpu", copy=True)
         return (found.get("lm_head", found["embedding"]), found["embedding"]) if self.rank == 0 else None
+
+
+def engine_tap(engine: Any, config: Any) -> RowTap:
+    """The tap for the engine of an actor worker with this configuration (verl's `actor_rollout_ref`)."""
+    sampling = sampling_of(config.rollout)
+    if config.actor.strategy == MEGATRON:
+        from medusa_ppo.loops.verl_megatron import MegatronEngineTap  # Megatron is only there where it is used.
+
+        return MegatronEngineTap(engine, sampling, int(config.medusa_bytes))
+    return PassTap(engine.module, sampling, int(config.medusa_bytes))
+
+
+def sampling_of(rollout: Any) -> Sampling:
+    """How verl samples its rollouts, in our words."""
+    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0))
 
 
 @register_trainer("medusa_sync")
@@ -113,8 +130,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
         if self.medusa is not None:
-            rollout = self.config.actor_rollout_ref.rollout
-            sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0))
+            sampling = sampling_of(self.config.actor_rollout_ref.rollout)
             self.medusa.scored(_first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)), sampling)
         return batch
 
@@ -122,7 +138,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         batch = super()._update_actor(batch, metrics)
         if self.medusa is not None:
             tables = _first(self.actor_rollout_wg.medusa_tables())
-            assert tables is not None, "rank 0 gives the tables"
+            assert tables is not None, "the rank that reports gives the tables"
             self.medusa.tables_changed(tables, self.global_steps)
             metrics.update(self.medusa.figures())
         return batch
@@ -145,11 +161,19 @@ def unsupported(config: Any) -> dict[str, bool]:
     actor, rollout, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     correction = config.algorithm.get("rollout_correction") or {}
     kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    megatron = (actor.get("megatron") or {}) if actor.strategy == MEGATRON else {}
     return {
         f"actor_rollout_ref.rollout.name={rollout.name} (not vllm)": rollout.name != "vllm",
         f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": actor.strategy not in STRATEGIES,
+        "actor_rollout_ref.model.use_fused_kernels with Megatron (its logits are never made, so the tap has no output layer)": (
+            actor.strategy == MEGATRON and bool(model.get("use_fused_kernels", False))
+        ),
+        "actor_rollout_ref.actor.megatron.dynamic_context_parallel": bool(megatron.get("dynamic_context_parallel", False)),
+        "actor_rollout_ref.actor.megatron.use_megatron_fsdp": bool(megatron.get("use_megatron_fsdp", False)),
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": int(actor.get("ulysses_sequence_parallel_size", 1)) > 1,
         "actor_rollout_ref.model.lora_rank > 0": int(model.get("lora_rank", 0)) > 0,
+        "actor_rollout_ref.model.lora.rank > 0": int((model.get("lora") or {}).get("rank", 0)) > 0,
+        "actor_rollout_ref.model.lora_adapter_path": bool(model.get("lora_adapter_path")),
         "actor_rollout_ref.model.mtp.enable": bool((model.get("mtp") or {}).get("enable", False)),
         "actor_rollout_ref.rollout.data_parallel_size > 1": int(rollout.get("data_parallel_size", 1)) > 1,
         "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config": bool(kwargs.get("speculative_config")),

@@ -96,8 +96,10 @@ def test_the_worker_has_what_we_tap(ours: Any):
     assert 'micro_batch["input_ids"]' in source(FSDPEngineWithLMHead.prepare_model_inputs)
     old, new = (getattr(c.compute_log_prob, MAGIC_ATTR) for c in (ActorRolloutRefWorker, ours.MedusaActorRolloutRefWorker))
     assert old["execute_mode"] == new["execute_mode"] and old["blocking"] == new["blocking"]
-    take = getattr(ours.MedusaActorRolloutRefWorker.medusa_take, MAGIC_ATTR)
-    assert (take["dispatch_mode"], take["execute_mode"]) == (Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    for method in (ours.MedusaActorRolloutRefWorker.medusa_take, ours.MedusaActorRolloutRefWorker.medusa_tables):
+        asked = getattr(method, MAGIC_ATTR)  # Of all ranks: the one that reports is not always the first.
+        assert (asked["dispatch_mode"], asked["execute_mode"]) == (Dispatch.ONE_TO_ALL, Execute.ALL)
+    assert "return torch.distributed.get_rank()" in source(FSDPEngine.get_data_parallel_rank)
 
 
 def test_rows_and_log_probs_of_a_nested_batch(ours: Any):
@@ -159,12 +161,12 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
 
 
-def verl_config(**changes: Any) -> Any:
+def verl_config(megatron: bool = False, **changes: Any) -> Any:
     """verl's own default configuration, with the actor's folder and our line."""
     import verl
 
     folder = Path(verl.__file__).parent / "trainer" / "config"
-    config = OmegaConf.load(folder / "_generated_ppo_trainer.yaml")
+    config = OmegaConf.load(folder / f"_generated_ppo_{'megatron_' if megatron else ''}trainer.yaml")
     OmegaConf.update(config, "actor_rollout_ref.rollout.name", "vllm")
     for key, value in changes.items():
         OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
@@ -172,10 +174,11 @@ def verl_config(**changes: Any) -> Any:
     return config
 
 
-def test_verls_default_configuration_is_supported_and_gets_our_arguments(ours: Any, small_actor: Path, tmp_path: Path):
+@pytest.mark.parametrize("megatron", [False, True], ids=["fsdp", "megatron"])
+def test_verls_default_configuration_is_supported_and_gets_our_arguments(ours: Any, megatron: bool, small_actor: Path, tmp_path: Path):
     from medusa_ppo.loops.remote import RemoteAttachment
 
-    config = verl_config(actor_rollout_ref__rollout__engine_kwargs={"vllm": {"swap_space": 1}})
+    config = verl_config(megatron, actor_rollout_ref__rollout__engine_kwargs={"vllm": {"swap_space": 1}})
     assert not any(ours.unsupported(config).values()), ours.unsupported(config)
     attachment = RemoteAttachment(build_config({"heads": {"num_heads": 3}}), str(small_actor), tmp_path)
     ours.configure(config, attachment)
@@ -190,9 +193,14 @@ def test_verls_default_configuration_is_supported_and_gets_our_arguments(ours: A
     "change",
     [
         {"actor_rollout_ref__rollout__name": "sglang"},
-        {"actor_rollout_ref__actor__strategy": "megatron"},
+        {"actor_rollout_ref__actor__strategy": "torchtitan"},
         {"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2},
         {"actor_rollout_ref__model__lora_rank": 8},
+        {"actor_rollout_ref__model__lora_adapter_path": "adapter"},
+        {"actor_rollout_ref__model__lora__rank": 8, "megatron": True},
+        {"actor_rollout_ref__model__use_fused_kernels": True, "megatron": True},
+        {"actor_rollout_ref__actor__megatron__dynamic_context_parallel": True, "megatron": True},
+        {"actor_rollout_ref__actor__megatron__use_megatron_fsdp": True, "megatron": True},
         {"actor_rollout_ref__rollout__data_parallel_size": 2},
         {"algorithm__rollout_correction__bypass_mode": True},
         {"trainer__nnodes": 2},

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from medusa_ppo import metrics as names
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "bare_loop.py"
-PAGE = ROOT / "docs" / "hooks.md"
 HOOKS = ("before_generation()", "rollout_ready(", "actor_forward(", "policy_updated(", "metrics()")
 
 
@@ -38,3 +42,50 @@ def test_the_example_is_short_and_calls_each_hook_once():
     assert text.count("\n") <= 64
     for hook in HOOKS:
         assert text.count(f"plugin.{hook}") == 1
+
+
+def without_hooks(text: str) -> str:
+    """The example as its author would have written it without us: every line of the plug-in is gone, the engine has no heads."""
+    text = re.sub(r"with plugin\.actor_forward\(.*\):.*", "if True:", text)
+    text = re.sub(r"heads = MedusaPlugin\.prepare_heads\(.*", "heads = None", text)
+    text = text.replace("plugin.metrics() | ", "")
+    kept = [line for line in text.splitlines() if not re.match(r"\s*(plugin\b|from medusa_ppo import MedusaPlugin)", line)]
+    bare = "\n".join(kept)
+    assert "plugin." not in bare and "MedusaPlugin." not in bare
+    return bare
+
+
+RUN = """
+import json, sys, torch
+from safetensors.torch import save_file
+torch.manual_seed(0)
+scope = {"__name__": "example"}
+exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), scope)
+load, kept = scope["load_actor"], []
+scope["load_actor"] = lambda path: kept.append(load(path)) or kept[-1]
+figures = scope["main"](sys.argv[2], 3, **json.loads(sys.argv[3]))
+save_file({name: value.clone() for name, value in kept[0].state_dict().items()}, sys.argv[4])
+print("REWARDS", [step["reward"] for step in figures])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_switched_off_the_loop_is_the_loop_without_it_to_the_bit(chain_actor: Path, tmp_path: Path):
+    (tmp_path / "with.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
+    (tmp_path / "without.py").write_text(without_hooks(EXAMPLE.read_text(encoding="utf-8")))
+    engine = '"engine": {"max_num_seqs": 32, "threads": 1, "num_drafts": 0}'
+    settings = {"with": f'{{"companion": {{"enabled": false}}, {engine}}}', "without": f"{{{engine}}}"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = {}
+    for arm, given in settings.items():
+        command = [sys.executable, "-c", RUN, str(tmp_path / f"{arm}.py"), str(chain_actor), given, str(tmp_path / f"{arm}.safetensors")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said[arm] = done.stdout[done.stdout.index("REWARDS") :]
+
+    learned = {arm: load_file(tmp_path / f"{arm}.safetensors") for arm in settings}
+    start = load_file(chain_actor / "model.safetensors")
+    assert said["with"] == said["without"]
+    assert all(torch.equal(learned["with"][name], value) for name, value in learned["without"].items())
+    assert not all(torch.equal(start[name], value) for name, value in learned["with"].items() if name in start), "nothing was learned"

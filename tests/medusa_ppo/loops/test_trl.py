@@ -27,23 +27,28 @@ SCRIPT = """
 import json, sys
 from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig
-from medusa_ppo.loops.trl import MedusaGRPOTrainer, MedusaRLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 kind, actor, out, medusa, settings = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4]), json.loads(sys.argv[5])
-if medusa is None and settings.get("use_vllm"):
+if (medusa is None or not medusa.get("companion", {}).get("enabled", True)) and settings.get("use_vllm"):
     from benchmarks_trl_pairs import mend_cpu_sync
     mend_cpu_sync()
 
 def places(completions, **_):  # equal responses get different rewards, so that greedy runs learn too
     return [float((7 * i) % 5) + (len(text) % 3) for i, text in enumerate(completions)]
 
-trainer_class, config_class = (MedusaGRPOTrainer, GRPOConfig) if kind == "grpo" else (MedusaRLOOTrainer, RLOOConfig)
+if kind.startswith("plain-"):  # TRL's own trainer, and nothing of ours is imported.
+    trainer_class, config_class = (GRPOTrainer, GRPOConfig) if kind == "plain-grpo" else (RLOOTrainer, RLOOConfig)
+else:
+    from medusa_ppo.loops.trl import MedusaGRPOTrainer, MedusaRLOOTrainer
+    trainer_class, config_class = (MedusaGRPOTrainer, GRPOConfig) if kind == "grpo" else (MedusaRLOOTrainer, RLOOConfig)
 args = config_class(output_dir=out, report_to="none", save_strategy="no", logging_steps=1, bf16=False, gradient_checkpointing=False,
     per_device_train_batch_size=16, num_generations=4, max_completion_length=24, learning_rate=1e-3,
     lr_scheduler_type="constant", **settings)
 words = ["Mia has 3 pens .", "Tom has 4 books .", "Anna has 5 coins .", "Ben has 6 cards ."]
 rows = Dataset.from_list([{"prompt": w} for w in words * 8])
-trainer = trainer_class(model=actor, reward_funcs=places, args=args, train_dataset=rows, medusa=medusa)
+extra = {} if kind.startswith("plain-") else {"medusa": medusa}
+trainer = trainer_class(model=actor, reward_funcs=places, args=args, train_dataset=rows, **extra)
 trainer.train()
 trainer.save_model(out + "/final")
 json.dump(trainer.state.log_history, open(out + "/log.json", "w"))
@@ -53,7 +58,9 @@ COMPANION = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait":
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
 
 
-def train(kind: str, actor: Path, out: Path, medusa: Any, **settings: Any) -> list[dict[str, float]]:
+def train(
+    kind: str, actor: Path, out: Path, medusa: Any, *, environment: dict[str, str] | None = None, **settings: Any
+) -> list[dict[str, float]]:
     """A training in a process of its own (two engines of TRL don't fit into one); its log."""
     out.mkdir(parents=True)
     (out / "benchmarks_trl_pairs.py").write_text((ROOT / "benchmarks" / "trl_pairs.py").read_text())
@@ -62,6 +69,7 @@ def train(kind: str, actor: Path, out: Path, medusa: Any, **settings: Any) -> li
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        **(environment or {}),
     }
     command = [sys.executable, "-c", SCRIPT, kind, str(actor), str(out), json.dumps(medusa), json.dumps(settings)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
@@ -108,6 +116,20 @@ def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(chain_acto
     start = final_weights_of(chain_actor)
     assert not same_bits(final_weights(tmp_path / "with"), start), "nothing was learned"
     assert same_bits(final_weights(tmp_path / "with"), final_weights(tmp_path / "without"))
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Path, tmp_path: Path):
+    """Sampled at temperature 1. The other arm is TRL's trainer, imports nothing of ours, and its vLLM does not load our plug-in."""
+    off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
+    switched_off = train("grpo", chain_actor, tmp_path / "off", off, max_steps=3, **VLLM)
+    plain = train("plain-grpo", chain_actor, tmp_path / "plain", None, environment={"VLLM_PLUGINS": ""}, max_steps=3, **VLLM)
+
+    assert not same_bits(final_weights(tmp_path / "off"), final_weights_of(chain_actor)), "nothing was learned"
+    assert same_bits(final_weights(tmp_path / "off"), final_weights(tmp_path / "plain"))
+    assert [row.get("reward") for row in switched_off] == [row.get("reward") for row in plain]
+    assert not (tmp_path / "off" / "medusa").exists()
 
 
 @pytest.fixture

@@ -1,0 +1,49 @@
+"""A small actor made large: wider feed-forward layers whose new part adds nothing yet, so that it writes what the small one writes.
+
+    python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]
+
+Each token costs what it costs in any Llama of this size: all weights are read and multiplied. So text that is as foreseeable as the demo's
+comes from an actor whose weights lie in memory and not in a CPU's cache, without training a large one. In PPO the new part learns as the
+rest does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from medusa_ppo.ppo.demo import ensure_demo_actor
+
+
+@torch.no_grad()
+def grow(small: LlamaForCausalLM, intermediate: int) -> LlamaForCausalLM:
+    """The same function with `intermediate` neurons in each feed-forward layer."""
+    config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
+    torch.manual_seed(0)
+    large = LlamaForCausalLM(config).float()
+    state = small.state_dict()
+    for name, parameter in large.named_parameters():
+        given = state[name]
+        if name.endswith("down_proj.weight"):
+            parameter.zero_()  # What the new neurons say is not listened to.
+        parameter[tuple(slice(0, size) for size in given.shape)] = given
+    return large
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="", help="a Llama's folder; without it the demo's actor")
+    parser.add_argument("--intermediate", type=int, default=16384)
+    options = parser.parse_args()
+    folder = options.model or str(ensure_demo_actor())
+    small = AutoModelForCausalLM.from_pretrained(folder)
+    grow(small, options.intermediate).save_pretrained(options.out)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(options.out)
+
+
+if __name__ == "__main__":
+    main()

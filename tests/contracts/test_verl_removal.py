@@ -1,0 +1,139 @@
+"""verl without draft heads: our entry point changes nothing of verl's, and our trainer, not asked for heads, does verl's own work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
+
+from omegaconf import OmegaConf, open_dict
+
+MODULES = (
+    "verl.trainer.ppo.v1",
+    "verl.trainer.ppo.v1.trainer_base",
+    "verl.trainer.ppo.v1.trainer_sync",
+    "verl.workers.engine_workers",
+    "verl.workers.engine.fsdp.transformer_impl",
+    "verl.workers.engine.megatron.transformer_impl",
+    "verl.workers.rollout.replica",
+    "verl.workers.rollout.vllm_rollout.utils",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+)
+LOOK = """
+import importlib, json, sys, types
+
+def described(value):
+    value = getattr(value, "__func__", value)
+    code = getattr(value, "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)} {place}"
+
+found = {}
+for name in sys.argv[1].split(","):
+    module = importlib.import_module(name)
+    for key, value in vars(module).items():
+        found[f"{name}.{key}"] = described(value)
+        if isinstance(value, type) and value.__module__ == name:
+            found |= {f"{name}.{key}.{part}": described(inner) for part, inner in vars(value).items()}
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+print("FOUND" + json.dumps({
+    "names": found,
+    "trainers": {name: described(kind) for name, kind in TRAINER_REGISTRY.items()},
+    "replicas": {name: described(load) for name, load in RolloutReplicaRegistry._registry.items()},
+    "finders": [described(finder) for finder in sys.meta_path],
+    "ours": sorted(name for name in sys.modules if name.startswith("medusa_ppo")),
+}))
+"""
+
+
+def look(plugins: str) -> dict[str, Any]:
+    """What stands in verl's modules, in a process that loads these plug-ins."""
+    command = [sys.executable, "-c", LOOK, ",".join(MODULES)]
+    done = subprocess.run(
+        command, env=os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins}, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.partition("FOUND")[2])
+
+
+def test_the_entry_point_adds_one_trainer_and_changes_no_name_of_verl() -> None:
+    without, with_ours = look("none"), look("auto")
+    assert not without["ours"] and with_ours["ours"]
+    ours = with_ours["trainers"].pop("medusa_sync")
+    assert ours.startswith("medusa_ppo.loops.verl.")
+    for what in ("names", "trainers", "replicas", "finders"):
+        assert with_ours[what] == without[what], what
+    assert len(without["names"]) > 300
+
+
+@pytest.fixture
+def config() -> Any:
+    """verl's own default configuration with our trainer's name, and neither drafts nor a companion."""
+    import verl
+
+    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.name = "vllm"
+        config.trainer.v1.trainer_mode = "medusa_sync"
+        config.medusa = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
+    return config
+
+
+def test_our_trainer_switched_off_is_verls(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl.trainer.ppo.v1  # noqa: F401
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    ours = sys.modules["medusa_ppo.loops.verl"]
+    before = OmegaConf.to_container(config)
+    replicas = dict(RolloutReplicaRegistry._registry)
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))  # It wants data and GPUs.
+
+    trainer = ours.MedusaPPOTrainerSync(config)
+
+    after = OmegaConf.to_container(config)
+    before["trainer"]["v1"]["trainer_mode"] = "sync"  # The name under which verl knows this mode.
+    assert trainer.medusa is None and after == before
+    assert replicas == RolloutReplicaRegistry._registry
+    plain = PPOTrainer.__new__(PPOTrainerSync)
+    plain.config = config
+    for each in (trainer, plain):
+        each._init_resource_pool_mgr()
+    assert {role: kind_of(kind) for role, kind in trainer.role_worker_mapping.items()} == {
+        role: kind_of(kind) for role, kind in plain.role_worker_mapping.items()
+    }
+
+
+def kind_of(remote_class: Any) -> str:
+    """The class under Ray's wrapper."""
+    inner = remote_class.__ray_metadata__.modified_class.__mro__[1]
+    return f"{inner.__module__}.{inner.__qualname__}"
+
+
+@pytest.mark.parametrize("method", ["on_init_end", "on_step_end", "_compute_old_log_prob", "_update_actor", "fit"])
+def test_its_methods_then_only_call_verls(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl.trainer.ppo.v1  # noqa: F401
+
+    ours = sys.modules["medusa_ppo.loops.verl"]
+    trainer = object.__new__(ours.MedusaPPOTrainerSync)
+    trainer.medusa = None
+    calls: list[Any] = []
+
+    def theirs(self: Any, *arguments: Any) -> str:
+        calls.append(arguments)
+        return "theirs"
+
+    monkeypatch.setattr(ours.PPOTrainerSync, method, theirs)
+    arguments = {"_compute_old_log_prob": ("batch", {}), "_update_actor": ("batch", {}), "fit": ("manager",)}.get(method, ())
+    answer = getattr(trainer, method)(*arguments)
+    assert calls == [arguments] and vars(trainer) == {"medusa": None}
+    assert answer == ("theirs" if method.startswith("_") else None)

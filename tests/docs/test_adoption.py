@@ -1,0 +1,92 @@
+"""What the README and docs/hooks.md show as the change to a user's script: short, and true of the code as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from medusa_ppo.config import known_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_LINES = 5
+LOOPS = ("own", "TRL", "verl", "OpenRLHF")
+
+
+def diffs(page: str) -> list[list[str]]:
+    """Lines of each diff on a page."""
+    return [block.splitlines() for block in re.findall(r"```diff\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)]
+
+
+def parts(lines: list[str]) -> list[list[str]]:
+    """A diff that shows several loops, cut at its empty lines."""
+    found: list[list[str]] = [[]]
+    for line in lines:
+        found.append([]) if not line.strip() else found[-1].append(line)
+    return [part for part in found if part]
+
+
+def adoptions() -> dict[str, list[str]]:
+    """The README's change for each loop."""
+    shown = [part for lines in diffs("README.md") for part in parts(lines)]
+    assert len(shown) == len(LOOPS)
+    return dict(zip(LOOPS, shown, strict=True))
+
+
+def added(lines: list[str]) -> list[str]:
+    return [line[1:].strip() for line in lines if line.startswith("+")]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_is_adopted_with_few_lines(loop: str) -> None:
+    lines = adoptions()[loop]
+    assert 1 <= len(added(lines)) <= MOST_LINES
+    assert any(not line.startswith(("+", "-", " #")) or line.startswith("-") for line in lines), "the user's own script is not shown"
+
+
+def test_the_hooks_page_says_how_many_lines_and_shows_as_many() -> None:
+    text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    said = {anchor: int(count) for count, anchor in re.findall(r"\| \[(\d)\]\(#([a-z-]+)\)", text)}
+    assert said.keys() >= {"any-loop", "trl", "verl", "openrlhf"}
+    for heading, body in re.findall(r"\n## ([^\n]+)\n(.*?)(?=\n## |\Z)", text, re.DOTALL):
+        anchor, block = heading.lower().replace(" ", "-"), re.search(r"```diff\n(.*?)```", body, re.DOTALL)
+        if anchor in said and block:
+            assert said[anchor] == len(added(block[1].splitlines())) <= MOST_LINES, heading
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hooks.md"])
+def test_what_is_imported_and_called_exists(page: str) -> None:
+    seen = 0
+    for lines in diffs(page):
+        for line in added(lines):
+            imported = re.fullmatch(r"from (medusa_ppo[\w.]*) import (\w+)", line)
+            run = re.match(r"python -m (medusa_ppo[\w.]+) (--\w+)", line)
+            if imported:
+                module, name = imported.groups()
+                names = {node.name for node in ast.parse(source(module)).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+                assert name in names or f'"{name}"' in source(module), line
+            elif run:
+                assert f'"{run[2]}"' in source(run[1]) and '__name__ == "__main__"' in source(run[1]), line
+            elif re.match(r"\+?medusa\.|trainer\.", line):
+                for option in line.rstrip("\\").split():
+                    key = option.lstrip("+").partition("=")[0]
+                    assert key == "trainer.v1.trainer_mode" or key.removeprefix("medusa.") in known_keys(), option
+            else:
+                continue
+            seen += 1
+    assert seen >= 4
+
+
+def source(module: str) -> str:
+    path = ROOT / module.replace(".", "/")
+    return (path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py").read_text(encoding="utf-8")
+
+
+def test_the_trl_example_is_a_plain_script_but_for_the_lines_shown() -> None:
+    """Its lines that name us, less those that set the actor and the settings of the plug-in."""
+    text = (ROOT / "examples" / "trl_grpo.py").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if "Medusa" in line]
+    assert lines == ["from medusa_ppo.loops.trl import MedusaGRPOTrainer", "trainer = MedusaGRPOTrainer("]
+    assert "medusa=medusa" in text
