@@ -1,4 +1,4 @@
-"""The probe after a swap: what the engine would draft now, against the file's heads computed plainly.
+"""Before a swap: do the new heads fit? After it, the probe: what the engine would draft now, against the file's heads computed plainly.
 
 The checksum says that the right bytes came, and the read-back that they stand in the parameters. Drafts may still be made of
 something else: packed copies of the heads before, heads in another order. So a few fixed states are drafted for by the path that serves,
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from heads.config import HeadsConfig
+from heads.errors import SwapError
 from heads.modules import rms_normalise
 from medusa_ppo.serving.drafting import Draft, RequestSampling
 
@@ -46,6 +47,36 @@ class Plain:
     dtype: torch.dtype
     draft_temperature: float = 1.0
     ids_W: torch.Tensor | None = None
+
+
+def check_finite(state: Mapping[str, torch.Tensor]) -> None:
+    """For tensors that changed their dtype: a large float32 may become infinite. (load_state has checked the file.)"""
+    for name, tensor in state.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise SwapError(
+                "NaN or infinity in the new heads; the serving ones stay.", given=name, expected="finite numbers", do="Do not publish them."
+            )
+
+
+def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
+    """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
+    missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
+    if missing or unknown:
+        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
+        raise SwapError(
+            "The tensors are not those of the serving heads, which stay.",
+            given=given,
+            expected=f"{len(serving)} tensors",
+            do="Same kind and K.",
+        )
+    for name, shape in serving.items():
+        if tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point():
+            raise SwapError(
+                "A tensor does not fit the serving heads, which stay.",
+                given=f"{name} {tuple(state[name].shape)} {state[name].dtype}",
+                expected=f"{tuple(shape)} floating point",
+                do="Swap in heads of the same sizes.",
+            )
 
 
 def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from heads.errors import CheckpointError, ConfigError, SwapError
 from heads.modules import MedusaHeads
 from heads.tensorfile import crc
 from medusa_ppo.serving.choice import DraftChooser
-from medusa_ppo.serving.confirm import Plain, find_difference, fixed_inputs, greedy_sampling
+from medusa_ppo.serving.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, greedy_sampling
 from medusa_ppo.serving.drafting import Draft, DraftProbs, RequestSampling, draft_tokens
 from medusa_ppo.serving.engine import other_bytes
 from medusa_ppo.serving.internals import (
@@ -306,9 +306,9 @@ class MedusaProposer(StockMedusaProposer):
                 expected="a file of save_state",
                 do=str(error.do),
             ) from error
-        _check_fit(heads.config.tensor_shapes(), state, path)
+        check_fit(heads.config.tensor_shapes(), state, path)
         cast = {name: state[name].to(self.dtype) for name in state}
-        _check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
+        check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
         if checked is not None and crc(state) != checked.crc:
             raise other_bytes(path)
         digest = checked.checksum if checked is not None else checksum(state)
@@ -379,32 +379,3 @@ def fingerprint(heads: nn.Module) -> tuple[int, ...]:
 
 def _same(value: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(value.cpu(), expected)
-
-
-def _check_finite(state: Mapping[str, torch.Tensor]) -> None:
-    """For tensors that changed their dtype: a large float32 may become infinite. (load_state has checked the file.)"""
-    for name, tensor in state.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise SwapError(
-                "NaN or infinity in the new heads; the serving ones stay.", given=name, expected="finite numbers", do="Do not publish them."
-            )
-
-
-def _check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
-    missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
-    if missing or unknown:
-        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
-        raise SwapError(
-            "The tensors are not those of the serving heads, which stay.",
-            given=given,
-            expected=f"{len(serving)} tensors",
-            do="Same kind and K.",
-        )
-    for name, shape in serving.items():
-        if tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point():
-            raise SwapError(
-                "A tensor does not fit the serving heads, which stay.",
-                given=f"{name} {tuple(state[name].shape)} {state[name].dtype}",
-                expected=f"{tuple(shape)} floating point",
-                do="Swap in heads of the same sizes.",
-            )
