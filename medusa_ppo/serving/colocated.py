@@ -62,6 +62,7 @@ class ColocatedEngine(base.WorkerEngine):
         from vllm import SamplingParams
 
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
+        llm = self._running()
         if self._actor_lost:
             raise EngineError(
                 "The engine has thrown the actor away.",
@@ -82,7 +83,7 @@ class ColocatedEngine(base.WorkerEngine):
         before = self.counters()
         started = time.perf_counter()
         with _engine_errors("generating"):
-            outputs = self._running().generate(requests, params, use_tqdm=False)
+            outputs = llm.generate(requests, params, use_tqdm=False)
         seconds = time.perf_counter() - started
         responses = tuple(_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs))
         rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)

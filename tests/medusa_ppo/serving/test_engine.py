@@ -380,9 +380,10 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
 
 
 def test_the_probe_leaves_the_engines_random_numbers_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    state = actor.random_heads(seed=4).trainable_state()
     engine.set_drafting(sampled=True)
     before = torch.get_rng_state()
-    swap(engine, actor.random_heads(seed=4).trainable_state(), tmp_path / "heads.safetensors", 4)
+    swap(engine, state, tmp_path / "heads.safetensors", 4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
