@@ -381,6 +381,11 @@ def _check_agreement(config: RunConfig) -> None:
             expected="companion.num_gpus > 0, a share is enough",
             do="Give the companion a share of a GPU, or remove companion.offload.",
         )
+    _check_engine(engine)
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    """The same for what the engine's fields say of each other."""
     if engine.url and engine.backend != "server":
         raise ConfigError(
             "engine.url is only read by the server backend.",
