@@ -248,6 +248,7 @@ def _build(sizes: LlamaSizes, ranks: int, stages: int) -> GPTModel:
         pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=stages > 1,
+        moe_token_dispatcher_type="alltoall",  # Not used; the default refuses sequences of several lengths.
         # Losses are divided by the tokens of the whole minibatch before they come here: sums, never means of means.
         calculate_per_token_loss=True,
     )
