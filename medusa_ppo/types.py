@@ -9,7 +9,9 @@ head k at row m predicts `response_ids_M[m + k]` of the same sequence. Prompts a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -135,6 +137,21 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """All responses of a batch that several workers hold a part of each.
+
+    Attributes:
+        lengths_S: int64, response tokens of every response, in order.
+        prompts_S: int64, which prompt each answers; None: each its own.
+        first: number of the part's first response. A part is a stretch of responses that follow each other, or none.
+    """
+
+    lengths_S: torch.Tensor
+    prompts_S: torch.Tensor | None
+    first: int
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """Packed training data for the companion; see the module's docstring for the coordinates.
 
@@ -147,6 +164,7 @@ class RolloutBatch:
         temperature: temperature the behaviour log-probs were taken at.
         prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one prompt are much alike.
         top_k, top_p: how the responses were cut when they were sampled; 0 and 1: not at all.
+        whole: the batch that this is one worker's part of; None: it is all there is. Only a part may be empty.
     """
 
     hidden_MD: torch.Tensor
@@ -158,11 +176,12 @@ class RolloutBatch:
     prompts_S: torch.Tensor | None = None
     top_k: int = 0
     top_p: float = 1.0
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         rows = self.hidden_MD.shape[0]
         total = int(self.lengths_S.sum()) if self.lengths_S.numel() else 0
-        if rows == 0:
+        if rows == 0 and self.whole is None:
             raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
         if not rows == self.response_ids_M.shape[0] == self.logprobs_M.shape[0] == total:
             raise DataError(
@@ -181,14 +200,79 @@ class RolloutBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S)
-        return sum(t.numel() * t.element_size() for t in parts)
+        """Bytes of all tensors; of a part: of the whole batch, so that all workers keep and forget the same."""
+        lengths_S = self.lengths_S if self.whole is None else self.whole.lengths_S
+        row = self.hidden_MD.shape[1] * self.hidden_MD.element_size() + self.response_ids_M.element_size() + self.logprobs_M.element_size()
+        return int(lengths_S.sum()) * row + lengths_S.numel() * lengths_S.element_size()
 
     def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
         """The batch of the given sequences (int64 indices), in that order."""
+        return self._take(sequences_S, None)
+
+    def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
+        """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
+
+        Parts of one batch are split as the whole is.
+
+        Returns:
+            (training, holdout); the holdout is None where there is one prompt only.
+        """
+        whole = self.whole or Whole(self.lengths_S, self.prompts_S, 0)
+        prompts_S = torch.arange(whole.lengths_S.numel()) if whole.prompts_S is None else whole.prompts_S
+        groups = prompts_S.unique()
+        if groups.numel() < 2:
+            return self, None
+        held = min(max(1, round(fraction * groups.numel())), groups.numel() - 1)
+        order = groups[torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))]
+        held_S = torch.isin(prompts_S, order[:held])
+        return self._chosen(~held_S, whole), self._chosen(held_S, whole)
+
+    def split(self, count: int) -> tuple[RolloutBatch, ...]:
+        """Cut into parts for so many workers, of about as many tokens each. Their rows are views of these."""
+        ends_S = self.lengths_S.cumsum(0)
+        marks = torch.arange(1, count) * int(ends_S[-1]) / count
+        cuts = [0, *(torch.searchsorted(ends_S - self.lengths_S / 2, marks)).tolist(), ends_S.numel()]
+        rows = [0, *ends_S.tolist()]
+        return tuple(
+            replace(
+                self,
+                hidden_MD=self.hidden_MD[rows[first] : rows[last]],
+                response_ids_M=self.response_ids_M[rows[first] : rows[last]],
+                logprobs_M=self.logprobs_M[rows[first] : rows[last]],
+                lengths_S=self.lengths_S[first:last],
+                prompts_S=None if self.prompts_S is None else self.prompts_S[first:last],
+                whole=Whole(self.lengths_S, self.prompts_S, first),
+            )
+            for first, last in pairwise(cuts)
+        )
+
+    @staticmethod
+    def join(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Neighbouring parts as one."""
+        if len(parts) == 1:
+            return parts[0]
+        prompts = [part.prompts_S for part in parts if part.prompts_S is not None]
+        return replace(
+            parts[0],
+            hidden_MD=torch.cat([part.hidden_MD for part in parts]),
+            response_ids_M=torch.cat([part.response_ids_M for part in parts]),
+            logprobs_M=torch.cat([part.logprobs_M for part in parts]),
+            lengths_S=torch.cat([part.lengths_S for part in parts]),
+            prompts_S=torch.cat(prompts) if prompts else None,
+        )
+
+    def _chosen(self, chosen_S: torch.Tensor, whole: Whole) -> RolloutBatch:
+        """Some of all responses (bool mask over the whole): those of them that are here."""
+        here_S = chosen_S[whole.first : whole.first + self.lengths_S.numel()].nonzero()[:, 0]
+        if self.whole is None:
+            return self.select(here_S)
+        prompts_S = None if whole.prompts_S is None else whole.prompts_S[chosen_S]
+        return self._take(here_S, Whole(whole.lengths_S[chosen_S], prompts_S, int(chosen_S[: whole.first].sum())))
+
+    def _take(self, sequences_S: torch.Tensor, whole: Whole | None) -> RolloutBatch:
         ends = self.lengths_S.cumsum(0)
-        rows = torch.cat([torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()])
+        spans = [torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()]
+        rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         return replace(
             self,
             hidden_MD=self.hidden_MD[rows],
@@ -196,22 +280,8 @@ class RolloutBatch:
             logprobs_M=self.logprobs_M[rows],
             lengths_S=self.lengths_S[sequences_S],
             prompts_S=None if self.prompts_S is None else self.prompts_S[sequences_S],
+            whole=whole,
         )
-
-    def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
-        """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
-
-        Returns:
-            (training, holdout); the holdout is None where there is one prompt only.
-        """
-        prompts_S = torch.arange(self.lengths_S.numel()) if self.prompts_S is None else self.prompts_S
-        groups = prompts_S.unique()
-        if groups.numel() < 2:
-            return self, None
-        held = min(max(1, round(fraction * groups.numel())), groups.numel() - 1)
-        order = groups[torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))]
-        held_S = torch.isin(prompts_S, order[:held])
-        return self.select((~held_S).nonzero()[:, 0]), self.select(held_S.nonzero()[:, 0])
 
 
 @dataclass(frozen=True)
@@ -263,6 +333,7 @@ class CompanionStatus:
     upper: ReplayRow | None = None
     error: str = ""
     losses: tuple[float, ...] = field(default=())
+    workers: int = 1
 
 
 @dataclass(frozen=True)

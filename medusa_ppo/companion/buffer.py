@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
-from medusa_ppo.types import RolloutBatch
+
+class Sized(Protocol):
+    """Something that knows its bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
-class BoundedQueue:
+Item = TypeVar("Item", bound=Sized)
+
+
+class BoundedQueue(Generic[Item]):
     """First in, first out, for any number of threads. Nobody ever waits to put something in."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -17,14 +26,14 @@ class BoundedQueue:
             max_bytes: most bytes of all waiting batches together.
         """
         self.max_bytes = max_bytes
-        self._batches: deque[RolloutBatch] = deque()
+        self._batches: deque[Item] = deque()
         self._nbytes = 0
         self._dropped = 0
         self._peak = 0
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, batch: RolloutBatch) -> int:
+    def put(self, batch: Item) -> int:
         """Append a batch; the oldest ones go until it fits. A batch that is larger than the whole budget is dropped itself.
 
         Returns:
@@ -45,7 +54,7 @@ class BoundedQueue:
             self._changed.notify()
             return dropped
 
-    def get(self, timeout_s: float | None = None) -> RolloutBatch | None:
+    def get(self, timeout_s: float | None = None) -> Item | None:
         """Take the oldest batch; None when the time is up or the queue is closed and empty.
 
         Args:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
+from medusa_ppo.companion.team import Team
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
@@ -48,16 +48,6 @@ class TrainReport:
     problem: str = ""
 
 
-class Team(Protocol):
-    """Other processes that train the same heads on other rows, and take every optimizer step together with this one."""
-
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by the sum of everybody's, in place."""
-
-    def most(self, count: int) -> int:
-        """The largest of everybody's counts."""
-
-
 @dataclass(frozen=True)
 class Positions:
     """A batch with everything that its rows need for any loss, looked up once.
@@ -68,7 +58,7 @@ class Positions:
         condition_MK: tokens since h_t (conditioned kinds), else None.
         logprobs_MK: behaviour log-probs of the targets.
         teacher_rows_MK: row whose state gives the actor's own distribution of the target.
-        usable_N: rows with at least one target.
+        usable_N: rows with at least one target; of a part: of the whole batch, -1 for rows that it does not have.
         temperature: sampling temperature of the rollouts.
     """
 
@@ -95,11 +85,21 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions
         condition_ids(batch.response_ids_M, segment_M, num_heads) if conditioned else None,
         head_logprobs(batch.logprobs_M, segment_M, num_heads),
         head_teacher_rows(segment_M, num_heads),
-        mask_MK.any(1).nonzero().squeeze(1),
+        _among_all(mask_MK.any(1).nonzero().squeeze(1), batch),
         batch.temperature,
         batch.top_k,
         batch.top_p,
     )
+
+
+def _among_all(usable_N: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    """The usable rows of a part at their places among those of the whole batch; -1 at the others' places."""
+    if batch.whole is None:
+        return usable_N
+    usable_S = batch.whole.lengths_S - 1  # All but a response's last row.
+    all_N, first = torch.full((int(usable_S.sum()),), -1), int(usable_S[: batch.whole.first].sum())
+    all_N[first : first + usable_N.numel()] = usable_N
+    return all_N
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
@@ -200,6 +200,10 @@ class HeadsTrainer:
         mean_K = torch.stack(losses).double().mean(0)
         return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started)
 
+    def join(self, team: Team | None) -> None:
+        """From now on, sum gradients with these processes; None: with nobody."""
+        self._team = team
+
     def reseed(self, seed: int) -> None:
         """Begin the order of the positions anew."""
         self._generator.manual_seed(seed)
@@ -226,11 +230,12 @@ class HeadsTrainer:
                     for group in self._optimizer.param_groups:
                         group["lr"] = self._config.learning_rate * self._schedule(step)
                 loss = self._loss.at(step)
-                losses.append(self._step([source for source, _ in sources], picks[start : start + rows], loss))
+                here = picks[start : start + rows]
+                losses.append(self._step([source for source, _ in sources], here[here[:, 1] >= 0], loss))
         return losses, int(sources[0][0].usable_N.numel())
 
     def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
-        """(source, row) pairs of one epoch in random order, int64 `[N, 2]`."""
+        """(source, row) pairs of one epoch in random order, int64 `[N, 2]`: the same order in all parts of a batch."""
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
@@ -305,6 +310,8 @@ class HeadsTrainer:
 
     def _check(self, batch: RolloutBatch) -> None:
         config = self.heads.config
+        if not batch.response_ids_M.numel():
+            return  # A part without a response.
         width = batch.hidden_MD.shape[1]
         low, high = int(batch.response_ids_M.min()), int(batch.response_ids_M.max())
         if width != config.hidden_size or low < 0 or high >= config.vocab_size:

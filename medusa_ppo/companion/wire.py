@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.types import RolloutBatch, Whole
 
 _AS_INT16 = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -23,6 +23,15 @@ class PackedTensor:
 
     array: np.ndarray
     dtype: str = ""
+
+
+@dataclass(frozen=True)
+class PackedWhole:
+    """A Whole on its way."""
+
+    lengths: PackedTensor
+    prompts: PackedTensor | None
+    first: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class PackedBatch:
     prompts: PackedTensor | None = None
     top_k: int = 0
     top_p: float = 1.0
+    whole: PackedWhole | None = None
 
 
 def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
@@ -58,6 +68,7 @@ def unpack_tensor(packed: PackedTensor) -> torch.Tensor:
 
 def pack_batch(batch: RolloutBatch) -> PackedBatch:
     """Wrap a batch without copying."""
+    whole = batch.whole
     return PackedBatch(
         pack_tensor(batch.hidden_MD),
         pack_tensor(batch.response_ids_M),
@@ -65,14 +76,16 @@ def pack_batch(batch: RolloutBatch) -> PackedBatch:
         pack_tensor(batch.lengths_S),
         batch.policy_version,
         batch.temperature,
-        None if batch.prompts_S is None else pack_tensor(batch.prompts_S),
+        _pack_if_there(batch.prompts_S),
         batch.top_k,
         batch.top_p,
+        None if whole is None else PackedWhole(pack_tensor(whole.lengths_S), _pack_if_there(whole.prompts_S), whole.first),
     )
 
 
 def unpack_batch(packed: PackedBatch) -> RolloutBatch:
     """The batch again, on the same memory. Treat its tensors as read-only."""
+    whole = packed.whole
     return RolloutBatch(
         unpack_tensor(packed.hidden),
         unpack_tensor(packed.response_ids),
@@ -80,7 +93,16 @@ def unpack_batch(packed: PackedBatch) -> RolloutBatch:
         unpack_tensor(packed.lengths),
         packed.policy_version,
         packed.temperature,
-        None if packed.prompts is None else unpack_tensor(packed.prompts),
+        _unpack_if_there(packed.prompts),
         packed.top_k,
         packed.top_p,
+        None if whole is None else Whole(unpack_tensor(whole.lengths), _unpack_if_there(whole.prompts), whole.first),
     )
+
+
+def _pack_if_there(tensor: torch.Tensor | None) -> PackedTensor | None:
+    return None if tensor is None else pack_tensor(tensor)
+
+
+def _unpack_if_there(packed: PackedTensor | None) -> torch.Tensor | None:
+    return None if packed is None else unpack_tensor(packed)
