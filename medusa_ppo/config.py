@@ -19,6 +19,7 @@ from heads.errors import ConfigError
 
 MAX_SUGGESTIONS = 1
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
+Layout = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 class Section(BaseModel):
@@ -81,6 +82,8 @@ class EngineConfig(Section):
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     resource: str = ""
     """Ray resource of the nodes for engines (`ray start --resources`); empty: any node (backend `colocated` only)."""
+    placement: Layout | Literal[""] = ""
+    """Reserve room for all replicas at once, laid out over nodes like this; empty: each finds its own (backend `colocated` only)."""
     url: str = ""
     """Address of a running server, or one for each replica with commas between; empty: start them (backend `server` only)."""
     host: str = "127.0.0.1"
@@ -176,13 +179,17 @@ class CompanionConfig(Section):
     hang_s: float = Field(300.0, gt=0)
     """A companion that answers nothing for so many seconds is ended and started again."""
     cores: tuple[int, ...] = ()
-    """CPU cores that the companion is pinned to; empty: any."""
+    """CPU cores that the companion's workers are pinned to; empty: any."""
     niceness: int = Field(5, ge=0, le=19)
     """Added to the companion's niceness, so that PPO goes first where both want a core."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the companion."""
+    """CPU threads of the companion, of each worker."""
     num_gpus: float = Field(0.0, ge=0)
-    """GPUs (or a share of one) that Ray gives to the companion."""
+    """GPUs (or a share of one) that Ray gives to the companion, to each worker."""
+    workers: int = Field(1, ge=1)
+    """Processes that share each batch and every optimizer step; the heads come out the same."""
+    placement: Layout = "pack"
+    """How several workers are laid out over nodes; room for all is reserved at once."""
     resource: str = ""
     """Ray resource of the nodes for the companion (`ray start --resources`); empty: any node."""
 
@@ -311,6 +318,20 @@ def _check_agreement(config: RunConfig) -> None:
             given=f"ppo.minibatch_size={ppo.minibatch_size}, ppo.micro_batch_size={ppo.micro_batch_size}",
             expected="minibatch_size divisible by micro_batch_size",
             do="Change one of the two.",
+        )
+    if engine.placement and (engine.replicas == 1 or engine.backend == "server"):
+        raise ConfigError(
+            "engine.placement reserves room for several engines in Ray actors.",
+            given=f"engine.placement={engine.placement}, engine.replicas={engine.replicas}, engine.backend={engine.backend}",
+            expected="replicas above 1 and backend colocated",
+            do="Remove engine.placement, or correct the others.",
+        )
+    if config.companion.workers > 1 and config.companion.save_replay:
+        raise ConfigError(
+            "Batches kept for replay can't be saved where several workers have a part of each.",
+            given=f"companion.workers={config.companion.workers}, companion.save_replay=true",
+            expected="save_replay with one worker only",
+            do="Remove companion.save_replay: a resumed run then begins with an empty replay.",
         )
     if engine.url and engine.backend != "server":
         raise ConfigError(
