@@ -31,6 +31,7 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
     values: dict[str, Any] = {
         names.COMPANION_TRAINED_TOKENS: status.trained_tokens,
         names.COMPANION_DROPPED: status.batches_dropped,
+        names.COMPANION_WORKERS: status.workers,
         names.VERSIONS_PUBLISHED: status.versions_published,
     }
     if status.last_loss == status.last_loss:  # not NaN: something was trained

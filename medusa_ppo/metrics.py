@@ -55,6 +55,7 @@ COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook wait
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"  # Positions trained on so far.
 COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
 COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far because the queue was full.
+COMPANION_WORKERS = "companion_workers"  # Processes that train the heads together now; fewer than configured while one is replaced.
 VERSIONS_PUBLISHED = "versions_published"  # Head versions published so far.
 
 
