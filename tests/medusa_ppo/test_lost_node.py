@@ -22,8 +22,7 @@ from medusa_ppo.serving.make import make_engine
 from medusa_ppo.serving.pool import EnginePool
 
 MEMORY = 200 * 1024**2
-# Room for one engine and one worker of the companion.
-NODE = {"num_cpus": 2, "resources": {"engines": 0.001, "companion": 0.001}, "object_store_memory": MEMORY}
+NODE = {"num_cpus": 2, "resources": {"engines": 1, "companion": 1}, "object_store_memory": MEMORY}
 STEPS, LOST_AT, BACK_AT = 10, 3, 6
 REWARD = """
 def even(prompt, response, row):
@@ -33,7 +32,7 @@ def even(prompt, response, row):
 
 @pytest.fixture
 def three_nodes() -> Iterator[Cluster]:
-    """A head node for the caller, and two with room for an engine and a worker each."""
+    """A head node for the caller, and two for engines and workers of the companion."""
     assert not ray.is_initialized()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False})
     try:
@@ -110,7 +109,7 @@ def test_a_run_loses_a_node_and_catches_up(
                 "memory_fraction": 0.05,
                 "replicas": 2,
                 "resource": "engines",
-                "placement": "spread",
+                "placement": "strict_spread",  # One on each node: what is lost can't come back beside the other.
             },
             "heads": {"num_heads": 3},
             "companion": {
