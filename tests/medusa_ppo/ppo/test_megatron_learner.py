@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,11 +156,10 @@ def test_the_tap_gives_the_states_that_lm_head_reads(pair: Pair, make_rollouts) 
         torch.testing.assert_close(logprobs_R, scores.logprobs_SR[s, : len(ids_R)], **CLOSE)
 
 
-def test_a_sync_carries_the_ranks_weights(pair: Pair, sampling_engine) -> None:
-    engine = sampling_engine(pair.plain.actor)
+def test_a_sync_carries_the_ranks_weights(pair: Pair) -> None:
+    taken: list[dict[str, torch.Tensor]] = []
+    engine: Any = SimpleNamespace(sync_actor=lambda path, version: taken.append(load_state(path)))
     with ActorSync(engine) as sync:
-        taken = []
-        engine.sync_actor = lambda path, version: taken.append(load_state(path))
         sync(pair.ranked.actor, 1)
         assert sync.nbytes > sum(tensor.numel() * 4 for tensor in taken[0].values()) and sync.collect_s > 0
     for name, tensor in pair.ranked.actor.tensors(torch.float32):
