@@ -2,8 +2,8 @@
 
 All methods may be called from any thread; `submit` by one at a time, so that batches keep their order (the client sees to it).
 
-After a crash Ray builds the service again from the same arguments. It finds the marker that the first one left beside the published
-versions, and goes on from the last saved state and the last published version.
+After a crash Ray builds the service again from the same arguments, perhaps on another node. It finds the marker that the first one left
+in the run's folder, and goes on from the last saved state and, on the same node, the last published version.
 """
 
 from __future__ import annotations
@@ -263,22 +263,25 @@ class CompanionService:
 
     def _begin(self, arguments: ServiceArguments) -> None:
         """A first start, a resumed run, or a restart after a crash."""
-        marker = Path(arguments.publish_dir) / MARKER
+        # Without a run's folder the versions on this node are all there is.
+        marker = (self._run_dir / "companion" if self._run_dir else Path(arguments.publish_dir)) / MARKER
+        again = marker.is_file() and marker.read_text() == arguments.publish_dir  # Not what an earlier run left.
         folder = Path(arguments.resume_from) if arguments.resume_from else None
-        if marker.exists():
+        if again:
             logger.warning("The companion was started again after its process ended.")
             if self._run_dir is not None and (self._run_dir / "companion" / STATE_FILE).is_file():
                 folder = self._run_dir / "companion"
         if folder is not None:
             self._take_over(load_state(folder / STATE_FILE))
-        if not marker.exists():
+        if not again:
             self._own_saved_state(resumed=folder is not None)
         newest = self._publisher.newest()
         if newest is not None and newest[0] > self._learner.version:
             self._learner.adopt(*newest)
         if self._learner.version > 0:
             self._publish()
-        marker.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(arguments.publish_dir)
 
     def _own_saved_state(self, resumed: bool) -> None:
         """What an earlier run, or the part of this one that is done again, left here must not be what a crash goes back to."""
