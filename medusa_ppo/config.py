@@ -20,6 +20,7 @@ from heads.errors import ConfigError
 MAX_SUGGESTIONS = 1
 TEACHER_LOSSES = ("kl", "kl_tv")  # They read the actor's own distribution.
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
+Layout = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 class Section(BaseModel):
@@ -107,6 +108,8 @@ class EngineConfig(Section):
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     resource: str = ""
     """Ray resource of the nodes for engines (`ray start --resources`); empty: any node (backend `colocated` only)."""
+    placement: Layout | Literal[""] = ""
+    """Reserve room for all replicas at once, laid out over nodes like this; empty: each finds its own (backend `colocated` only)."""
     url: str = ""
     """Address of a running server, or one for each replica with commas between; empty: start them (backend `server` only)."""
     host: str = "127.0.0.1"
@@ -214,15 +217,19 @@ class CompanionConfig(Section):
     hang_s: float = Field(300.0, gt=0)
     """A companion that answers nothing for so many seconds is ended and started again."""
     cores: tuple[int, ...] = ()
-    """CPU cores that the companion is pinned to; empty: any."""
+    """CPU cores that the companion's workers are pinned to; empty: any."""
     niceness: int = Field(5, ge=0, le=19)
     """Added to the companion's niceness, so that PPO goes first where both want a core."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the companion."""
+    """CPU threads of the companion, of each worker."""
     num_gpus: float = Field(0.0, ge=0)
-    """GPUs (or a share of one) that Ray gives to the companion."""
+    """GPUs (or a share of one) that Ray gives to the companion, to each worker."""
     offload: bool = False
     """Between batches heads, optimizer and tables lie in the host's memory, so that the GPU's is free for others."""
+    workers: int = Field(1, ge=1)
+    """Processes that share each batch and every optimizer step; the heads come out the same."""
+    placement: Layout = "pack"
+    """How several workers are laid out over nodes; room for all is reserved at once."""
     resource: str = ""
     """Ray resource of the nodes for the companion (`ray start --resources`); empty: any node."""
 
@@ -382,10 +389,18 @@ def _check_agreement(config: RunConfig) -> None:
             do="Give the companion a share of a GPU, or remove companion.offload.",
         )
     _check_engine(engine)
+    _check_workers(config.companion)
 
 
 def _check_engine(engine: EngineConfig) -> None:
     """The same for what the engine's fields say of each other."""
+    if engine.placement and (engine.replicas == 1 or engine.backend == "server"):
+        raise ConfigError(
+            "engine.placement reserves room for several engines in Ray actors.",
+            given=f"engine.placement={engine.placement}, engine.replicas={engine.replicas}, engine.backend={engine.backend}",
+            expected="replicas above 1 and backend colocated",
+            do="Remove engine.placement, or correct the others.",
+        )
     if engine.url and engine.backend != "server":
         raise ConfigError(
             "engine.url is only read by the server backend.",
@@ -407,6 +422,19 @@ def _check_engine(engine: EngineConfig) -> None:
             expected="as many addresses as replicas, with commas between",
             do="Correct one of the two.",
         )
+
+
+def _check_workers(companion: CompanionConfig) -> None:
+    """Refuse what several workers can't do: each has only a part of every batch."""
+    for name in ("save_replay", "positions", "offload"):
+        value, default = getattr(companion, name), CompanionConfig.model_fields[name].default
+        if companion.workers > 1 and value != default:
+            raise ConfigError(
+                f"companion.{name}={value} needs a companion of one worker only.",
+                given=f"companion.workers={companion.workers}, companion.{name}={value}",
+                expected=f"companion.workers=1 or companion.{name}={default}",
+                do="Change one of the two.",
+            )
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

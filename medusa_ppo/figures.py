@@ -33,6 +33,7 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
         names.COMPANION_DROPPED: status.batches_dropped,
         names.COMPANION_RESTARTS: status.restarts,
         names.COMPANION_STEPS: status.optimizer_steps,
+        names.COMPANION_WORKERS: status.workers,
         names.VERSIONS_PUBLISHED: status.versions_published,
     }
     if status.reason:

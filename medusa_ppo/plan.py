@@ -176,25 +176,30 @@ def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[
     elif section.backend == "server":
         where = "a vllm serve process on the PPO loop's node"
     else:
-        where = f"a Ray actor, {_place(section.resource)}"
+        where = f"a Ray actor, {_place(section.resource, section.placement)}"
     share = (section.memory_fraction if ranks == 1 else float(ranks)) if gpus else 0.0
     return Process("engine" if ranks == 1 else f"engine of {ranks} ranks", section.replicas, where, share, sum(parts.values()), parts)
 
 
 def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
     section = config.companion
+    workers = section.workers
     parts = {
         "heads, optimizer, tables": companion_bytes(heads, model),
-        "waiting batches, at most": section.queue_bytes,
+        "waiting batches, at most": section.queue_bytes // workers,
     }
     if section.replay_versions:
-        parts["batches kept for replay, at most"] = section.replay_bytes
-    where = f"a Ray actor, {_place(section.resource)}{', on the GPU only while it trains' if section.offload and gpus else ''}"
-    return Process("companion", 1, where, section.num_gpus if gpus else 0.0, sum(parts.values()), parts)
+        parts["batches kept for replay, at most"] = section.replay_bytes // workers
+    where = f"a Ray actor, {_place(section.resource, section.placement if workers > 1 else '')}"
+    where += ", on the GPU only while it trains" if section.offload and gpus else ""
+    name = "companion" if workers == 1 else "companion worker"
+    return Process(name, workers, where, section.num_gpus if gpus else 0.0, sum(parts.values()), parts)
 
 
-def _place(resource: str) -> str:
-    return f"on a node with the Ray resource {resource!r}" if resource else "on any node"
+def _place(resource: str, layout: str = "") -> str:
+    """Where Ray looks for room: for each process by itself, or for all at once."""
+    node = f"on a node with the Ray resource {resource!r}" if resource else "on any node"
+    return f"{node}; one placement group for all ({layout})" if layout else node
 
 
 def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> list[Move]:
@@ -209,12 +214,16 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         if config.companion.enabled:
             moves.append(Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens)))
     if config.companion.enabled:
+        workers = config.companion.workers
+        to = "PPO loop to companion" if workers == 1 else "PPO loop to each companion worker"
         tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
         moves += [
-            Move("hidden states", "PPO loop to companion", _batch_bytes(config, model, tokens)),
-            Move("lm_head" + " and embedding" * heads.needs_embedding, "PPO loop to companion", FLOAT32 * tables),
+            Move("hidden states" + " of its part" * (workers > 1), to, _batch_bytes(config, model, tokens) // workers, workers),
+            Move("lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers),
             Move("heads, when better ones are there", "companion to each engine", FLOAT32 * heads_parameters(heads), engines),
         ]
+        if workers > 1:
+            moves.append(Move("gradients, summed", "between companion workers", FLOAT32 * heads_parameters(heads), _sums(config, tokens)))
     return moves
 
 
@@ -225,6 +234,13 @@ def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
         return hidden_bytes(model, tokens)
     kept = round(tokens * (section.holdout_fraction + (1 - section.holdout_fraction) * section.position_share))
     return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32  # Each token has a weight.
+
+
+def _sums(config: RunConfig, tokens: int) -> int:
+    """Times that gradients cross between the companion's workers: each optimizer step's sum takes two rounds of all but one of them."""
+    section = config.companion
+    steps = section.epochs * -(-tokens // (section.batch_positions * section.accumulate))
+    return 2 * (section.workers - 1) * steps
 
 
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:

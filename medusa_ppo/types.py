@@ -9,7 +9,9 @@ head k at row m predicts `response_ids_M[m + k]` of the same sequence. Prompts a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -135,6 +137,21 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """All responses of a batch that several workers hold a part of each.
+
+    Attributes:
+        lengths_S: int64, response tokens of every response, in order.
+        prompts_S: int64, which prompt each answers; None: each its own.
+        first: number of the part's first response. A part is a stretch of responses that follow each other, or none.
+    """
+
+    lengths_S: torch.Tensor
+    prompts_S: torch.Tensor | None
+    first: int
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """Packed training data for the companion; see the module's docstring for the coordinates.
 
@@ -150,6 +167,7 @@ class RolloutBatch:
         weights_M: float32, how much each row counts in training, 0: not at all; None: 1 each. Where `hidden_MD` has fewer than M rows,
             it holds the states of the rows with a weight, in their order.
         held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows have a state. None: `hold_out` chooses.
+        whole: the batch that this is one worker's part of; None: it is all there is. Only a part may be empty.
     """
 
     hidden_MD: torch.Tensor
@@ -163,11 +181,12 @@ class RolloutBatch:
     top_p: float = 1.0
     weights_M: torch.Tensor | None = None
     held_S: torch.Tensor | None = None
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         rows, states = self.response_ids_M.shape[0], self.hidden_MD.shape[0]
         total = int(self.lengths_S.sum()) if self.lengths_S.numel() else 0
-        if rows == 0:
+        if rows == 0 and self.whole is None:
             raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
         weighted = None if self.weights_M is None else int((self.weights_M > 0).sum())
         if not rows == self.logprobs_M.shape[0] == total or states not in (rows, weighted):
@@ -187,7 +206,11 @@ class RolloutBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors; of a part: of the whole batch, so that all workers keep and forget the same."""
+        if self.whole is not None:
+            row = self.hidden_MD.shape[1] * self.hidden_MD.element_size()
+            row += self.response_ids_M.element_size() + self.logprobs_M.element_size()
+            return int(self.whole.lengths_S.sum()) * row + self.whole.lengths_S.nbytes
         parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S, self.weights_M)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
@@ -202,8 +225,71 @@ class RolloutBatch:
 
     def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
         """The batch of the given sequences (int64 indices), in that order."""
+        return self._take(sequences_S, None)
+
+    def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
+        """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
+
+        Parts of one batch are split as the whole is.
+
+        Returns:
+            (training, holdout); the holdout is None where there is one prompt only.
+        """
+        whole = self.whole or Whole(self.lengths_S, self.prompts_S, 0)
+        prompts_S = torch.arange(whole.lengths_S.numel()) if whole.prompts_S is None else whole.prompts_S
+        held_S = held_out(prompts_S, fraction, seed) if self.held_S is None else self.held_S
+        if not 0 < int(held_S.sum()) < held_S.numel():
+            return self, None
+        training, holdout = self._chosen(~held_S, whole), self._chosen(held_S, whole)
+        return replace(training, held_S=None), replace(holdout, weights_M=None, held_S=None)
+
+    def split(self, count: int) -> tuple[RolloutBatch, ...]:
+        """Cut into parts for so many workers, of about as many tokens each. Their rows are views of these."""
+        assert self.weights_M is None and self.held_S is None, "positions are sampled by one worker alone"
+        ends_S = self.lengths_S.cumsum(0)
+        marks = torch.arange(1, count) * int(ends_S[-1]) / count
+        cuts = [0, *(torch.searchsorted(ends_S - self.lengths_S / 2, marks)).tolist(), ends_S.numel()]
+        rows = [0, *ends_S.tolist()]
+        return tuple(
+            replace(
+                self,
+                hidden_MD=self.hidden_MD[rows[first] : rows[last]],
+                response_ids_M=self.response_ids_M[rows[first] : rows[last]],
+                logprobs_M=self.logprobs_M[rows[first] : rows[last]],
+                lengths_S=self.lengths_S[first:last],
+                prompts_S=None if self.prompts_S is None else self.prompts_S[first:last],
+                whole=Whole(self.lengths_S, self.prompts_S, first),
+            )
+            for first, last in pairwise(cuts)
+        )
+
+    @staticmethod
+    def join(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Neighbouring parts as one."""
+        if len(parts) == 1:
+            return parts[0]
+        prompts = [part.prompts_S for part in parts if part.prompts_S is not None]
+        return replace(
+            parts[0],
+            hidden_MD=torch.cat([part.hidden_MD for part in parts]),
+            response_ids_M=torch.cat([part.response_ids_M for part in parts]),
+            logprobs_M=torch.cat([part.logprobs_M for part in parts]),
+            lengths_S=torch.cat([part.lengths_S for part in parts]),
+            prompts_S=torch.cat(prompts) if prompts else None,
+        )
+
+    def _chosen(self, chosen_S: torch.Tensor, whole: Whole) -> RolloutBatch:
+        """Some of all responses (bool mask over the whole): those of them that are here."""
+        here_S = chosen_S[whole.first : whole.first + self.lengths_S.numel()].nonzero()[:, 0]
+        if self.whole is None:
+            return self.select(here_S)
+        prompts_S = None if whole.prompts_S is None else whole.prompts_S[chosen_S]
+        return self._take(here_S, Whole(whole.lengths_S[chosen_S], prompts_S, int(chosen_S[: whole.first].sum())))
+
+    def _take(self, sequences_S: torch.Tensor, whole: Whole | None) -> RolloutBatch:
         ends = self.lengths_S.cumsum(0)
-        rows = torch.cat([torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()])
+        spans = [torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()]
+        rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         states = self.state_rows_M[rows]
         return replace(
             self,
@@ -214,20 +300,8 @@ class RolloutBatch:
             prompts_S=None if self.prompts_S is None else self.prompts_S[sequences_S],
             weights_M=None if self.weights_M is None else self.weights_M[rows],
             held_S=None if self.held_S is None else self.held_S[sequences_S],
+            whole=whole,
         )
-
-    def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
-        """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
-
-        Returns:
-            (training, holdout); the holdout is None where there is one prompt only.
-        """
-        prompts_S = torch.arange(self.lengths_S.numel()) if self.prompts_S is None else self.prompts_S
-        held_S = held_out(prompts_S, fraction, seed) if self.held_S is None else self.held_S
-        if not 0 < int(held_S.sum()) < held_S.numel():
-            return self, None
-        training, holdout = self.select((~held_S).nonzero()[:, 0]), self.select(held_S.nonzero()[:, 0])
-        return replace(training, held_S=None), replace(holdout, weights_M=None, held_S=None)
 
 
 def held_out(prompts_S: torch.Tensor, fraction: float, seed: int) -> torch.Tensor:
@@ -297,6 +371,7 @@ class CompanionStatus:
     reason: str = ""
     positions_frac: float = 0.0
     gpu_gib: float | None = None
+    workers: int = 1
 
 
 @dataclass(frozen=True)

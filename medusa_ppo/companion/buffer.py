@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
-from medusa_ppo.types import RolloutBatch
+
+class Sized(Protocol):
+    """Something that knows its bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
-class BoundedQueue:
+Item = TypeVar("Item", bound=Sized)
+
+
+class BoundedQueue(Generic[Item]):
     """First in, first out, for any number of threads that put and one that gets. Nobody ever waits to put something in.
 
     A batch that was taken out is in use until `done`, or until the next one is asked for; so long its bytes count.
@@ -20,7 +29,7 @@ class BoundedQueue:
             max_bytes: most bytes of all batches that wait or are in use together.
         """
         self.max_bytes = max_bytes
-        self._batches: deque[RolloutBatch] = deque()
+        self._batches: deque[Item] = deque()
         self._nbytes = 0
         self._in_use = 0
         self._dropped = 0
@@ -28,7 +37,7 @@ class BoundedQueue:
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, batch: RolloutBatch, room: int = 0) -> int:
+    def put(self, batch: Item, room: int = 0) -> int:
         """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch in use is dropped itself.
 
         Args:
@@ -53,7 +62,7 @@ class BoundedQueue:
             self._changed.notify()
             return dropped
 
-    def get(self, timeout_s: float | None = None) -> RolloutBatch | None:
+    def get(self, timeout_s: float | None = None) -> Item | None:
         """Take the oldest batch; None when the time is up or the queue is closed and empty.
 
         Args:

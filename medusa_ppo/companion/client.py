@@ -22,18 +22,19 @@ from heads.checkpoint import checksum, save_state
 from heads.config import HeadsConfig
 from heads.errors import CompanionError
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.crew import HandedBatch, Leader, actor_options
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import Answer, CompanionService, PackedTables, ServiceArguments
 from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_tensor
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.folders import OwnedFolder
+from medusa_ppo.placement import bundle, release, reserve
 from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
 POLL_TIMEOUT_S = 0.5
-RESOURCE_SHARE = 0.001  # Of a node's resource: it says where, not how many.
 INTAKE, CONTROL = "intake", "control"
 
 
@@ -49,8 +50,10 @@ class CompanionClient:
         incarnation: str,
         first: ray.ObjectRef,
         seed: int,
+        group: Any = None,
     ) -> None:
         self._actor = actor
+        self._group = group
         self._seed = seed
         self._config = config
         self._publish_dir = folder.path
@@ -97,9 +100,11 @@ class CompanionClient:
 
         Raises:
             CompanionError: it did not come up.
+            RunError: the cluster has no room for all its workers.
         """
         if not ray.is_initialized():
             raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
+        group = _room(companion_config)
         folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         arguments = ServiceArguments(
             heads_config,
@@ -112,11 +117,12 @@ class CompanionClient:
         )
         tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
         first = ray.put((arguments, tables))
-        actor = _remote_class(companion_config).remote([first])
+        actor = _remote_actor(companion_config, first, group)
         try:
             incarnation = ray.get(actor.ready.options(concurrency_group=CONTROL).remote(), timeout=START_TIMEOUT_S)
         except RayError as error:
             ray.kill(actor, no_restart=True)
+            release(group)
             folder.close()
             raise CompanionError(
                 "The companion did not start.",
@@ -124,7 +130,7 @@ class CompanionClient:
                 expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
                 do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
             ) from error
-        return cls(actor, companion_config, folder, tables, incarnation, first, seed)
+        return cls(actor, companion_config, folder, tables, incarnation, first, seed, group)
 
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
 
@@ -150,9 +156,15 @@ class CompanionClient:
             return
         self._sent += 1
         with _Guard(self, "could not take a batch") as guard:
-            handed = ray.put(pack_batch(batch))
-            self._flying.append((self._call("submit", INTAKE, handed, self._tables), batch.nbytes))
+            self._flying.append((self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes))
         self._lost += guard.failed
+
+    def _handed(self, batch: RolloutBatch) -> tuple[Any, Any]:
+        """A batch and the tables as the companion takes them: one worker by value, several by reference to each one's part."""
+        if self._config.workers == 1:
+            return ray.put(pack_batch(batch)), self._tables
+        parts = tuple(ray.put(pack_batch(part)) for part in batch.split(self._config.workers))
+        return HandedBatch(parts, batch.nbytes, batch.policy_version), [self._tables]
 
     def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
         """The actor's tables after an update; they go along with the next batches."""
@@ -224,6 +236,7 @@ class CompanionClient:
             except RayError as error:
                 logger.info("The companion was gone before it was closed: %s", _reason(error))
             ray.kill(self._actor, no_restart=True)
+            release(self._group)
         self._remove_folder()
 
     # ---- parts ------------------------------------------------------------------------------------------------------------
@@ -329,17 +342,22 @@ class _HostedService(CompanionService):
         super().__init__(arguments, ray.get(tables))
 
 
-def _remote_class(config: CompanionConfig) -> Any:
-    """The service as a Ray actor class: batches come in one after the other, questions are answered beside them."""
-    return ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
-        num_cpus=0,
-        num_gpus=config.num_gpus,
-        resources={config.resource: RESOURCE_SHARE} if config.resource else None,
+def _room(config: CompanionConfig) -> Any:
+    """Room for several workers at once; one worker needs no group."""
+    if config.workers == 1:
+        return None
+    return reserve([bundle(config.num_gpus, config.resource)] * config.workers, config.placement, "companion's workers")
+
+
+def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> Any:
+    """The service in a Ray actor: batches come in one after the other, questions are answered beside them."""
+    kind = ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
         max_restarts=config.max_restarts,
         max_task_retries=0,
         concurrency_groups={INTAKE: 1, CONTROL: 4},
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
-    )(_HostedService)
+        **actor_options(config, group, 0),
+    )(_HostedService if config.workers == 1 else Leader)
+    return kind.remote([first]) if config.workers == 1 else kind.remote([first], group)
 
 
 def _pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> PackedTables:

@@ -22,6 +22,7 @@ from heads.acceptance import (
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
+from medusa_ppo.companion.team import Team
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
 MAX_WEIGHT = 1e4  # Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may look sound here.
@@ -68,8 +69,22 @@ def replay(
     *,
     embedding_VD: torch.Tensor | None = None,
     draft_temperature: float = 0.0,
+    team: Team | None = None,
 ) -> ReplayResult:
-    """Replay estimate of heads on a batch, on the device of the heads."""
+    """Replay estimate of heads on a batch, on the device of the heads; with a team, of all its parts, the same in every process."""
+    here = _replay(heads, holdout, lm_head_VD, embedding_VD, draft_temperature)
+    if team is None:
+        return here
+    columns = team.gather(torch.cat([here.drafts_S[:, None], here.accepted_SK, here.unseen_S[:, None]], dim=1))
+    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1])
+
+
+def _replay(
+    heads: MedusaHeads, holdout: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None, draft_temperature: float
+) -> ReplayResult:
+    if not holdout.lengths_S.numel():
+        none_S = torch.zeros(0, dtype=torch.float64)
+        return ReplayResult(none_S, torch.zeros(0, heads.config.num_heads, dtype=torch.float64), none_S)
     accept_MK = acceptance(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
     return replay_probabilities(accept_MK, holdout.lengths_S)
 
@@ -115,6 +130,7 @@ def judge(
     *,
     embedding_VD: torch.Tensor | None = None,
     of_serving: ReplayResult | None = None,
+    team: Team | None = None,
 ) -> Verdict:
     """Compare the candidate with the serving heads, response by response, and measure the frozen control beside them.
 
@@ -127,13 +143,14 @@ def judge(
         rule: how sure to be.
         embedding_VD: the actor's embedding table, for kinds that read it.
         of_serving: the serving heads' replay of this holdout, where it is known already.
+        team: processes that hold the other parts of the holdout; all come to the same verdict.
     """
     fault = find_fault(candidate, serving)
     if fault:
         return Verdict(False, True, fault)
 
     def measure(heads: MedusaHeads) -> ReplayResult:
-        return replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=rule.draft_temperature)
+        return replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=rule.draft_temperature, team=team)
 
     of_serving, of_candidate = of_serving or measure(serving), measure(candidate)
     of_frozen = of_serving if frozen is None else measure(frozen)

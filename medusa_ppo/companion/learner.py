@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from heads.acceptance import ReplayResult
+from heads.checkpoint import checksum
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError
 from heads.modules import MedusaHeads
@@ -16,6 +17,7 @@ from medusa_ppo.companion.gate import GateRule, Verdict, acceptance, judge, repl
 from medusa_ppo.companion.positions import fraction_weights, sampled_share, wrong_weights
 from medusa_ppo.companion.replay_buffer import ReplayBuffer
 from medusa_ppo.companion.schedule import Decision, Schedule
+from medusa_ppo.companion.team import Team
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import ReplayRow, RolloutBatch
@@ -51,6 +53,7 @@ class Learner:
         frozen: the first published heads, never trained again; None before.
         version: number of the serving heads; grows by one with every publish.
         fresh: the last judged candidate is what is serving now.
+        team: processes that learn the same from the other parts of each batch; None: there are none.
         rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout.
         schedule: how much a batch is trained on; its `last` decision.
         positions_frac: share of the last batch's positions that were trained on.
@@ -86,6 +89,13 @@ class Learner:
         self.last_policy_version = -1
         self.published_policy_version = -1
         self.batches_seen = 0
+        self.team: Team | None = None
+
+    def join(self, team: Team | None) -> None:
+        """From now on, learn together with these processes, which hold the same state. Batches kept for replay are forgotten."""
+        self.team = team
+        self.trainer.join(team)
+        self.replay.load_state_dict({})
 
     @property
     def batches_trained(self) -> int:
@@ -114,7 +124,10 @@ class Learner:
             DataError: the batch does not fit the heads.
         """
         self.batches_seen += 1
-        if not bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all()):
+        finite = bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all())
+        if self.team is not None:
+            finite = not self.team.most(int(not finite))
+        if not finite:
             return LearnReport(TrainReport(), None, False, "The batch holds hidden states or log-probs that are not finite.")
         self.trainer.check(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
@@ -141,6 +154,7 @@ class Learner:
             GateRule(self._config.gate_confidence, self._config.draft_temperature),
             embedding_VD=self.trainer.embedding_VD,
             of_serving=before,
+            team=self.team,
         )
         self._obey(verdict)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
@@ -149,9 +163,8 @@ class Learner:
         return LearnReport(report, verdict, verdict.publish)
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
-        return replay(
-            heads, batch, self.lm_head_VD, embedding_VD=self.trainer.embedding_VD, draft_temperature=self._config.draft_temperature
-        )
+        temperature, embedding_VD = self._config.draft_temperature, self.trainer.embedding_VD
+        return replay(heads, batch, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature, team=self.team)
 
     def _decide(self, before: ReplayResult | None) -> Decision:
         if before is None or not before.drafts:
@@ -189,6 +202,7 @@ class Learner:
         config = self._config.model_copy(update={"epochs": UPPER_MARK_EPOCHS * self._config.epochs})
         embedding_VD = self.trainer.embedding_VD
         fitted = HeadsTrainer(copy, self.lm_head_VD, config, self._seed, embedding_VD=embedding_VD, device=self.trainer.device)
+        fitted.join(self.team)
         fitted.train_batch(batch)
         result = self._measure(fitted.heads, holdout)
         return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)
@@ -249,6 +263,10 @@ class Learner:
             if row is not None:
                 state[f"rows.{name}"] = torch.tensor([row.mean_acceptance_length, *row.acceptance_per_position], dtype=torch.float64)
         return state
+
+    def digest(self) -> str:
+        """Checksum over all of the state: equal in processes that learn together."""
+        return checksum(self.state_dict())
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state. Raises CheckpointError when it is not one of such a learner."""

@@ -35,7 +35,7 @@ class Positions:
         condition_MK: tokens since h_t (conditioned kinds), else None.
         logprobs_MK: behaviour log-probs of the targets.
         teacher_rows_MK: row whose state gives the actor's own distribution of the target.
-        usable_N: rows with at least one target that counts.
+        usable_N: rows with at least one target that counts; of a part: of the whole batch, -1 for rows that it does not have.
         temperature: sampling temperature of the rollouts.
     """
 
@@ -71,11 +71,21 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions
         condition_ids(batch.response_ids_M, segment_M, num_heads) if conditioned else None,
         head_logprobs(batch.logprobs_M, segment_M, num_heads),
         head_teacher_rows(segment_M, num_heads),
-        (mask_MK > 0).any(1).nonzero().squeeze(1),
+        _among_all((mask_MK > 0).any(1).nonzero().squeeze(1), batch),
         batch.temperature,
         batch.top_k,
         batch.top_p,
     )
+
+
+def _among_all(usable_N: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    """The usable rows of a part at their places among those of the whole batch; -1 at the others' places."""
+    if batch.whole is None:
+        return usable_N
+    usable_S = batch.whole.lengths_S - 1  # All but a response's last row.
+    all_N, first = torch.full((int(usable_S.sum()),), -1), int(usable_S[: batch.whole.first].sum())
+    all_N[first : first + usable_N.numel()] = usable_N
+    return all_N
 
 
 def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.Tensor:

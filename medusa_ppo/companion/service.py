@@ -2,8 +2,8 @@
 
 All methods may be called from any thread; `submit` by one at a time, so that batches keep their order (the client sees to it).
 
-After a crash Ray builds the service again from the same arguments. It finds the marker that the first one left beside the published
-versions, and goes on from the last saved state and the last published version.
+After a crash Ray builds the service again from the same arguments, perhaps on another node. It finds the marker that the first one left
+in the run's folder, and goes on from the last saved state and, on the same node, the last published version.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from heads.checkpoint import load_state, save_state
 from heads.config import HeadsConfig
 from medusa_ppo.companion.buffer import BoundedQueue
-from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.learner import Learner, LearnReport
 from medusa_ppo.companion.publisher import Publisher
 from medusa_ppo.companion.wire import PackedBatch, PackedTensor, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.config import CompanionConfig
@@ -81,22 +82,16 @@ class CompanionService:
 
     def __init__(self, arguments: ServiceArguments, tables: PackedTables) -> None:
         config = arguments.companion
-        _settle(config)
+        settle(config)
         self._config = config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
-        self._device = torch.device("cuda" if config.num_gpus > 0 and torch.cuda.is_available() else "cpu")
-        initial = (
-            None if arguments.initial_state is None else {name: unpack_tensor(t).clone() for name, t in arguments.initial_state.items()}
-        )
-        lm_head_VD, embedding_VD = _unpack_tables(tables)
-        self._learner = Learner(
-            arguments.heads, config, lm_head_VD, seed=arguments.seed, initial_state=initial, embedding_VD=embedding_VD, device=self._device
-        )
+        self._learner = make_learner(arguments, tables)
+        self._device = self._learner.trainer.device
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
         self._publisher = Publisher(Path(arguments.publish_dir), self._run_dir / "heads" if self._run_dir else None)
         self._published: PublishedHeads | None = None
         self._tables: PackedTables | None = None
-        self._queue = BoundedQueue(config.queue_bytes)
+        self._queue: BoundedQueue[Any] = BoundedQueue(config.queue_bytes)
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
         self._outstanding = 0
@@ -127,7 +122,9 @@ class CompanionService:
         Returns:
             Bytes of the batches that wait or are in training now.
         """
-        batch = unpack_batch(packed)
+        return self._enqueue(unpack_batch(packed), tables)
+
+    def _enqueue(self, batch: Any, tables: PackedTables | None) -> int:
         with self._idle:
             self._tables = tables or self._tables
             self._received += 1
@@ -207,7 +204,7 @@ class CompanionService:
                     if self._config.offload:
                         self._learner.move_to(self._device)
                     self._use_tables()
-                    report = self._learner.learn(batch)
+                    report = self._learn(batch)
                 self._error, self._note = "", report.problem
                 self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
                 if report.published:
@@ -227,6 +224,10 @@ class CompanionService:
                     self._outstanding -= 1
                     self._idle.notify_all()
 
+    def _learn(self, batch: Any) -> LearnReport:
+        """A batch as it lay in the queue."""
+        return self._learner.learn(batch)
+
     def _rest(self) -> None:
         """Leave the GPU to others while no batch waits; what was computed there is in the host's memory then."""
         if not self._config.offload or len(self._queue):
@@ -241,7 +242,7 @@ class CompanionService:
         with self._idle:
             tables, self._tables = self._tables, None
         if tables is not None:
-            self._learner.set_tables(*_unpack_tables(tables))
+            self._learner.set_tables(*unpack_tables(tables))
 
     def _publish(self) -> None:
         learner = self._learner
@@ -262,22 +263,25 @@ class CompanionService:
 
     def _begin(self, arguments: ServiceArguments) -> None:
         """A first start, a resumed run, or a restart after a crash."""
-        marker = Path(arguments.publish_dir) / MARKER
+        # Without a run's folder the versions on this node are all there is.
+        marker = (self._run_dir / "companion" if self._run_dir else Path(arguments.publish_dir)) / MARKER
+        again = marker.is_file() and marker.read_text() == arguments.publish_dir  # Not what an earlier run left.
         folder = Path(arguments.resume_from) if arguments.resume_from else None
-        if marker.exists():
+        if again:
             logger.warning("The companion was started again after its process ended.")
             if self._run_dir is not None and (self._run_dir / "companion" / STATE_FILE).is_file():
                 folder = self._run_dir / "companion"
         if folder is not None:
             self._take_over(load_state(folder / STATE_FILE))
-        if not marker.exists():
+        if not again:
             self._own_saved_state(resumed=folder is not None)
         newest = self._publisher.newest()
         if newest is not None and newest[0] > self._learner.version:
             self._learner.adopt(*newest)
         if self._learner.version > 0:
             self._publish()
-        marker.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(arguments.publish_dir)
 
     def _own_saved_state(self, resumed: bool) -> None:
         """What an earlier run, or the part of this one that is done again, left here must not be what a crash goes back to."""
@@ -298,11 +302,27 @@ class CompanionService:
         self._learner.load_state_dict(state)
 
 
-def _unpack_tables(tables: PackedTables) -> tuple[torch.Tensor, torch.Tensor | None]:
+def make_learner(arguments: ServiceArguments, tables: PackedTables) -> Learner:
+    """The learner that a process of the companion begins with."""
+    config, initial = arguments.companion, arguments.initial_state
+    lm_head_VD, embedding_VD = unpack_tables(tables)
+    return Learner(
+        arguments.heads,
+        config,
+        lm_head_VD,
+        seed=arguments.seed,
+        initial_state=None if initial is None else {name: unpack_tensor(tensor).clone() for name, tensor in initial.items()},
+        embedding_VD=embedding_VD,
+        device=torch.device("cuda" if config.num_gpus > 0 and torch.cuda.is_available() else "cpu"),
+    )
+
+
+def unpack_tables(tables: PackedTables) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """lm_head and, for kinds that read it, the embedding."""
     return unpack_tensor(tables.lm_head), None if tables.embedding is None else unpack_tensor(tables.embedding)
 
 
-def _settle(config: CompanionConfig) -> None:
+def settle(config: CompanionConfig) -> None:
     """Threads, cores and priority of this process, so that PPO keeps its own."""
     torch.set_num_threads(config.threads)
     if config.cores:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.positions import Positions, look_up
+from medusa_ppo.companion.team import Team
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
@@ -48,16 +48,6 @@ class TrainReport:
     seconds: float = 0.0
     problem: str = ""
     rows: int = 0
-
-
-class Team(Protocol):
-    """Other processes that train the same heads on other rows, and take every optimizer step together with this one."""
-
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by the sum of everybody's, in place."""
-
-    def most(self, count: int) -> int:
-        """The largest of everybody's counts."""
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
@@ -158,6 +148,10 @@ class HeadsTrainer:
         mean_K = torch.stack(losses).double().mean(0)
         return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started, rows=rows)
 
+    def join(self, team: Team | None) -> None:
+        """From now on, sum gradients with these processes; None: with nobody."""
+        self._team = team
+
     def reseed(self, seed: int) -> None:
         """Begin the order of the positions anew."""
         self._generator.manual_seed(seed)
@@ -188,11 +182,12 @@ class HeadsTrainer:
                     for group in self._optimizer.param_groups:
                         group["lr"] = self._config.learning_rate * self._schedule(step)
                 loss = self._loss.at(step)
-                losses.append(self._step([source for source, _ in sources], picks[start : start + rows], loss))
+                here = picks[start : start + rows]
+                losses.append(self._step([source for source, _ in sources], here[here[:, 1] >= 0], loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
 
     def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
-        """(source, row) pairs of one epoch in random order, int64 `[N, 2]`."""
+        """(source, row) pairs of one epoch in random order, int64 `[N, 2]`: the same order in all parts of a batch."""
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
@@ -268,6 +263,8 @@ class HeadsTrainer:
     def check(self, batch: RolloutBatch) -> None:
         """Raise DataError when a batch does not fit the heads or the loss."""
         config = self.heads.config
+        if not batch.response_ids_M.numel():
+            return  # A part without a response.
         width = batch.hidden_MD.shape[1]
         low, high = int(batch.response_ids_M.min()), int(batch.response_ids_M.max())
         if width != config.hidden_size or low < 0 or high >= config.vocab_size:

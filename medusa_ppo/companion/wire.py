@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from medusa_ppo.types import RolloutBatch
+from medusa_ppo.types import RolloutBatch, Whole
 
 _AS_INT16 = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -23,6 +23,15 @@ class PackedTensor:
 
     array: np.ndarray
     dtype: str = ""
+
+
+@dataclass(frozen=True)
+class PackedWhole:
+    """A Whole on its way."""
+
+    lengths: PackedTensor
+    prompts: PackedTensor | None
+    first: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class PackedBatch:
     top_p: float = 1.0
     weights: PackedTensor | None = None
     held: PackedTensor | None = None
+    whole: PackedWhole | None = None
 
 
 def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
@@ -60,6 +70,7 @@ def unpack_tensor(packed: PackedTensor) -> torch.Tensor:
 
 def pack_batch(batch: RolloutBatch) -> PackedBatch:
     """Wrap a batch without copying."""
+    whole = batch.whole
     return PackedBatch(
         pack_tensor(batch.hidden_MD),
         pack_tensor(batch.response_ids_M),
@@ -72,11 +83,13 @@ def pack_batch(batch: RolloutBatch) -> PackedBatch:
         batch.top_p,
         _pack(batch.weights_M),
         _pack(batch.held_S),
+        None if whole is None else PackedWhole(pack_tensor(whole.lengths_S), _pack(whole.prompts_S), whole.first),
     )
 
 
 def unpack_batch(packed: PackedBatch) -> RolloutBatch:
     """The batch again, on the same memory. Treat its tensors as read-only."""
+    whole = packed.whole
     return RolloutBatch(
         unpack_tensor(packed.hidden),
         unpack_tensor(packed.response_ids),
@@ -89,6 +102,7 @@ def unpack_batch(packed: PackedBatch) -> RolloutBatch:
         packed.top_p,
         _unpack(packed.weights),
         _unpack(packed.held),
+        None if whole is None else Whole(unpack_tensor(whole.lengths), _unpack(whole.prompts), whole.first),
     )
 
 

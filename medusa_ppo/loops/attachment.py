@@ -179,7 +179,7 @@ class Attachment:
         assert self.engine is not None, "the engine is attached when the trainer is built"
         atexit.register(self._stack.close)  # A training that fails does not come to end().
         companion = self.config.companion
-        self._stack.enter_context(local_ray(cpus=1 + companion.threads, queue_bytes=companion.queue_bytes))
+        self._stack.enter_context(local_ray(cpus=1 + companion.threads * companion.workers, queue_bytes=companion.queue_bytes))
         self.plugin = MedusaPlugin.start(self.config, model, self.engine, self.folder)
         self._stack.callback(self.plugin.close)
         self._tap = ForwardTap(model, self.plugin)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import ray
@@ -26,13 +25,12 @@ from heads.acceptance import ReplayResult
 from heads.config import HeadsConfig
 from heads.errors import ConfigError, RunError
 from heads.modules import MedusaHeads
+from medusa_ppo.companion.team import GlooTeam, open_place
 from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.worker import State, Worker
 from medusa_ppo.runtime import local_ray
-
-TIMEOUT = timedelta(minutes=5)
 
 
 @contextmanager
@@ -49,25 +47,6 @@ def running_workers(options: TrainOptions, training: list[Sample], held_out: lis
             workers.close()
 
 
-class GlooTeam:
-    """Sums over all workers. The process group is its own, not torch's global one."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._group: Any = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)  # torch's stubs lack its collectives.
-
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor by the sum of all workers' tensors, in place."""
-        self._group.allreduce([tensor]).wait()
-
-    def most(self, count: int) -> int:
-        """The largest of all workers' counts."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        found = torch.tensor([count], dtype=torch.int64)
-        self._group.allreduce([found], options).wait()
-        return int(found)
-
-
 class WorkerHost:
     """What a Ray process holds: meets the others, then is a worker."""
 
@@ -79,15 +58,13 @@ class WorkerHost:
 
     def meet_here(self) -> tuple[str, int]:
         """Open the place where the workers find each other; its address."""
-        host = ray.util.get_node_ip_address()
-        store = dist.TCPStore(host, 0, self._size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-        self._store = store
-        return host, store.port
+        self._store, place = open_place(ray.util.get_node_ip_address(), self._size)
+        return place
 
     def start(self, place: tuple[str, int], options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
-        store = self._store or dist.TCPStore(*place, self._size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
-        self._store = store
-        self._worker = Worker(options, training, held_out, rank=self._rank, team=GlooTeam(store, self._rank, self._size))
+        rank, size = self._rank, self._size
+        team = GlooTeam(self._store, rank, size) if self._store else GlooTeam.at(place, rank, size)
+        self._worker = Worker(options, training, held_out, rank=rank, team=team)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Of the worker."""

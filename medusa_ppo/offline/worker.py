@@ -9,7 +9,8 @@ from heads.config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer, Team, TrainReport, cosine_schedule
+from medusa_ppo.companion.team import Team
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport, cosine_schedule
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.device import compute_dtype, on_device, training_device

@@ -137,7 +137,7 @@ class RunSession:
         with self._phase(phases.RAY):
             self._stack.enter_context(
                 local_ray(
-                    cpus=config.engine.threads * config.engine.replicas + config.companion.threads,
+                    cpus=config.engine.threads * config.engine.replicas + config.companion.threads * config.companion.workers,
                     queue_bytes=config.companion.queue_bytes,
                 )
             )

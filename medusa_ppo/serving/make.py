@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.placement import bundle, place, release, reserve
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.pool import EnginePool
-from medusa_ppo.serving.ray_engine import RayEngine
+from medusa_ppo.serving.ray_engine import RayEngine, gpus_asked
 from medusa_ppo.serving.server import ServerEngine
 
 
@@ -25,12 +27,21 @@ def make_engine(
     kind = ServerEngine if config.backend == "server" else RayEngine
     if config.replicas == 1 and not supervised:
         return kind(model_path, heads_path, config, seed)
-    # Engines of one seed would answer the same prompt in two pieces alike.
-    return EnginePool(
-        lambda index: kind(model_path, heads_path, replica(config, index), seed + index),
-        config.replicas,
-        smallest_piece=max(1, config.max_num_seqs // 2),
-    )
+    group = _room(config) if config.placement else None
+
+    def start(index: int) -> RolloutEngine:
+        section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
+        if group is None:
+            return kind(model_path, heads_path, section, own_seed)
+        return RayEngine(model_path, heads_path, section, own_seed, where=place(group, index))
+
+    return EnginePool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
+
+
+def _room(config: EngineConfig) -> Any:
+    """Room for all engines at once."""
+    asked = bundle(gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1))), config.resource)
+    return reserve([asked] * config.replicas, config.placement, "engines")
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:

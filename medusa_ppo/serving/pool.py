@@ -55,15 +55,16 @@ class EnginePool(base.RolloutEngine):
         restarts: engines that were started again so far.
     """
 
-    def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1) -> None:
+    def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1, on_close: Callable[[], None] = lambda: None) -> None:
         """Start `count` engines, all at once. Raises what the first one that fails raises, after ending the others.
 
         Args:
             factory: starts the engine with a given index; called again for one that is lost.
             count: engines.
             smallest_piece: fewest prompts that are worth a call.
+            on_close: called when all engines are closed.
         """
-        self._factory, self._smallest = factory, smallest_piece
+        self._factory, self._smallest, self._on_close = factory, smallest_piece, on_close
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
@@ -205,13 +206,13 @@ class EnginePool(base.RolloutEngine):
                 wait([seat.starting])
                 seat.engine = None if seat.starting.exception() else seat.starting.result()
                 seat.starting = None
-        jobs = [self._threads.submit(engine.close) for engine in self._engines()]
-        wait(jobs)
+        wait([self._threads.submit(engine.close) for engine in self._engines()])
         self._threads.shutdown()
         for seat in self._seats:
             seat.engine = None
         if self._folder is not None:
             self._folder.close()
+        self._on_close()
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 

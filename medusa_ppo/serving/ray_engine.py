@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.placement import TOKEN
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
@@ -30,7 +31,6 @@ from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
-RESOURCE_SHARE = 0.001  # Of a node's resource: it says where, not how many.
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
 
 
@@ -90,6 +90,13 @@ def actor_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
     return env
 
 
+def gpus_asked(config: EngineConfig, ranks: int) -> float:
+    """GPUs that Ray gives to an engine of so many ranks: a share of one, or one for each rank; none in a cluster without."""
+    if not ray.cluster_resources().get("GPU"):
+        return 0.0
+    return config.memory_fraction if ranks == 1 else float(ranks)
+
+
 _store_lock = threading.Lock()
 
 
@@ -108,26 +115,35 @@ class RayEngine(base.RolloutEngine):
     """`ColocatedEngine` in a Ray actor. `ray.init` is the caller's."""
 
     def __init__(
-        self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, plan: LaunchPlan | None = None
+        self,
+        model_path: str | Path,
+        heads_path: str | Path | None,
+        config: EngineConfig,
+        seed: int = 0,
+        *,
+        plan: LaunchPlan | None = None,
+        where: dict[str, Any] | None = None,
     ) -> None:
         """Start the actor and vLLM in it. Raises as `plan_launch` before anything starts, EngineError afterwards.
 
         Args:
             plan: as for `ColocatedEngine`.
+            where: options of Ray that give the actor its place (`medusa_ppo.placement.place`); None: Ray finds one.
         """
         given, plan = plan, plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
             raise EngineError(
                 "Ray is not running.", given="no ray.init() in this process", expected="a Ray session", do="Call ray.init() first."
             )
-        gpus = float(plan.engine_args.get("tensor_parallel_size", 1)) if ray.cluster_resources().get("GPU") else 0.0
+        gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
         # No CPU is reserved: the engine and the companion share the node's cores, by design of the colocated mode.
         options: dict[str, Any] = {
             "num_cpus": 0,
-            "num_gpus": config.memory_fraction if gpus == 1.0 else gpus,
+            "num_gpus": gpus,
             "runtime_env": {"env_vars": actor_environment(config, has_gpu=gpus > 0)},
             "max_restarts": 0,
-            "resources": {config.resource: RESOURCE_SHARE} if config.resource else None,
+            "resources": {config.resource: TOKEN} if config.resource else None,
+            **(where or {}),
         }
         heads = str(Path(heads_path).resolve()) if heads_path else None
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)

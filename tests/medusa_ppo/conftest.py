@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from medusa_ppo.companion.team import GlooTeam, Team, open_place
 
 CHAIN_WIDTH = 64
 
@@ -61,3 +66,26 @@ def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def in_a_team() -> Callable[..., list[Any]]:
+    """in_a_team(work, size=2): `work(team, rank)` of so many workers, in threads, over real sockets."""
+    return _in_a_team
+
+
+def _in_a_team(work: Callable[[Team, int], Any], size: int = 2) -> list[Any]:
+    timeout = timedelta(seconds=30)
+    store, where = open_place("127.0.0.1", size, timeout)
+
+    def run(rank: int) -> Any:
+        team = GlooTeam.at(where, rank, size, timeout)
+        try:
+            return work(team, rank)
+        finally:
+            team.leave()
+
+    with ThreadPoolExecutor(size) as pool:
+        answers = list(pool.map(run, range(size)))
+    del store
+    return answers

@@ -104,6 +104,25 @@ def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
     assert "only while it trains" not in all_of_it.processes[2].where
 
 
+def test_workers_of_the_companion_are_planned(folder: Path) -> None:
+    settings = {"model": {"path": str(folder)}, "heads": {"kind": "hydra"}, "engine": {"replicas": 2, "placement": "spread"}}
+    shared = {"num_gpus": 0.5, "epochs": 3, "batch_positions": 512, "accumulate": 2, "resource": "near", "replay_versions": 2}
+    one = make_plan(build_config({**settings, "companion": shared}), gpus=True)
+    config = build_config({**settings, "companion": {**shared, "workers": 3, "placement": "strict_pack"}})
+    plan = make_plan(config, gpus=True)
+    companion, alone = plan.processes[2], one.processes[2]
+    assert (companion.name, companion.count, companion.gpus) == ("companion worker", 3, 0.5) and plan.gpus == one.gpus + 1
+    assert "'near'" in companion.where and "one placement group for all (strict_pack)" in companion.where
+    assert "group" not in alone.where and "one placement group for all (spread)" in plan.processes[1].where
+    for what, size in alone.parts.items():
+        assert companion.parts[what] == (size if what.startswith("heads") else size // 3)
+    moves, before = ({move.what: move for move in p.moves} for p in (plan, one))
+    assert moves["hidden states of its part"].total == pytest.approx(before["hidden states"].total, abs=3)
+    assert moves["lm_head and embedding"].total == 3 * before["lm_head and embedding"].total
+    steps = 3 * (32 * 4 * 96 // 1024)
+    assert moves["gradients, summed"].total == 2 * 2 * steps * 4 * heads_parameters(plan.heads)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
     config = load_config(path, [f"model.path={folder}"])
@@ -111,7 +130,7 @@ def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**qwen, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}))
     plan = make_plan(config, gpus=True)
     assert not plan.warnings, "with the model that the cluster presets name"
-    cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 9, "two-nodes-colocated": 16, "one-node-megatron": 8}.get(path.stem)
+    cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 10, "two-nodes-colocated": 16, "one-node-megatron": 8}.get(path.stem)
     assert cards is None or plan.gpus <= cards + (path.stem == "one-gpu")  # On one GPU the PPO process shares it with Ray's processes.
 
 

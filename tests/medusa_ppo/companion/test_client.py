@@ -18,6 +18,7 @@ from heads.checkpoint import checksum, load_state
 from heads.config import HeadsConfig
 from heads.errors import CompanionError
 from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.companion.learner import Learner
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
@@ -28,6 +29,12 @@ def start(task, run_dir: Path | str = "", **settings) -> CompanionClient:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
     return CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir)
+
+
+def learner_of(task) -> Learner:
+    """What a companion begins with, in this process."""
+    config = CompanionConfig(batch_positions=64, learning_rate=2e-2)
+    return Learner(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 
 def pid_of(client: CompanionClient) -> int:
@@ -117,6 +124,22 @@ def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
 
     first = run()
     assert first == run() and first[-1][0] > 0
+
+
+def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> None:
+    task = chain()
+    batches = [task.batch() for _ in range(4)]
+    client, alone = client_of(task, workers=2), learner_of(task)
+    for batch in batches:
+        client.submit(batch)
+        alone.learn(batch)
+    assert client.drain(60) and client.save(tmp_path)
+    status = client.status()
+    assert status.workers == 2 and status.versions_published == alone.version > 0 and status.trained_tokens == alone.trained_tokens
+    state, other = load_state(tmp_path / "companion.safetensors"), alone.state_dict()
+    assert set(state) - {"service"} == set(other)
+    for name, value in other.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of) -> None:

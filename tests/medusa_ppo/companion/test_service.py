@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from pathlib import Path
 
@@ -197,6 +198,21 @@ def test_a_second_start_with_the_same_arguments_goes_on(chain, tmp_path: Path) -
     for _ in range(8):
         second.submit(pack_batch(task.batch()), tables_of(task))
     assert second.drain(60) and second.newest(0).published.version > published.version
+    second.close()
+
+
+def test_a_second_start_on_another_node_goes_on(chain, tmp_path: Path) -> None:
+    """There the run's folder is the same, and the folder of published versions is empty."""
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    first = CompanionService(arguments, tables_of(task))
+    run_batches(first, [task.batch() for _ in range(6)])
+    published = first.newest(0).published
+    first.close()
+    shutil.rmtree(arguments.publish_dir)
+    second = CompanionService(arguments, tables_of(task))
+    again = second.newest(0).published
+    assert second.status().batches_trained == 6 and (again.version, again.checksum) == (published.version, published.checksum)
     second.close()
 
 

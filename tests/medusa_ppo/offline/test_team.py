@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from heads.checkpoint import load_heads
 from heads.config import HeadsConfig
 from heads.errors import RunError
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.trainer import HeadsTrainer, Team
+from medusa_ppo.companion.team import Team
+from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.progress import OfflineProgress
 from medusa_ppo.offline.state import Position, ResumeFolder
-from medusa_ppo.offline.team import GlooTeam
 from medusa_ppo.offline.train import train_heads
 from medusa_ppo.offline.worker import deal_parts
 from medusa_ppo.types import RolloutBatch
@@ -46,19 +43,7 @@ def trained(batch: RolloutBatch, team: Team | None, rows: int) -> dict[str, torc
     return trainer.state_dict()
 
 
-def in_a_team(work: Callable[[Team, int], Any]) -> list[Any]:
-    """Two workers in threads, over real sockets."""
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-
-    def run(rank: int) -> Any:
-        own = dist.TCPStore("127.0.0.1", store.port, 2, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-        return work(GlooTeam(own, rank, 2), rank)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
-
-
-def test_two_workers_step_as_one_would_on_all_rows() -> None:
+def test_two_workers_step_as_one_would_on_all_rows(in_a_team: Callable[..., list[Any]]) -> None:
     """Also when the one has fewer rows than the other, and none at all in the last step."""
     lengths = ([9, 4], [5, 3])
     whole = random_batch([*lengths[0], *lengths[1]], 1)

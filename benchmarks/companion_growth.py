@@ -1,0 +1,144 @@
+"""What a second worker adds to the companion: tokens trained per second of processor time, on the same rollout batches.
+
+    python benchmarks/companion_growth.py [--workers 1 2] [--json FILE]
+
+Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted, not wall time: on a machine with fewer cores
+than workers wall time says nothing about a cluster. A worker that waits for the others uses none, so waiting shows only in the busiest
+one's share: work does not go faster than that. Random states stand for an actor's: times don't depend on what they say.
+
+    work per core-second   tokens / seconds of all workers together
+    growth                 work per core-second x workers, over that of one worker: what as many cores give, if none of them waits
+    at the busiest         the same with the busiest worker's seconds for everyone's: with the waiting for it
+
+Arms take turns, round by round; the median round counts. Letters: D hidden, V vocabulary, S responses, M response tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import psutil
+import ray
+import torch
+
+from heads.config import HeadsConfig
+from medusa_ppo.companion.client import CONTROL, CompanionClient
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.runtime import local_ray
+from medusa_ppo.types import RolloutBatch
+
+WIDTH, VOCAB, RESPONSES, TOKENS = 256, 8192, 96, 128
+ROUNDS, BATCHES = 3, 2
+QUEUE_BYTES = 64 * 1024**2
+
+
+def make_batch(seed: int) -> RolloutBatch:
+    """A rollout batch of random states; responses of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths_S = torch.randint(TOKENS // 2, TOKENS + 1, (RESPONSES,), generator=generator)
+    rows = int(lengths_S.sum())
+    return RolloutBatch(
+        torch.randn(rows, WIDTH, generator=generator),
+        torch.randint(VOCAB, (rows,), generator=generator),
+        torch.full((rows,), -5.0),
+        lengths_S,
+        prompts_S=torch.arange(RESPONSES) // 4,
+    )
+
+
+def start(workers: int, kind: str, lm_head_VD: torch.Tensor) -> CompanionClient:
+    heads = HeadsConfig(WIDTH, VOCAB, 4, kind)
+    config = CompanionConfig(workers=workers, threads=1, niceness=0, loss="ce_tv", batch_positions=2048, epochs=2, queue_bytes=QUEUE_BYTES)
+    return CompanionClient.start(heads, config, lm_head_VD, seed=0, embedding_VD=lm_head_VD if kind == "hydra" else None)
+
+
+def core_seconds(client: CompanionClient, workers: int) -> list[float]:
+    """Processor seconds of each worker's process so far."""
+    if workers == 1:
+        pids = [int(client._incarnation.split("-")[0])]
+    else:
+        pids = [int(name.split("-")[0]) for name in ray.get(client._call("workers", CONTROL))]
+    assert len(pids) == workers, f"{len(pids)} of {workers} workers are there"
+    return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+
+
+def one_round(client: CompanionClient, workers: int, seed: int) -> tuple[int, list[float]]:
+    """Tokens trained in a round, and each worker's processor seconds for it."""
+    before, tokens = core_seconds(client, workers), client.status().trained_tokens
+    for index in range(BATCHES):
+        client.submit(make_batch(seed + index))
+        assert client.drain(600), "the companion did not finish"
+    after = core_seconds(client, workers)
+    return client.status().trained_tokens - tokens, [b - a for a, b in zip(before, after, strict=True)]
+
+
+def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str, float]]:
+    """A row for each number of workers; the first is what the others are compared with."""
+    lm_head_VD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
+    clients = {count: start(count, kind, lm_head_VD) for count in counts}
+    taken: dict[int, list[tuple[int, list[float]]]] = {count: [] for count in counts}
+    try:
+        for turn in range(rounds + 1):
+            for count, client in clients.items():
+                taken[count].append(one_round(client, count, seed=turn * BATCHES))
+    finally:
+        for client in clients.values():
+            client.close()
+    return [summary(count, taken[count][1:], taken[counts[0]][1:]) for count in counts]  # The first round warms up.
+
+
+def summary(count: int, own: list[tuple[int, list[float]]], first: list[tuple[int, list[float]]]) -> dict[str, float]:
+    """Medians over rounds; ratios of rounds on the same batches."""
+    assert [tokens for tokens, _ in own] == [tokens for tokens, _ in first], "the same work in both arms"
+    workers = len(first[0][1])
+    growths = [sum(alone) / workers / (sum(seconds) / count) for (_, seconds), (_, alone) in zip(own, first, strict=True)]
+    busiest = [max(alone) / max(seconds) for (_, seconds), (_, alone) in zip(own, first, strict=True)]
+    return {
+        "workers": count,
+        "tokens": own[0][0],
+        "core_seconds": statistics.median(sum(seconds) for _, seconds in own),
+        "tokens_per_core_second": statistics.median(tokens / sum(seconds) for tokens, seconds in own),
+        "growth": statistics.median(growths),
+        "growth_low": min(growths),
+        "growth_high": max(growths),
+        "at_the_busiest": statistics.median(busiest),
+    }
+
+
+def table(kind: str, rows: list[dict[str, float]]) -> str:
+    lines = [
+        f"| heads: {kind} | tokens a round | core-seconds | tokens per core-second | growth (lowest to highest) | at the busiest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['workers']} worker{'s' * (row['workers'] > 1)} | {row['tokens']:,} | {row['core_seconds']:.1f} | "
+            f"{row['tokens_per_core_second']:,.0f} | {row['growth']:.2f} ({row['growth_low']:.2f} to {row['growth_high']:.2f}) | "
+            f"{row['at_the_busiest']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tokens trained per core-second, by workers of the companion.")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--kinds", nargs="+", default=["medusa", "hydra"], choices=("medusa", "markov", "hydra"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {}
+    with local_ray(queue_bytes=len(options.workers) * QUEUE_BYTES):
+        for kind in options.kinds:
+            found[kind] = measure(options.workers, kind, options.rounds)
+            sys.stdout.write(table(kind, found[kind]) + "\n\n")
+            sys.stdout.flush()
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
