@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -265,18 +266,20 @@ class RolloutBatch:
 
     @staticmethod
     def join(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Neighbouring parts as one."""
+        """All sequences as one batch, in order: neighbouring parts, or batches that were sampled in the same way.
+
+        Prompt numbers and weights stay where all parts have them.
+        """
         if len(parts) == 1:
             return parts[0]
-        prompts = [part.prompts_S for part in parts if part.prompts_S is not None]
-        return replace(
-            parts[0],
-            hidden_MD=torch.cat([part.hidden_MD for part in parts]),
-            response_ids_M=torch.cat([part.response_ids_M for part in parts]),
-            logprobs_M=torch.cat([part.logprobs_M for part in parts]),
-            lengths_S=torch.cat([part.lengths_S for part in parts]),
-            prompts_S=torch.cat(prompts) if prompts else None,
-        )
+
+        def together(name: str) -> torch.Tensor | None:
+            found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
+            return torch.cat(found) if len(found) == len(parts) else None
+
+        names = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S", "weights_M", "held_S")
+        joined: dict[str, Any] = {name: together(name) for name in names}
+        return replace(parts[0], **joined)
 
     def _chosen(self, chosen_S: torch.Tensor, whole: Whole) -> RolloutBatch:
         """Some of all responses (bool mask over the whole): those of them that are here."""

@@ -88,15 +88,7 @@ class RowTap(ABC):
         parts, self._parts, self._prompts = self._parts, [], {}
         if not parts:
             return None
-        return replace(
-            parts[0],
-            hidden_MD=torch.cat([part.hidden_MD for part in parts]),
-            response_ids_M=torch.cat([part.response_ids_M for part in parts]),
-            logprobs_M=torch.cat([part.logprobs_M for part in parts]),
-            lengths_S=torch.cat([part.lengths_S for part in parts]),
-            prompts_S=torch.cat([part.prompts_S for part in parts if part.prompts_S is not None]),
-            policy_version=policy_version,
-        )
+        return replace(RolloutBatch.join(parts), policy_version=policy_version)
 
     def _prompt(self, prompt: Sequence[int]) -> int:
         """Number of a prompt; answers to equal prompts share it over all passes of a batch."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -44,20 +44,7 @@ def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) 
         numbers = [order[i] for i in group]
         found |= dict(zip(numbers, reader.read([samples[i] for i in numbers]), strict=True))
         advance(len(numbers))
-    return join_batches([found[i] for i in range(len(samples))])
-
-
-def join_batches(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """One batch with the sequences of all, in order. All were sampled in the same way, and all have prompt numbers or none has."""
-    prompts = [batch.prompts_S for batch in batches if batch.prompts_S is not None]
-    return replace(
-        batches[0],
-        hidden_MD=torch.cat([batch.hidden_MD for batch in batches]),
-        response_ids_M=torch.cat([batch.response_ids_M for batch in batches]),
-        logprobs_M=torch.cat([batch.logprobs_M for batch in batches]),
-        lengths_S=torch.cat([batch.lengths_S for batch in batches]),
-        prompts_S=torch.cat(prompts) if len(prompts) == len(batches) else None,
-    )
+    return RolloutBatch.join([found[i] for i in range(len(samples))])
 
 
 class HiddenStates:
@@ -94,12 +81,12 @@ class HiddenStates:
 
     def batch(self, numbers: Sequence[int]) -> RolloutBatch:
         """The batch of some groups, in that order."""
-        return join_batches([self._group(number) for number in numbers])
+        return RolloutBatch.join([self._group(number) for number in numbers])
 
     def _group(self, number: int) -> RolloutBatch:
         if number in self._kept:
             return self._kept[number]
-        batch = join_batches(self._reader.read([self._samples[i] for i in self.groups[number]]))
+        batch = RolloutBatch.join(self._reader.read([self._samples[i] for i in self.groups[number]]))
         self.forwards += 1
         # Groups stay once they are in: every epoch asks for each of them, and throwing out the oldest would throw out every one in turn.
         if self.cached_bytes + batch.nbytes <= self._room:

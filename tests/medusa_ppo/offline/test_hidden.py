@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.offline import hidden
 from medusa_ppo.offline.collect import Sample
-from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, hidden_batch, join_batches
+from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, hidden_batch
+from medusa_ppo.types import RolloutBatch
 
 TEMPERATURE = 0.7
 
@@ -105,5 +106,5 @@ def test_a_bounded_cache_gives_the_same_bits_as_a_large_one_and_as_none(chain_ac
 
 def test_states_are_kept_in_the_dtype_asked_for(chain_actor: Path) -> None:
     reader = HiddenReader(load_actor(chain_actor), 1.0, torch.bfloat16)
-    batch = join_batches(reader.read(make_samples(3)))
+    batch = RolloutBatch.join(reader.read(make_samples(3)))
     assert batch.hidden_MD.dtype == torch.bfloat16 and batch.logprobs_M.dtype == torch.float32
