@@ -28,6 +28,7 @@ from heads.modules import MedusaHeads
 from heads.parallel import ParallelHeads
 from medusa_ppo.actors.hf import HiddenTap
 from medusa_ppo.actors.megatron import MegatronActor
+from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
@@ -80,6 +81,9 @@ class Companion:
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
 
     def submit(self, batch: RolloutBatch) -> None:
         self.batches.append(batch)
