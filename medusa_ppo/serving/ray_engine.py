@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.placement import TOKEN
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.colocated import ENVIRONMENT, ColocatedEngine
@@ -28,7 +27,6 @@ from medusa_ppo.serving.launch import LaunchPlan, plan_launch
 from medusa_ppo.serving.openmp import forget_registration
 from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
-SHARED_MEMORY = Path("/dev/shm")
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
@@ -62,12 +60,12 @@ class EngineHost:
         self, method: str, content: np.ndarray, version: int, checked: Checked | None
     ) -> tuple[str, object, dict[str, int]]:
         """Call a method that reads a file, with the file's bytes, which come from another node."""
-        folder = Path(tempfile.mkdtemp(prefix="medusa-ppo-received-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None))
+        folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
         try:
-            content.tofile(folder / "state.safetensors")
-            return self.call(method, (str(folder / "state.safetensors"), version, checked), {})
+            content.tofile(folder.path / "state.safetensors")
+            return self.call(method, (str(folder.path / "state.safetensors"), version, checked), {})
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.close()
 
     def node(self) -> str:
         """Id of the Ray node that this runs on."""
