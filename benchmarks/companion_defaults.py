@@ -1,7 +1,7 @@
 """Which settings of the companion are best: rollout batches of a real PPO run, recorded once and learned from again with each setting.
 
     python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k-4m.yaml --steps 24 [key=value ...]
-    python benchmarks/companion_defaults.py replay --out runs/defaults [--only drift ...] [--seeds 0 1]
+    python benchmarks/companion_defaults.py replay --out runs/defaults [--only drift ...] [--seeds 0 1] [--heads HEADS]
 
 `record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap; no vLLM, no companion) and keeps what
 the companion would have been handed: hidden states, tokens, log-probs and the actor's tables of every step. `--reward numbers` pays for
@@ -30,7 +30,6 @@ import torch
 from transformers import PreTrainedModel
 
 from heads.checkpoint import load_state, save_state
-from heads.config import HeadsConfig
 from heads.errors import UsageError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
@@ -38,7 +37,7 @@ from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.learner import Learner
 from medusa_ppo.config import RunConfig, build_config, load_config
-from medusa_ppo.plugin import MedusaPlugin, initial_heads
+from medusa_ppo.plugin import MedusaPlugin, heads_for_table, initial_heads
 from medusa_ppo.ppo.data import PromptStream
 from medusa_ppo.ppo.demo.cache import ensure_demo_actor
 from medusa_ppo.ppo.learner import Learner as PPOLearner
@@ -52,6 +51,7 @@ from medusa_ppo.serving.no_engine import NoEngine
 from medusa_ppo.types import CompanionStatus, Counters, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
 
 TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S")
+SHORT = 100
 KEPT_METRICS = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY, names.RESPONSE_LENGTH)
 BASE: dict[str, Any] = {
     "schedule": "fixed",
@@ -60,9 +60,14 @@ BASE: dict[str, Any] = {
     "learning_rate": 2e-3,
     "gate_confidence": 0.9,
     "positions": "all",
+    "loss": "kl_tv",
+    "average": 0.97,
 }
 GRID: dict[str, dict[str, Any]] = {
     "base": {},
+    "loss ce_tv": {"loss": "ce_tv"},
+    "no running mean": {"average": 0.0},
+    "running mean of 0.99": {"average": 0.99},
     "1 pass": {"epochs": 1},
     "4 passes": {"epochs": 4},
     "replay 1 version": {"replay_versions": 1},
@@ -84,8 +89,8 @@ GRID: dict[str, dict[str, Any]] = {
 
 
 def numbers(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Ten times the share of digits among a response's characters."""
-    return 10.0 * sum(c.isdigit() for c in response) / max(1, len(response))
+    """Ten times the share of digits among a response's characters; a short one counts as if it had SHORT, or one digit would be best."""
+    return 10.0 * sum(c.isdigit() for c in response) / max(SHORT, len(response))
 
 
 class Sampler(NoEngine):
@@ -199,43 +204,50 @@ def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Te
         yield RolloutBatch(**parts, policy_version=int(version), temperature=temperature), state["lm_head"], state.get("embedding")
 
 
-def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One setting over all batches: tokens a step that serving and frozen heads would have given on each, before it was learned from."""
+def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed: int, heads: str = "") -> dict[str, Any]:
+    """One setting over all batches: tokens a step that serving and frozen heads would have given on each, before it was learned from.
+
+    `heads`: a native directory to begin with, which then is the frozen control; empty: from nothing.
+    """
     companion = config.companion.model_copy(update={**BASE, **settings, "draft_temperature": config.engine.draft_temperature})
-    learner, serving, frozen, rows, passes, cpu_s = None, [], [], 0, [], 0.0
+    learner, serving, frozen, rows, passes, rates, cpu_s = None, [], [], 0, [], [], 0.0
     for batch, lm_head_VD, embedding_VD in batches(folder):
         if learner is None:
-            vocab, width = lm_head_VD.shape
-            section = config.heads
-            sizes = HeadsConfig(width, vocab, section.num_heads, section.kind, section.num_layers, section.lm_head, section.rank)
-            learner = Learner(sizes, companion, lm_head_VD, seed=seed, embedding_VD=embedding_VD)
+            section = config.heads.model_copy(update={"path": heads})
+            first = heads_for_table(config.model_copy(update={"heads": section}), lm_head_VD)
+            learner = Learner(
+                first.config, companion, lm_head_VD, seed=seed, initial_state=first.trainable_state(), embedding_VD=embedding_VD
+            )
         learner.set_tables(lm_head_VD, embedding_VD)
-        for lengths, heads in ((serving, learner.serving), (frozen, learner.frozen or learner.serving)):
+        control = first if heads else learner.frozen or learner.serving
+        for lengths, judged in ((serving, learner.serving), (frozen, control)):
             result = replay(
-                heads, batch, learner.lm_head_VD, embedding_VD=learner.trainer.embedding_VD, draft_temperature=companion.draft_temperature
+                judged, batch, learner.lm_head_VD, embedding_VD=learner.trainer.embedding_VD, draft_temperature=companion.draft_temperature
             )
             lengths.append(result.mean_acceptance_length)
         began = time.process_time()
         rows += learner.learn(batch).train.rows
         cpu_s += time.process_time() - began
         passes.append(learner.schedule.last.passes)
+        rates.append(learner.trainer.rate)
     if learner is None:
         raise UsageError("There is nothing to learn from.", given=folder, expected="batch-*.safetensors", do="Run `record` first.")
-    return {"serving": serving, "frozen": frozen, "rows": rows, "passes": passes, "cpu_s": cpu_s, "versions": learner.version}
+    lists = {"serving": serving, "frozen": frozen, "passes": passes, "rates": rates}
+    return {**lists, "rows": rows, "cpu_s": cpu_s, "versions": learner.version}
 
 
 def replay_all(args: argparse.Namespace) -> None:
     """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
     torch.set_num_threads(1)
     recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
-    config, results = build_config(recorded["config"]), args.out / "results.jsonl"
+    config, results = build_config(recorded["config"]), args.out / ("results-heads.jsonl" if args.heads else "results.jsonl")
     wanted = [name for name in GRID if not args.only or name == "base" or any(word in name for word in args.only)]
     done = _read(results)
     for seed in args.seeds:
         for name in wanted:
             if (name, seed) in done:
                 continue
-            line = {"name": name, "seed": seed, **learn_again(args.out, config, GRID[name], seed)}
+            line = {"name": name, "seed": seed, **learn_again(args.out, config, GRID[name], seed, args.heads)}
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             _say(f"{name}, seed {seed}: {fmean(last_half(line['serving'])):.3f}, {line['cpu_s']:.0f} CPU s")
@@ -298,6 +310,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     recording.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     replaying = commands.add_parser("replay", help="learn from them with each setting and print the table")
     replaying.add_argument("--only", nargs="*", default=[], help="settings whose names hold one of these words; the base is always there")
+    replaying.add_argument("--heads", default="", help="native heads to begin with; they are the frozen control then")
     replaying.add_argument("--seeds", type=int, nargs="+", default=[0])
     for command in (recording, replaying):
         command.add_argument("--out", type=Path, required=True, help="folder of the recording (`record` makes it)")

@@ -115,6 +115,12 @@ class MedusaHeads(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.blocks[0].dtype
 
+    @property
+    def untrained(self) -> bool:
+        """They stand where they start: every head equals lm_head (its own one too, if that is what it was set to)."""
+        outputs = [*self.blocks, *(getattr(self, name) for name in ("markov_out", "mlp_out") if hasattr(self, name))]
+        return not any(bool(parameter.any()) for parameter in outputs)
+
     @torch.no_grad()
     def init_own_lm_heads(self, lm_head_VD: torch.Tensor) -> None:
         """Copy the actor's lm_head into every own one. ConfigError when the heads share it instead."""

@@ -166,7 +166,7 @@ class CompanionConfig(Section):
     """Train the heads while PPO runs."""
     on_error: Literal["raise", "disable"] = "disable"
     """What a failed companion does to PPO: `disable` goes on with the serving heads."""
-    loss: Literal["ce", "tv", "ce_tv", "kl", "kl_tv"] = "ce"
+    loss: Literal["ce", "tv", "ce_tv", "kl", "kl_tv"] = "kl_tv"
     """Loss of the heads."""
     learning_rate: float = Field(2e-3, gt=0)
     """AdamW step size."""
@@ -174,6 +174,8 @@ class CompanionConfig(Section):
     """AdamW decoupled weight decay."""
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm of each head, clipped per head."""
+    average: float = Field(0.97, ge=0, lt=1)
+    """Candidates are the running mean of the heads in training, of which this share stays with each optimizer step; 0: the last heads."""
     batch_positions: int = Field(2048, ge=1)
     """Positions per optimizer step (per micro-batch of one, with `accumulate`)."""
     accumulate: int = Field(1, ge=1)
@@ -209,7 +211,7 @@ class CompanionConfig(Section):
     draft_temperature: float = Field(0.0, ge=0)
     """Draft temperature that candidates are judged at, times the rollouts' own; 0: one-hot. A run sets it to the engine's."""
     upper_mark_every: int = Field(0, ge=0)
-    """Batches between two upper marks: heads fitted on that very batch, the most that training could reach; 0: never."""
+    """Batches between two upper marks: heads fitted on and on to that very batch, the most it could give on its holdout; 0: never."""
     checkpoint_every: int = Field(1, ge=0)
     """Batches between two saves of the companion's whole state in the run's folder; 0: never."""
     max_restarts: int = Field(100, ge=0)

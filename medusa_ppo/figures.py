@@ -38,7 +38,7 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
     }
     if status.reason:
         values |= {names.COMPANION_PASSES: status.passes, names.COMPANION_REASON: status.reason}
-        values[names.COMPANION_POSITIONS] = status.positions_frac
+        values |= {names.COMPANION_POSITIONS: status.positions_frac, names.COMPANION_RATE: status.rate}
     if status.gpu_gib is not None:
         values[names.COMPANION_GPU] = status.gpu_gib
     if status.last_loss == status.last_loss:  # not NaN: something was trained

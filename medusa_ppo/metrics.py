@@ -22,7 +22,7 @@ TOKENS_PER_ENGINE = "generated_tokens_per_engine"  # Response tokens of each eng
 REPLAY_SERVING = "replay_mal_serving"  # Replay estimate of the serving heads on this step's holdout.
 REPLAY_CANDIDATE = "replay_mal_candidate"  # Replay estimate of the newly trained heads on this step's holdout.
 REPLAY_FROZEN = "replay_mal_frozen"  # Replay estimate of the first published heads on this step's holdout.
-REPLAY_UPPER = "replay_mal_upper"  # Replay estimate of heads fitted on that very batch, holdout included (some steps only).
+REPLAY_UPPER = "replay_mal_upper"  # Replay estimate of heads fitted on that very batch, on the same holdout (some steps only).
 REPLAY_POLICY_VERSION = "replay_policy_version"  # Version of the actor whose rollouts the replay estimates were made on.
 
 TOKENS_PER_S = "rollout_tokens_per_s"  # Response tokens per second of this step's generation.
@@ -61,6 +61,7 @@ COMPANION_STEPS = "companion_optimizer_steps"  # Optimizer steps of the companio
 COMPANION_PASSES = "companion_passes"  # Passes over the batch trained on last; below 1 a random part of its positions once.
 COMPANION_REASON = "companion_reason"  # Why so many, in a word of the schedule (docs/companion.md explains each).
 COMPANION_POSITIONS = "companion_positions_frac"  # Share of that batch's training positions that were trained on.
+COMPANION_RATE = "companion_rate"  # Share of the configured step size that the companion trains with; the gate sets it.
 COMPANION_GPU = "companion_gpu_gib"  # GPU memory that the companion's process holds when the step ends; without a GPU left out.
 COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
 COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far because the queue was full.

@@ -15,7 +15,7 @@ from heads.errors import ModelError
 
 FLOAT32, BFLOAT16 = 4, 2
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
-HEADS_COPIES = 3  # The companion keeps the serving heads and the frozen control beside those that it trains.
+HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.
 TOKEN_BYTES = 8 + 4  # An id (int64) and a log-prob (float32).
 HEADS = ("num_attention_heads", "n_head")
 WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_neo", "opt", "phi")

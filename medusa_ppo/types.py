@@ -349,6 +349,7 @@ class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
     `passes`, `reason` and `positions_frac` are of the last batch: how much it was trained on, why, and the share of its positions that was.
+    `rate` is the share of the configured step size that the next batch is trained with.
     """
 
     alive: bool = True
@@ -375,6 +376,7 @@ class CompanionStatus:
     positions_frac: float = 0.0
     gpu_gib: float | None = None
     workers: int = 1
+    rate: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from heads.checkpoint import checksum
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import GateRule, Verdict, acceptance, judge, replay
+from medusa_ppo.companion.average import WARM, RunningMean
+from medusa_ppo.companion.gate import GateRule, Verdict, acceptance, find_fault, judge, replay
 from medusa_ppo.companion.positions import fraction_weights, sampled_share, wrong_weights
 from medusa_ppo.companion.replay_buffer import ReplayBuffer
 from medusa_ppo.companion.schedule import Decision, Schedule
@@ -24,7 +25,8 @@ from medusa_ppo.types import ReplayRow, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-UPPER_MARK_EPOCHS = 4  # Times the configured epochs: enough to fit one batch, and rare enough not to matter.
+UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
+SLOWER, FASTER, SLOWEST = 0.5, 1.1, 1 / 64  # Factors on the step size after a rollback and after a publish, and its least share.
 COUNTERS = ("version", "fresh", "candidates_rejected", "rollbacks", "last_policy_version", "published_policy_version", "batches_seen")
 
 
@@ -49,6 +51,7 @@ class Learner:
     """Candidate, serving and frozen heads, and the rule by which the candidate becomes the serving ones.
 
     Attributes:
+        candidate: running mean of the heads in training; the serving ones of tomorrow.
         serving: the last published heads (version 0: those the run started with).
         frozen: the first published heads, never trained again; None before.
         version: number of the serving heads; grows by one with every publish.
@@ -72,8 +75,10 @@ class Learner:
     ) -> None:
         self._config = config
         self._seed = seed
-        candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
-        self.trainer = HeadsTrainer(candidate, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device)
+        first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
+        self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
+        mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
+        self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, mean=mean)
         self.schedule = Schedule(config.schedule, config.epochs, config.min_epochs, config.drift_lag)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_decay, config.replay_bytes)
         self.serving = self._copy(self.trainer.heads)
@@ -145,22 +150,28 @@ class Learner:
         self.last_policy_version = batch.policy_version
         if holdout is None:
             return LearnReport(report, None, False, "A batch of one prompt leaves nothing to judge the heads on.")
-        verdict = judge(
-            self.trainer.heads,
+        verdict = self._judge(holdout, before)
+        self._obey(verdict)
+        if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
+            self.rows["upper"] = self._upper_mark(training, holdout)
+        self._tell_schedule(verdict)
+        return LearnReport(report, verdict, verdict.publish)
+
+    def _judge(self, holdout: RolloutBatch, of_serving: ReplayResult | None) -> Verdict:
+        fault = find_fault(self.trainer.heads, self.serving)  # What the mean has not taken in yet, or keeps small.
+        if fault:
+            return Verdict(False, True, fault)
+        return judge(
+            self.candidate,
             self.serving,
             self.frozen,
             self.lm_head_VD,
             holdout,
             GateRule(self._config.gate_confidence, self._config.draft_temperature),
             embedding_VD=self.trainer.embedding_VD,
-            of_serving=before,
+            of_serving=of_serving,
             team=self.team,
         )
-        self._obey(verdict)
-        if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
-            self.rows["upper"] = self._upper_mark(batch, holdout)
-        self._tell_schedule(verdict)
-        return LearnReport(report, verdict, verdict.publish)
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
         temperature, embedding_VD = self._config.draft_temperature, self.trainer.embedding_VD
@@ -196,16 +207,24 @@ class Learner:
         )
         return replace(training, weights_M=wrong_weights(training, accept_MK, config.position_share, seed))
 
-    def _upper_mark(self, batch: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
-        """Replay, on the holdout, of a copy of the candidate fitted on the whole batch, holdout included. It is thrown away."""
-        copy = self._copy(self.trainer.heads).requires_grad_(True)
-        config = self._config.model_copy(update={"epochs": UPPER_MARK_EPOCHS * self._config.epochs})
-        embedding_VD = self.trainer.embedding_VD
-        fitted = HeadsTrainer(copy, self.lm_head_VD, config, self._seed, embedding_VD=embedding_VD, device=self.trainer.device)
-        fitted.join(self.team)
-        fitted.train_batch(batch)
-        result = self._measure(fitted.heads, holdout)
-        return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)
+    def _upper_mark(self, training: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
+        """The most that this very batch could give: a copy of the candidate is fitted to it on and on, and its best replay counts.
+
+        Fitted on the responses that are not judged. Heads fitted on those that are reach much more, by learning them by heart: what they
+        gain there they lose on other responses of the same policy (docs/companion.md has the figures).
+        """
+        mean = RunningMean(self._copy(self.candidate), self._config.average, steps=WARM)
+        first, embedding_VD, trainer = self._copy(self.candidate).requires_grad_(True), self.trainer.embedding_VD, self.trainer
+        fitted = HeadsTrainer(
+            first, self.lm_head_VD, self._config, self._seed, embedding_VD=embedding_VD, device=trainer.device, team=self.team, mean=mean
+        )
+        fitted.rate = trainer.rate
+        results = [self._measure(self.candidate, holdout)]
+        for passes in UPPER_MARK_PASSES:
+            fitted.train_batch(training, epochs=passes)
+            results += [self._measure(heads, holdout) for heads in (fitted.heads, mean.heads)]
+        best = max(results, key=lambda result: result.mean_acceptance_length)
+        return ReplayRow(best.mean_acceptance_length, best.acceptance_per_position)
 
     def move_to(self, device: torch.device) -> int:
         """Carry all heads, the optimizer and the tables to another device. Returns the bytes that lie there now."""
@@ -228,8 +247,9 @@ class Learner:
         self.rows = {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
         self.fresh = verdict.publish
         if verdict.publish:
-            self.serving.load_trainable_state(self.trainer.heads.trainable_state())
+            self.serving.load_trainable_state(self.candidate.trainable_state())
             self.version += 1
+            self.trainer.rate = min(1.0, self.trainer.rate * FASTER)
             self.published_policy_version = self.last_policy_version
             if self.frozen is None:
                 self.frozen = self._copy(self.serving)
@@ -238,6 +258,7 @@ class Learner:
             if verdict.worse:
                 logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
                 self.trainer.reset_to(self.serving.trainable_state())
+                self.trainer.rate = max(SLOWEST, self.trainer.rate * SLOWER)
                 self.rollbacks += 1
 
     def _copy(self, heads: MedusaHeads) -> MedusaHeads:
@@ -256,7 +277,7 @@ class Learner:
         if self._config.save_replay:
             state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
-        state["schedule"] = torch.tensor([self.positions_frac, *self.schedule.state()], dtype=torch.float64)
+        state["schedule"] = torch.tensor([self.trainer.rate, self.positions_frac, *self.schedule.state()], dtype=torch.float64)
         if self.last_losses:
             state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
         for name, row in self.rows.items():
@@ -288,7 +309,7 @@ class Learner:
         for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         if "schedule" in state:
-            self.positions_frac, *schedule = state["schedule"].tolist()
+            self.trainer.rate, self.positions_frac, *schedule = state["schedule"].tolist()
             self.schedule.load(schedule)
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         self.last_losses = tuple(losses)

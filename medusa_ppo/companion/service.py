@@ -172,6 +172,7 @@ class CompanionService:
             passes=learner.schedule.last.passes,
             reason=learner.schedule.last.reason,
             positions_frac=learner.positions_frac,
+            rate=learner.trainer.rate,
             gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3 if self._device.type == "cuda" else None,
         )
 

@@ -16,6 +16,7 @@ from torch import nn
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
+from medusa_ppo.companion.average import RunningMean
 from medusa_ppo.companion.positions import Positions, look_up
 from medusa_ppo.companion.team import Team
 from medusa_ppo.config import CompanionConfig
@@ -64,6 +65,9 @@ class HeadsTrainer:
     """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded generator.
 
     The heads' parameters are float32. The actor's lm_head and embedding table are constants here.
+
+    Attributes:
+        rate: factor on the configured step size. The caller's to set, and to keep over a restart.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class HeadsTrainer:
         schedule: Callable[[int], float] | None = None,
         dtype: torch.dtype | None = None,
         team: Team | None = None,
+        mean: RunningMean | None = None,
     ) -> None:
         """
         Args:
@@ -89,12 +94,17 @@ class HeadsTrainer:
             schedule: factor of the step size by number of the optimizer step; None: always 1.
             team: processes to sum gradients with; None: alone.
             dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
+            mean: takes in the heads after each optimizer step, and is part of the state; None: nothing does.
         """
+        self.rate = 1.0
         self._schedule = schedule
+        self._mean = mean
         self._dtype = dtype
         self._team = team
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
+        if mean is not None:
+            mean.heads.to(device=self.device, dtype=torch.float32)
         self._config = config
         self._loss = LossConfig.named(config.loss)
         self._generator = torch.Generator().manual_seed(seed)
@@ -157,8 +167,10 @@ class HeadsTrainer:
         self._generator.manual_seed(seed)
 
     def reset_to(self, state: dict[str, torch.Tensor]) -> None:
-        """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters and generator go on."""
+        """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters, generator and `rate` go on."""
         self.heads.load_trainable_state(state)
+        if self._mean is not None:
+            self._mean.restart(state)
         self._optimizer = self._fresh_optimizer()
 
     # ---- one batch ------------------------------------------------------------------------------------------------------
@@ -178,9 +190,8 @@ class HeadsTrainer:
             steps = -(-picks.shape[0] // rows)
             for start in range(0, rows * (self._team.most(steps) if self._team else steps), rows):
                 step = self.optimizer_steps + len(losses)
-                if self._schedule is not None:
-                    for group in self._optimizer.param_groups:
-                        group["lr"] = self._config.learning_rate * self._schedule(step)
+                for group in self._optimizer.param_groups:
+                    group["lr"] = self._config.learning_rate * self.rate * (self._schedule(step) if self._schedule else 1.0)
                 loss = self._loss.at(step)
                 here = picks[start : start + rows]
                 losses.append(self._step([source for source, _ in sources], here[here[:, 1] >= 0], loss))
@@ -216,6 +227,8 @@ class HeadsTrainer:
         if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
             raise _NotFiniteError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
         self._optimizer.step()
+        if self._mean is not None:
+            self._mean.add(self._named.values())
         return loss_K
 
     def _add_up_gradients(self, team: Team, loss_K: torch.Tensor) -> None:
@@ -292,12 +305,16 @@ class HeadsTrainer:
         self.device = device
         self._optimizer.zero_grad(set_to_none=True)
         self.heads.to(device)
+        if self._mean is not None:
+            self._mean.heads.to(device)
         moments = self._optimizer.state.values()
         for values in moments:
             values.update({name: value.to(device) for name, value in values.items() if name != "step"})  # AdamW keeps that on the CPU.
         self.lm_head_VD = self.lm_head_VD.to(device)
         self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
         tables = [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
+        if self._mean is not None:
+            tables += self._mean.heads.parameters()
         moved = [*tables, *self.heads.parameters(), *(value for values in moments for name, value in values.items() if name != "step")]
         return sum(tensor.numel() * tensor.element_size() for tensor in moved)
 
@@ -307,6 +324,9 @@ class HeadsTrainer:
         for name, parameter in self._named.items():
             for moment, value in self._optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{moment}"] = value.detach().clone()
+        if self._mean is not None:
+            state |= {f"mean.{name}": tensor for name, tensor in self._mean.heads.trainable_state().items()}
+            state["mean_steps"] = torch.tensor(self._mean.steps)
         state["generator"] = self._generator.get_state()
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
         return state
@@ -324,6 +344,10 @@ class HeadsTrainer:
                         moment: value.clone() if moment == "step" else value.to(self.device, copy=True) for moment, value in moments.items()
                     }
             self._optimizer = optimizer
+            if self._mean is not None:
+                means = {name[5:]: value.to(self.device) for name, value in state.items() if name.startswith("mean.")}
+                self._mean.heads.load_trainable_state(means)
+                self._mean.steps = int(state["mean_steps"])
             self._generator.set_state(state["generator"].clone())
             for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
                 setattr(self, name, value)

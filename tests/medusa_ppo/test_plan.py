@@ -95,7 +95,7 @@ def test_a_plan_adds_up(folder: Path) -> None:
 
 def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
     base = {"model": {"path": str(folder)}}
-    sampled = {"num_gpus": 0.5, "offload": True, "positions": "fraction", "position_share": 0.25, "holdout_fraction": 0.2}
+    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "offload": True, "positions": "fraction", "position_share": 0.25, "holdout_fraction": 0.2}
     all_of_it, part = (make_plan(build_config({**base, "companion": c}), gpus=True) for c in ({}, sampled))
     states = [{move.what: move.size for move in plan.moves}["hidden states"] for plan in (all_of_it, part)]
     tokens = part.response_tokens

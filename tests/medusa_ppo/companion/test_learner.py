@@ -61,7 +61,7 @@ def test_follows_a_policy_that_moves_while_the_frozen_control_falls(chain) -> No
     after = length_of(learner.serving, task, task.batch(60))
     frozen_after = length_of(learner.frozen, task, task.batch(60))
     assert before > 2.3 and fallen < 1.6 and after > 2.3, (before, fallen, after)
-    assert frozen_after < frozen_before - 0.1 and learner.version > first_version
+    assert frozen_after < frozen_before - 0.05 and learner.version > first_version
     assert learner.last_policy_version == 1
 
 
@@ -154,10 +154,33 @@ def test_a_candidate_that_fell_behind_is_taken_back(chain) -> None:
     assert learner.version == version
     for name, value in learner.trainer.heads.trainable_state().items():
         assert torch.equal(value, served[name])
+    assert learner.trainer.rate == 0.5, "the step size that led there is halved"
+    for name, value in learner.candidate.trainable_state().items():
+        assert torch.equal(value, served[name]), "the mean begins anew as well"
     for _ in range(5):
         learner.learn(task.batch())
     assert learner.version >= version
-    assert length_of(learner.trainer.heads, task, task.batch(60)) > 2.2
+    assert length_of(learner.candidate, task, task.batch(60)) > 2.2
+
+
+def test_trained_heads_find_the_step_size_that_suits_them(chain) -> None:
+    """With one that is far too large they would lose what they know with every batch. The gate makes it smaller until they don't."""
+    task = chain()
+    source = make(task)
+    for _ in range(15):
+        source.learn(task.batch())
+    config = CompanionConfig(batch_positions=64, learning_rate=0.5)
+    learner = Learner(source.serving.config, config, task.lm_head_VD, seed=0, initial_state=source.serving.trainable_state())
+    rates = []
+    for _ in range(12):
+        learner.learn(task.batch())
+        rates.append(learner.trainer.rate)
+    assert rates[0] == 1.0 and rates[-1] <= 0.5, rates
+    held = task.batch(60)
+    assert length_of(learner.candidate, task, held) > length_of(source.serving, task, held) - 0.1
+    twin = Learner(source.serving.config, config, task.lm_head_VD, seed=0)
+    twin.load_state_dict(learner.state_dict())
+    assert twin.trainer.rate == learner.trainer.rate
 
 
 def test_one_prompt_can_not_be_judged(chain) -> None:
@@ -249,7 +272,7 @@ def test_a_batch_that_was_sampled_before_is_not_sampled_again(chain) -> None:
     weights_M = torch.rand(batch.response_ids_M.shape[0], generator=torch.Generator().manual_seed(0)).lt(0.5).float()
     weights_M[held_S[torch.repeat_interleave(torch.arange(held_S.numel()), batch.lengths_S)]] = 1.0
     sampled = dataclasses.replace(batch, weights_M=weights_M, hidden_MD=batch.hidden_MD[weights_M > 0], held_S=held_S)
-    learner = make(task, positions="fraction", position_share=0.1)
+    learner = make(task, loss="ce", positions="fraction", position_share=0.1)
     assert learner.learn(sampled).problem == "" and 0.35 < learner.positions_frac < 0.65
 
 

@@ -1,0 +1,138 @@
+"""Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed by seed, with a reward that moves it.
+
+    python benchmarks/holding.py --out runs/holding --heads HEADS --seeds 0 1 2 [key=value ...]
+
+Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and every UPPER_EVERY batches the upper
+mark is taken (heads fitted to that very batch on and on, judged on its holdout). The reward pays for digits (`numbers` in
+companion_defaults.py), with a large step size: reward, KL to the reference and entropy all move. HEADS are trained before the run and
+are the frozen control as well; without them the run begins at nothing, and the first published version is the control.
+
+Printed for each seed, over the steps of the last third: extra tokens a step (mean acceptance length - 1) of the serving heads by
+vLLM's counters and by replay, of the frozen heads and of the upper mark by replay on the same holdouts, and their ratios; and every
+version that was published with a lower estimate than the one it replaced. A seed whose run is complete is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from medusa_ppo import metrics as names
+
+REWARD = "benchmarks.companion_defaults:numbers"
+ROOT = Path(__file__).parent.parent
+UPPER_EVERY = 5
+SETTINGS = (
+    "data.max_prompt_tokens=64",
+    "sampling.responses_per_prompt=4",
+    "sampling.max_new_tokens=48",
+    "engine.max_num_seqs=48",
+    "engine.threads=1",
+    "companion.wait=true",
+    f"companion.upper_mark_every={UPPER_EVERY}",
+    f"ppo.reward={REWARD}",
+    "ppo.actor_learning_rate=1.0e-4",
+    "ppo.epochs=1",
+    "ppo.prompts_per_step=12",
+    "ppo.minibatch_size=24",
+    "ppo.micro_batch_size=24",
+    "ppo.threads=1",
+    "ppo.checkpoint_every=20",
+    "report.speed_every=0",
+)
+"""Over configs/gsm8k-4m.yaml. The companion is waited for, so that a seed gives the same numbers however busy the machine is."""
+POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
+CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN, names.REPLAY_UPPER)
+CALL = "from medusa_ppo.cli import main; main()"
+COLUMNS = (
+    "seed | reward | KL, nats | entropy, nats | extra tokens: counters | replay | frozen | of frozen | of the upper mark (marks) | "
+    "versions | worse"
+)
+
+
+def run(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+    """The steps of one seed, from its file when it is complete."""
+    file = args.out / f"seed-{seed}" / "metrics.jsonl"
+    if len(_steps(file)) < args.steps:
+        heads = [f"heads.path={args.heads}"] if args.heads else []
+        settings = [*SETTINGS, *heads, f"seed={seed}", f"name=seed-{seed}", f"out={args.out}", f"ppo.steps={args.steps}", *args.overrides]
+        command = [sys.executable, "-c", CALL, "ppo", "--config", str(ROOT / "configs" / "gsm8k-4m.yaml"), *settings]
+        with (args.out / f"seed-{seed}.log").open("w") as log:
+            subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return _steps(file)[: args.steps]
+
+
+def _steps(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures of one seed."""
+    late = steps[-(len(steps) // 3) :]
+    marked = [line for line in late if line.get(names.REPLAY_UPPER) is not None]
+
+    def extra(lines: list[dict[str, Any]], name: str) -> float:
+        return fmean(line[name] for line in lines if line.get(name) is not None) - 1.0
+
+    return {
+        "counters": extra(late, names.MAL_SERVING),
+        "serving": extra(late, names.REPLAY_SERVING),
+        "frozen": extra(late, names.REPLAY_FROZEN),
+        "of_frozen": extra(late, names.REPLAY_SERVING) / extra(late, names.REPLAY_FROZEN),
+        "marks": len(marked),
+        "of_upper": extra(marked, names.REPLAY_SERVING) / extra(marked, names.REPLAY_UPPER),
+        "versions": late[-1][names.VERSIONS_PUBLISHED],
+        "worse": len(worse(steps)),
+    }
+
+
+def worse(steps: list[dict[str, Any]]) -> list[int]:
+    """Steps in which a version was published that reached less on the held-out rollouts than the one before."""
+    found, before = [], 0
+    for line in steps:
+        published = line.get(names.VERSIONS_PUBLISHED) or 0
+        if published > before and line[names.REPLAY_CANDIDATE] < line[names.REPLAY_SERVING]:
+            found.append(line[names.STEP])
+        before = published
+    return found
+
+
+def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
+    """Markdown: the figures of each seed, then the means over all seeds by step."""
+    lines = [f"| {COLUMNS} |", "|---" * (COLUMNS.count("|") + 1) + "|"]
+    for seed, steps in runs.items():
+        figures = summary(steps)
+        ends = [f"{steps[0][name]:.2f} -> {fmean(line[name] for line in steps[-3:]):.2f}" for name in POLICY]
+        cells = [str(seed), *ends, *(f"{figures[name]:.3f}" for name in ("counters", "serving", "frozen", "of_frozen"))]
+        cells += [f"{figures['of_upper']:.3f} ({figures['marks']:.0f})", f"{figures['versions']:.0f}", f"{figures['worse']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"| steps | {' | '.join(CURVE)} |", "|---" * (len(CURVE) + 1) + "|"]
+    length = min(map(len, runs.values()))
+    block = max(1, length // 10)
+    for start in range(0, length, block):
+        part = [line for steps in runs.values() for line in steps[start : start + block]]
+        means = [[line[name] for line in part if line.get(name) is not None] for name in CURVE]
+        lines.append(f"| {start}-{start + block - 1} | {' | '.join(f'{fmean(values):.3f}' if values else '' for values in means)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--heads", default="", help="native heads that the runs start with")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sys.stdout.write("\n".join(table({seed: run(args, seed) for seed in args.seeds})) + "\n")
+
+
+if __name__ == "__main__":
+    main()
