@@ -36,7 +36,7 @@ SETTINGS = (
     "companion.wait=true",
     f"companion.upper_mark_every={UPPER_EVERY}",
     f"ppo.reward={REWARD}",
-    "ppo.actor_learning_rate=1.0e-4",
+    "ppo.actor_learning_rate=2.0e-4",
     "ppo.epochs=1",
     "ppo.prompts_per_step=12",
     "ppo.minibatch_size=24",
@@ -85,7 +85,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
         "frozen": extra(late, names.REPLAY_FROZEN),
         "of_frozen": extra(late, names.REPLAY_SERVING) / extra(late, names.REPLAY_FROZEN),
         "marks": len(marked),
-        "of_upper": extra(marked, names.REPLAY_SERVING) / extra(marked, names.REPLAY_UPPER),
+        "of_upper": extra(marked, names.REPLAY_UPPER_SERVING) / extra(marked, names.REPLAY_UPPER),
         "versions": late[-1][names.VERSIONS_PUBLISHED],
         "worse": len(worse(steps)),
     }

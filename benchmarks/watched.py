@@ -69,7 +69,8 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
         "model": {"path": path},
         "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
         "sampling": {"max_new_tokens": 24},
-        "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1},
+        # Little memory for keys and values: it is touched bit by bit, and looks like a leak until all of it was used once.
+        "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "memory_fraction": 0.01},
         "heads": {"num_heads": 3},
         "companion": {"epochs": 4, "learning_rate": 1e-2, "batch_positions": 256},
         # The tiny actor solves nothing: it is the entropy that moves it.

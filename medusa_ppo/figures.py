@@ -26,8 +26,11 @@ def rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None, choices:
     }
 
 
-def companion_figures(status: CompanionStatus) -> dict[str, Any]:
-    """What the companion has done, and its replay estimates; those that are not known are left out."""
+def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str, Any]:
+    """What the companion has done, and its replay estimates; those that are not known are left out.
+
+    `upper_seen`: the batch whose upper mark was told before; it is told once.
+    """
     values: dict[str, Any] = {
         names.COMPANION_TRAINED_TOKENS: status.trained_tokens,
         names.COMPANION_DROPPED: status.batches_dropped,
@@ -49,6 +52,7 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
         (names.REPLAY_SERVING, status.serving),
         (names.REPLAY_CANDIDATE, status.candidate),
         (names.REPLAY_FROZEN, status.frozen),
-        (names.REPLAY_UPPER, status.upper),
     )
+    if status.upper_batch != upper_seen:
+        rows += ((names.REPLAY_UPPER, status.upper), (names.REPLAY_UPPER_SERVING, status.upper_serving))
     return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

@@ -22,7 +22,8 @@ TOKENS_PER_ENGINE = "generated_tokens_per_engine"  # Response tokens of each eng
 REPLAY_SERVING = "replay_mal_serving"  # Replay estimate of the serving heads on this step's holdout.
 REPLAY_CANDIDATE = "replay_mal_candidate"  # Replay estimate of the newly trained heads on this step's holdout.
 REPLAY_FROZEN = "replay_mal_frozen"  # Replay estimate of the first published heads on this step's holdout.
-REPLAY_UPPER = "replay_mal_upper"  # Replay estimate of heads fitted on that very batch, on the same holdout (some steps only).
+REPLAY_UPPER = "replay_mal_upper"  # Replay estimate of heads fitted on a very batch, on its holdout (some batches only).
+REPLAY_UPPER_SERVING = "replay_mal_upper_serving"  # Replay estimate of the serving heads on the holdout of that upper mark.
 REPLAY_POLICY_VERSION = "replay_policy_version"  # Version of the actor whose rollouts the replay estimates were made on.
 
 TOKENS_PER_S = "rollout_tokens_per_s"  # Response tokens per second of this step's generation.

@@ -90,6 +90,7 @@ class MedusaPlugin:
         self._lm_head_VD: torch.Tensor | None = None
         self._step = _Step()
         self._train_s_before = 0.0
+        self._upper_seen = 0
         self.empty_responses = 0
 
     @property
@@ -248,7 +249,8 @@ class MedusaPlugin:
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
-            values |= companion_figures(status)
+            values |= companion_figures(status, self._upper_seen)
+            self._upper_seen = status.upper_batch
             values[names.SWAP_ALARMS] = self._installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)

@@ -23,6 +23,7 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
     "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
 }
 

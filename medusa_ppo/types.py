@@ -349,6 +349,7 @@ class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
     `passes`, `reason` and `positions_frac` are of the last batch: how much it was trained on, why, and the share of its positions that was.
+    `upper` is the last upper mark, of batch number `upper_batch`, and `upper_serving` what the serving heads reached on the same holdout.
     `rate` is the share of the configured step size that the next batch is trained with.
     """
 
@@ -368,6 +369,8 @@ class CompanionStatus:
     candidate: ReplayRow | None = None
     frozen: ReplayRow | None = None
     upper: ReplayRow | None = None
+    upper_serving: ReplayRow | None = None
+    upper_batch: int = 0
     error: str = ""
     restarts: int = 0
     losses: tuple[float, ...] = field(default=())

@@ -27,7 +27,16 @@ logger = logging.getLogger(__name__)
 
 UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
 SLOWER, FASTER, SLOWEST = 0.5, 1.1, 1 / 64  # Factors on the step size after a rollback and after a publish, and its least share.
-COUNTERS = ("version", "fresh", "candidates_rejected", "rollbacks", "last_policy_version", "published_policy_version", "batches_seen")
+COUNTERS = (
+    "version",
+    "fresh",
+    "candidates_rejected",
+    "rollbacks",
+    "last_policy_version",
+    "published_policy_version",
+    "upper_batch",
+    "batches_seen",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,9 @@ class Learner:
         version: number of the serving heads; grows by one with every publish.
         fresh: the last judged candidate is what is serving now.
         team: processes that learn the same from the other parts of each batch; None: there are none.
-        rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout.
+        rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout, and of the last upper mark `upper` and, on the
+            same holdout, `upper_serving`.
+        upper_batch: number of the batch that the upper mark is of; 0: none was taken.
         schedule: how much a batch is trained on; its `last` decision.
         positions_frac: share of the last batch's positions that were trained on.
     """
@@ -94,6 +105,7 @@ class Learner:
         self.last_policy_version = -1
         self.published_policy_version = -1
         self.batches_seen = 0
+        self.upper_batch = 0
         self.team: Team | None = None
 
     def join(self, team: Team | None) -> None:
@@ -153,7 +165,7 @@ class Learner:
         verdict = self._judge(holdout, before)
         self._obey(verdict)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
-            self.rows["upper"] = self._upper_mark(training, holdout)
+            self._mark(verdict, training, holdout)
         self._tell_schedule(verdict)
         return LearnReport(report, verdict, verdict.publish)
 
@@ -184,7 +196,7 @@ class Learner:
         return self.schedule.decide(interval.value, interval.high)
 
     def _tell_schedule(self, verdict: Verdict) -> None:
-        upper = self.rows.get("upper")
+        upper = self.rows.get("upper") if self.upper_batch == self.batches_seen else None
         if verdict.serving is not None and verdict.candidate is not None and verdict.difference is not None:
             self.schedule.judged(
                 verdict.serving.mean_acceptance_length,
@@ -206,6 +218,10 @@ class Learner:
             self.serving, training, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=config.draft_temperature
         )
         return replace(training, weights_M=wrong_weights(training, accept_MK, config.position_share, seed))
+
+    def _mark(self, verdict: Verdict, training: RolloutBatch, holdout: RolloutBatch) -> None:
+        self.rows |= {"upper": self._upper_mark(training, holdout), "upper_serving": verdict.serving}
+        self.upper_batch = self.batches_seen
 
     def _upper_mark(self, training: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
         """The most that this very batch could give: a copy of the candidate is fitted to it on and on, and its best replay counts.
@@ -244,7 +260,7 @@ class Learner:
             self.frozen = self._copy(self.serving)
 
     def _obey(self, verdict: Verdict) -> None:
-        self.rows = {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
+        self.rows |= {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
         self.fresh = verdict.publish
         if verdict.publish:
             self.serving.load_trainable_state(self.candidate.trainable_state())

@@ -167,6 +167,8 @@ class CompanionService:
             candidate=learner.rows.get("candidate"),
             frozen=learner.rows.get("frozen"),
             upper=learner.rows.get("upper"),
+            upper_serving=learner.rows.get("upper_serving"),
+            upper_batch=learner.upper_batch,
             error=self._error or self._note,
             losses=learner.last_losses,
             passes=learner.schedule.last.passes,

@@ -122,6 +122,8 @@ class Panels:
             self._series("candidate, by replay", "candidate", m.REPLAY_CANDIDATE, style="dot", format="length", connect=True),
             self._series("frozen, by replay", "frozen", m.REPLAY_FROZEN, style="dash", format="length", connect=True),
         ]
+        if any(value is not None for value in self.run.column(m.REPLAY_UPPER)):
+            series.append(self._series("upper mark, by replay", "rollouts", m.REPLAY_UPPER, style="dot", format="length", connect=True))
         if self.other:
             series = [series[0], series[3], self._overlay(self._drafted(self.other), format="length")]
         hint = (
