@@ -7,9 +7,10 @@ mark is taken (heads fitted to that very batch on and on, judged on its holdout)
 companion_defaults.py), with a large step size: reward, KL to the reference and entropy all move. HEADS are trained before the run and
 are the frozen control as well; without them the run begins at nothing, and the first published version is the control.
 
-Printed for each seed, over the steps of the last third: extra tokens a step (mean acceptance length - 1) of the serving heads by
-vLLM's counters and by replay, of the frozen heads and of the upper mark by replay on the same holdouts, and their ratios; and every
-version that was published with a lower estimate than the one it replaced. A seed whose run is complete is not run again.
+Printed for each seed: extra tokens a step (mean acceptance length - 1) of the serving heads by vLLM's counters and by replay, and of the
+frozen heads by replay on the same holdouts, over the last sixth of the steps; their share of the upper mark over the last third, where
+there are some; and how many versions were published with a lower estimate than the one they replaced. A seed whose run is complete is
+not run again.
 """
 
 from __future__ import annotations
@@ -73,8 +74,7 @@ def _steps(file: Path) -> list[dict[str, Any]]:
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """The figures of one seed."""
-    late = steps[-(len(steps) // 3) :]
-    marked = [line for line in late if line.get(names.REPLAY_UPPER) is not None]
+    late, marked = steps[-(len(steps) // 6) :], [line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None]
 
     def extra(lines: list[dict[str, Any]], name: str) -> float:
         return fmean(line[name] for line in lines if line.get(name) is not None) - 1.0

@@ -48,11 +48,11 @@ def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str,
         values[names.COMPANION_LOSS] = status.last_loss
     if status.serving is not None:
         values[names.REPLAY_POLICY_VERSION] = status.last_policy_version
-    rows = (
+    rows = [
         (names.REPLAY_SERVING, status.serving),
         (names.REPLAY_CANDIDATE, status.candidate),
         (names.REPLAY_FROZEN, status.frozen),
-    )
+    ]
     if status.upper_batch != upper_seen:
-        rows += ((names.REPLAY_UPPER, status.upper), (names.REPLAY_UPPER_SERVING, status.upper_serving))
+        rows += [(names.REPLAY_UPPER, status.upper), (names.REPLAY_UPPER_SERVING, status.upper_serving)]
     return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

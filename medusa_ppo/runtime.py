@@ -18,7 +18,7 @@ from medusa_ppo.folders import OwnedFolder, sweep
 logger = logging.getLogger(__name__)
 
 MIB = 1024**2
-START_ATTEMPTS = 2
+START_ATTEMPTS = 3
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -76,7 +76,7 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
 
 
 def _start(folder: Path, cpus: int, store_bytes: int) -> None:
-    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss once. Raises RunError."""
+    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError."""
     import ray
 
     for left in reversed(range(START_ATTEMPTS)):

@@ -348,9 +348,8 @@ class ReplayRow:
 class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
-    `passes`, `reason` and `positions_frac` are of the last batch: how much it was trained on, why, and the share of its positions that was.
+    `passes`, `reason` and `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one.
     `upper` is the last upper mark, of batch number `upper_batch`, and `upper_serving` what the serving heads reached on the same holdout.
-    `rate` is the share of the configured step size that the next batch is trained with.
     """
 
     alive: bool = True

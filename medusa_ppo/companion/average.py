@@ -12,6 +12,7 @@ import torch
 
 from heads.modules import MedusaHeads
 
+PREFIX, STEPS = "mean.", "mean_steps"
 WARM = 1_000_000
 """Steps that heads count as having made which begin trained: their mean keeps its full length from the first step on."""
 
@@ -46,3 +47,14 @@ class RunningMean:
         """Go on from trained heads (keys of `trainable_state`)."""
         self.heads.load_trainable_state(state)
         self.steps = WARM
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of all of it, under keys that begin with `mean`."""
+        means = {f"{PREFIX}{name}": tensor for name, tensor in self.heads.trainable_state().items()}
+        return {**means, STEPS: torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Take over what is under such keys. Raises KeyError, CheckpointError when something is missing."""
+        means = {name[len(PREFIX) :]: value.to(device) for name, value in state.items() if name.startswith(PREFIX)}
+        self.heads.load_trainable_state(means)
+        self.steps = int(state[STEPS])

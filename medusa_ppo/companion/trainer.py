@@ -64,7 +64,7 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 class HeadsTrainer:
     """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded generator.
 
-    The heads' parameters are float32. The actor's lm_head and embedding table are constants here.
+    The heads' parameters are float32, the actor's tables constants.
 
     Attributes:
         rate: factor on the configured step size. The caller's to set, and to keep over a restart.
@@ -103,8 +103,8 @@ class HeadsTrainer:
         self._team = team
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
-        if mean is not None:
-            mean.heads.to(device=self.device, dtype=torch.float32)
+        if mean:
+            mean.heads.to(self.device, torch.float32)
         self._config = config
         self._loss = LossConfig.named(config.loss)
         self._generator = torch.Generator().manual_seed(seed)
@@ -324,9 +324,7 @@ class HeadsTrainer:
         for name, parameter in self._named.items():
             for moment, value in self._optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{moment}"] = value.detach().clone()
-        if self._mean is not None:
-            state |= {f"mean.{name}": tensor for name, tensor in self._mean.heads.trainable_state().items()}
-            state["mean_steps"] = torch.tensor(self._mean.steps)
+        state |= self._mean.state_dict() if self._mean else {}
         state["generator"] = self._generator.get_state()
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
         return state
@@ -345,9 +343,7 @@ class HeadsTrainer:
                     }
             self._optimizer = optimizer
             if self._mean is not None:
-                means = {name[5:]: value.to(self.device) for name, value in state.items() if name.startswith("mean.")}
-                self._mean.heads.load_trainable_state(means)
-                self._mean.steps = int(state["mean_steps"])
+                self._mean.load_state_dict(state, self.device)
             self._generator.set_state(state["generator"].clone())
             for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
                 setattr(self, name, value)

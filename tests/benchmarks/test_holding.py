@@ -1,0 +1,45 @@
+"""The figures of benchmarks/holding.py from steps that are known; its runs are `medusa-ppo ppo`, tested elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        return importlib.import_module("holding")
+
+
+def steps(versions: list[int], candidates: list[float]) -> list[dict[str, Any]]:
+    lines = []
+    for number, (version, candidate) in enumerate(zip(versions, candidates, strict=True)):
+        line = {"step": number, "reward_mean": 1.0 + number, "kl_reference": 0.1 * number, "entropy": 1.5, "mal_serving": 2.5}
+        line |= {"replay_mal_serving": 2.4, "replay_mal_frozen": 2.0, "replay_mal_candidate": candidate, "versions_published": version}
+        if number % 3 == 2:
+            line |= {"replay_mal_upper": 2.6, "replay_mal_upper_serving": 2.56}
+        lines.append(line)
+    return lines
+
+
+def test_ratios_are_of_extra_tokens(bench: ModuleType) -> None:
+    figures = bench.summary(steps([0] * 12, [2.5] * 12))
+    assert figures["of_frozen"] == pytest.approx(1.4 / 1.0) and figures["of_upper"] == pytest.approx(1.56 / 1.6)
+    assert figures["counters"] == pytest.approx(1.5) and figures["marks"] == 2
+    rows = bench.table({4: steps([0] * 12, [2.5] * 12)})
+    assert rows[2].startswith("| 4 | 1.00 -> 11.00 | 0.00 -> 1.00 |") and "0.975 (2)" in rows[2]
+    assert len(rows) == 3 + 3 + 12 and rows[-1].startswith("| 11-11 | 12.000 |")
+
+
+def test_a_version_that_replaced_a_better_one_is_named(bench: ModuleType) -> None:
+    candidates = [2.5] * 12
+    candidates[4], candidates[7] = 2.3, 2.3
+    assert bench.worse(steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], candidates)) == [4], "nothing was published in step 7"
