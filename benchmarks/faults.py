@@ -74,8 +74,8 @@ def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str],
 
     def recovered() -> bool:
         now = run.steps()[-1]
-        if pid is None or run.pid_of(kind.role) in (None, pid):
-            return False
+        if pid is None or run.pid_of(kind.role) in (None, pid) or restarts(now)[kind.role] == restarts(before)[kind.role]:
+            return False  # What the old process said last may come in after its end: the run has to have seen the new one.
         if kind.role == "engine":
             return now[names.STEP] > before[names.STEP] + 1 and now[names.DRAFTS] > 0
         return now[names.COMPANION_TRAINED_TOKENS] > before[names.COMPANION_TRAINED_TOKENS]
