@@ -41,6 +41,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_swap(chain_actor: Path, heads: Path, tmp_path: Path) -> None:
     file = tmp_path / "swap.json"
     run("swap", "--model", str(chain_actor), "--heads", str(heads), "--repeats", "4", "--json", str(file))
