@@ -4,8 +4,8 @@
 
 Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and every UPPER_EVERY batches the upper
 mark is taken (heads fitted to that very batch on and on, judged on its holdout). The reward pays for digits (`numbers` in
-companion_defaults.py), with a large step size: reward, KL to the reference and entropy all move. HEADS are trained before the run and
-are the frozen control as well; without them the run begins at nothing, and the first published version is the control.
+companion_defaults.py), with a large step size: reward, KL to the reference and entropy all move. HEADS are trained before the run;
+without them it begins at nothing. The frozen control is the first version that the run publishes, with HEADS hardly other than these.
 
 Printed for each seed: extra tokens a step (mean acceptance length - 1) of the serving heads by vLLM's counters and by replay, and of the
 frozen heads by replay on the same holdouts, over the last sixth of the steps; their share of the upper mark over the last third, where
@@ -16,7 +16,7 @@ not run again.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from medusa_ppo import metrics as names
+from medusa_ppo.reports.store import read_run
 
 REWARD = "benchmarks.companion_defaults:numbers"
 ROOT = Path(__file__).parent.parent
@@ -58,18 +59,14 @@ COLUMNS = (
 
 def run(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """The steps of one seed, from its file when it is complete."""
-    file = args.out / f"seed-{seed}" / "metrics.jsonl"
-    if len(_steps(file)) < args.steps:
+    folder = args.out / f"seed-{seed}"
+    if not (folder / "metrics.jsonl").is_file() or len(read_run(folder).steps) < args.steps:
         heads = [f"heads.path={args.heads}"] if args.heads else []
         settings = [*SETTINGS, *heads, f"seed={seed}", f"name=seed-{seed}", f"out={args.out}", f"ppo.steps={args.steps}", *args.overrides]
         command = [sys.executable, "-c", CALL, "ppo", "--config", str(ROOT / "configs" / "gsm8k-4m.yaml"), *settings]
         with (args.out / f"seed-{seed}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return _steps(file)[: args.steps]
-
-
-def _steps(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    return list(read_run(folder).steps[: args.steps])
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -77,7 +74,8 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     late, marked = steps[-(len(steps) // 6) :], [line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None]
 
     def extra(lines: list[dict[str, Any]], name: str) -> float:
-        return fmean(line[name] for line in lines if line.get(name) is not None) - 1.0
+        found = [line[name] for line in lines if line.get(name) is not None]
+        return fmean(found) - 1.0 if found else math.nan
 
     return {
         "counters": extra(late, names.MAL_SERVING),
