@@ -23,8 +23,10 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
     "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
+}
+OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
+    "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
 }
 
 
@@ -45,7 +47,8 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
         cpus: CPUs that the processes of the block ask for; the machine's own number when that is larger.
         queue_bytes: what is on its way to the companion at most.
     """
-    for name, value in RAY_ENVIRONMENT.items():
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (RAY_ENVIRONMENT if joins else OWN_RAY_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     import ray  # After the environment: Ray reads it when it is imported.
 
@@ -53,7 +56,7 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if os.environ.get("RAY_ADDRESS"):
+    if joins:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
         with contextlib.ExitStack() as stack:
             stack.callback(ray.shutdown)

@@ -63,6 +63,21 @@ def test_the_object_store_has_room_but_not_more_than_a_quarter(monkeypatch: pyte
     assert runtime._object_store_bytes(10**9) == 10**9 + 128 * runtime.MIB
 
 
+@pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
+def test_calls_stay_in_the_dashboard_of_a_cluster_that_a_run_joins(address: str, monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    name = "RAY_task_events_report_interval_ms"
+    monkeypatch.setenv(name, "")  # So that it is put back whatever the block sets.
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with runtime.local_ray():
+        assert (name in os.environ) == (not address)
+
+
 @pytest.mark.parametrize(("failures", "starts"), [(1, True), (2, True), (3, False)])
 def test_ray_gets_more_than_one_chance_to_start(failures: int, starts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     import ray
