@@ -96,7 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as name:
         folder = Path(name)
         build(folder, options.vocab, options.hidden, options.heads)
-        config = EngineConfig(dtype="float32", max_num_seqs=64, max_model_len=64, threads=options.threads)
+        config = EngineConfig(dtype="float32", max_num_seqs=64, max_model_len=64, draft_temperature=0.0, threads=options.threads)
         with ColocatedEngine(folder / "actor", folder / "heads", config) as engine:
             ours = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
             stock = stock_proposer(ours, folder / "stock")

@@ -134,7 +134,7 @@ def companion(
     model: Model,
     data: Data,
     template: Template,
-    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "medusa",
+    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "hydra",
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of PPO steps with and without the companion.")] = 8,
     prompts_per_step: Annotated[int, typer.Option(min=1, help="Prompts of a PPO step, 4 responses each.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 64,

@@ -132,7 +132,7 @@ class EngineConfig(Section):
     """CPU threads of the engine (CPU build)."""
     num_drafts: int = Field(-1, ge=-1)
     """Draft tokens per step; -1: all heads; 0: no drafting."""
-    draft_temperature: float = Field(0.0, ge=0)
+    draft_temperature: float = Field(1.0, ge=0)
     """0: one-hot drafts; above: drafts sampled at this temperature times the request's own. Both are lossless."""
     choose_drafts: bool = False
     """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance."""
@@ -147,8 +147,8 @@ class HeadsSection(Section):
 
     path: str = ""
     """Native heads directory to start from; empty: start at zero (every head equals lm_head)."""
-    kind: Literal["medusa", "markov", "hydra"] = "medusa"
-    """Kind of the heads."""
+    kind: Literal["medusa", "markov", "hydra"] = "hydra"
+    """Heads read the hidden state (`medusa`), the token before as well (`markov`), or all tokens since (`hydra`)."""
     num_heads: int = Field(4, ge=1)
     """K, the number of heads."""
     num_layers: int = Field(1, ge=1)

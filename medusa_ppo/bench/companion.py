@@ -40,7 +40,7 @@ class CompanionBench:
     model: str
     data: str
     template: str
-    kind: str = "medusa"
+    kind: str = "hydra"
     rounds: int = 8
     prompts_per_step: int = 16
     max_new_tokens: int = 64

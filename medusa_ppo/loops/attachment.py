@@ -6,8 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,7 @@ from heads.checkpoint import save_state
 from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config, load_config
+from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.loops.rows import ForwardTap
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.reports.store import RunWriter
@@ -35,7 +34,6 @@ from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
 """Of the arguments that our own engines start with, those that a foreign engine needs as well."""
 FINAL_HEADS = "heads-final"
@@ -75,9 +73,9 @@ class Attachment:
         self.folder = config.run_dir
         self.engine: RolloutEngine | None = None
         self.plugin: MedusaPlugin | None = None
-        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        self._home = Path(tempfile.mkdtemp(prefix="medusa-ppo-loop-", dir=base))
-        self._remove_home = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
+        folder = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
+        weakref.finalize(self, folder.close)
+        self._home = folder.path
         self._stack = contextlib.ExitStack()
         self._plan: LaunchPlan | None = None
         self._tap: ForwardTap | None = None

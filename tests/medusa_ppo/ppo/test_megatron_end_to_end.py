@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from heads.checkpoint import checksum
 from medusa_ppo import metrics as names
-from medusa_ppo.config import CompanionConfig, RunConfig, build_config
+from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.progress import NullProgress
 from medusa_ppo.ppo.session import RunSession
@@ -26,8 +26,6 @@ REWARD = """
 def even(prompt, response, row):
     return float(len(response) % 2 == 0)
 """
-# Two workers where the companion has them.
-WORKERS = {"workers": 2} if "workers" in CompanionConfig.model_fields else {}
 
 
 def settings(actor: Path, out: Path, steps: int) -> RunConfig:
@@ -42,7 +40,7 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
             "engine": {"replicas": 2, "max_num_seqs": 8, "max_model_len": 128, "threads": 1, "num_drafts": 3},
             "heads": {"num_heads": 3, "kind": "hydra"},
             # Waiting makes the number of published versions certain; that PPO never waits otherwise is the plugin's own test.
-            "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2, **WORKERS},
+            "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2, "workers": 2},
             "ppo": {
                 "steps": steps,
                 "prompts_per_step": 8,
