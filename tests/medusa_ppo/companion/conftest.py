@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from heads.config import HeadsConfig
+from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
 
@@ -58,6 +62,22 @@ class ChainTask:
 def chain() -> Callable[..., ChainTask]:
     """Builds chain tasks."""
     return ChainTask
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., CompanionClient]]:
+    """Starts companions for a task, closed when the test ends."""
+    clients: list[CompanionClient] = []
+
+    def start(task: ChainTask, run_dir: Path | str = "", **settings) -> CompanionClient:
+        config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
+        heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+        clients.append(CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        client.close()
 
 
 @pytest.fixture(autouse=True)

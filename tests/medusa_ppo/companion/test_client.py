@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,12 +23,6 @@ from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-def start(task, run_dir: Path | str = "", **settings) -> CompanionClient:
-    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
-    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-    return CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir)
 
 
 def learner_of(task) -> Learner:
@@ -48,19 +42,6 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
             return True
         time.sleep(0.1)
     return False
-
-
-@pytest.fixture
-def client_of() -> Iterator[Callable[..., CompanionClient]]:
-    clients: list[CompanionClient] = []
-
-    def make(*arguments, **settings) -> CompanionClient:
-        clients.append(start(*arguments, **settings))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,6 @@ from medusa_ppo.companion.learner import Learner
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.placement import bundle, release, reserve
 from medusa_ppo.types import RolloutBatch
-
-
-def start(task, run_dir: Path | str = "", **settings) -> CompanionClient:
-    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "workers": 2, **settings})
-    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-    return CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir)
 
 
 def alone(task, batches: list[RolloutBatch], **settings) -> Learner:
@@ -74,16 +69,9 @@ def train_until_whole_again(client: CompanionClient, task) -> None:
 
 
 @pytest.fixture
-def client_of() -> Iterator[Callable[..., CompanionClient]]:
-    clients: list[CompanionClient] = []
-
-    def make(*arguments, **settings) -> CompanionClient:
-        clients.append(start(*arguments, **settings))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
+def client_of(client_of: Callable[..., CompanionClient]) -> Callable[..., CompanionClient]:
+    """Companions of two workers."""
+    return functools.partial(client_of, workers=2)
 
 
 def test_parts_are_dealt_to_those_that_are_there() -> None:
