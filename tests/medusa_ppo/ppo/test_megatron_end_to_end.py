@@ -69,8 +69,9 @@ def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, 
         sums = engine.checksums()  # An error when the engines differ.
         held = dict(learner.actor.tensors(torch.float32))  # type: ignore[union-attr]
         assert sums["actor"] == checksum(held), "both engines have what the ranks have"
-        assert parts.plugin is not None and parts.plugin._installed is not None
-        assert sums["heads"] == parts.plugin._installed.checksum and engine.heads_version == parts.plugin._installed.version
+        assert parts.plugin is not None and parts.plugin._installer.installed is not None
+        installed = parts.plugin._installer.installed
+        assert sums["heads"] == installed.checksum and engine.heads_version == installed.version
         session.finish(parts, loop.position)
     assert not ray.is_initialized()
 
