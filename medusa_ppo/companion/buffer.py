@@ -1,4 +1,4 @@
-"""A queue of rollout batches that is bounded in bytes: when it is full the oldest batch goes, and is counted."""
+"""A queue of rollout batches that is bounded in bytes and in number: when it is full the oldest batch goes, and is counted."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class BoundedQueue(Generic[Item]):
     A batch that was taken out is in use until `done`, or until the next one is asked for; so long its bytes count.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, max_batches: int) -> None:
         """
         Args:
             max_bytes: most bytes of all batches that wait or are in use together.
+            max_batches: most batches that wait. Who comes late to the newest one would learn an old policy.
         """
-        self.max_bytes = max_bytes
+        self.max_bytes, self.max_batches = max_bytes, max_batches
         self._batches: deque[Item] = deque()
         self._nbytes = 0
         self._in_use = 0
@@ -52,7 +53,7 @@ class BoundedQueue(Generic[Item]):
                 self._dropped += 1
                 return 1
             dropped = 0
-            while self._batches and self.held_nbytes + batch.nbytes + room > self.max_bytes:
+            while self._batches and (len(self._batches) == self.max_batches or self.held_nbytes + batch.nbytes + room > self.max_bytes):
                 self._nbytes -= self._batches.popleft().nbytes
                 dropped += 1
             self._batches.append(batch)

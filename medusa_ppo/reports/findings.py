@@ -162,7 +162,9 @@ def _dropped(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
     dropped = summary["companion"]["batches_dropped"]
     if dropped:
         text = f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the loop."
-        yield Finding("batches_dropped", text, "Give it more threads or a GPU, fewer epochs, or a larger companion.queue_bytes.")
+        yield Finding(
+            "batches_dropped", text, "Heads learn from the newest ones. Give it more threads or a GPU, or set fewer companion.epochs."
+        )
 
 
 def _exposed(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ def batch_of(rows: int, version: int = 0) -> RolloutBatch:
 
 
 def test_order_and_bytes() -> None:
-    queue = BoundedQueue(10_000)
+    queue = BoundedQueue(10_000, 10)
     assert [queue.put(batch_of(10, v)) for v in range(3)] == [0, 0, 0]
     assert len(queue) == 3 and queue.nbytes == 3 * 288
     assert [queue.get(0).policy_version for _ in range(3)] == [0, 1, 2]
@@ -27,7 +27,7 @@ def test_order_and_bytes() -> None:
 
 
 def test_oldest_goes_until_the_new_one_fits() -> None:
-    queue = BoundedQueue(3 * 288)
+    queue = BoundedQueue(3 * 288, 10)
     for version in range(3):
         queue.put(batch_of(10, version))
     assert queue.put(batch_of(15, 3)) == 2
@@ -36,14 +36,21 @@ def test_oldest_goes_until_the_new_one_fits() -> None:
 
 
 def test_a_batch_over_the_budget_does_not_push_the_others_out() -> None:
-    queue = BoundedQueue(400)
+    queue = BoundedQueue(400, 10)
     queue.put(batch_of(10, 1))
     assert queue.put(batch_of(100, 2)) == 1
     assert queue.dropped == 1 and queue.get(0).policy_version == 1
 
 
+def test_the_oldest_goes_when_too_many_wait() -> None:
+    queue = BoundedQueue(10_000, 2)
+    assert [queue.put(batch_of(10, v)) for v in range(4)] == [0, 0, 1, 1]
+    assert (len(queue), queue.nbytes, queue.dropped) == (2, 2 * 288, 2)
+    assert [queue.get(0).policy_version for _ in range(2)] == [2, 3]
+
+
 def test_a_batch_in_use_counts_and_room_is_kept_for_the_next() -> None:
-    queue = BoundedQueue(4 * 288)
+    queue = BoundedQueue(4 * 288, 10)
     for version in range(3):
         queue.put(batch_of(10, version))
     assert queue.get(0).policy_version == 0 and (queue.nbytes, queue.held_nbytes) == (2 * 288, 3 * 288)
@@ -54,7 +61,7 @@ def test_a_batch_in_use_counts_and_room_is_kept_for_the_next() -> None:
 
 
 def test_budget_holds_under_many_threads() -> None:
-    queue = BoundedQueue(5 * 288)
+    queue = BoundedQueue(5 * 288, 10)
     seen: list[int] = []
 
     def produce() -> None:
@@ -79,7 +86,7 @@ def test_budget_holds_under_many_threads() -> None:
 
 
 def test_close_wakes_a_waiter_and_refuses_more() -> None:
-    queue = BoundedQueue(10_000)
+    queue = BoundedQueue(10_000, 10)
     got: list[object] = []
     waiter = threading.Thread(target=lambda: got.append(queue.get(None)))
     waiter.start()
