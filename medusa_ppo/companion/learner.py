@@ -137,6 +137,8 @@ class Learner:
     def learn(self, batch: RolloutBatch) -> LearnReport:
         """Train on most of the batch's responses and judge the result on the others.
 
+        A batch of one prompt leaves no others: all of it judges what earlier batches have made, and is trained on afterwards.
+
         Raises:
             DataError: the batch does not fit the heads.
         """
@@ -149,6 +151,10 @@ class Learner:
         self.trainer.check(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
         training, holdout = batch.hold_out(self._config.holdout_fraction, seed)
+        verdict = self._judge(batch, None) if holdout is None and batch.weights_M is None else None
+        if verdict is not None:
+            self._obey(verdict)
+        published = verdict is not None and verdict.publish
         before = None if holdout is None or self._config.schedule == "fixed" else self._measure(self.serving, holdout)
         decision = self._decide(before)
         training = self._sample(training, seed)
@@ -156,12 +162,13 @@ class Learner:
         report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=decision.passes)
         if report.problem:
             logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
-            return LearnReport(report, None, False, report.problem)
+            return LearnReport(report, verdict, published, report.problem)
         self.replay.add(training)
         self.last_loss, self.last_losses = report.loss, report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
-            return LearnReport(report, None, False, "A batch of one prompt leaves nothing to judge the heads on.")
+            problem = "" if verdict else "A batch of one prompt, of which only a sample of positions is here, leaves nothing to judge on."
+            return LearnReport(report, verdict, published, problem)
         verdict = self._judge(holdout, before)
         self._obey(verdict)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:

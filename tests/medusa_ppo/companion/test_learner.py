@@ -183,10 +183,25 @@ def test_trained_heads_find_the_step_size_that_suits_them(chain) -> None:
     assert twin.trainer.rate == learner.trainer.rate
 
 
-def test_one_prompt_can_not_be_judged(chain) -> None:
+def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_then(chain) -> None:
     task = chain()
     learner = make(task)
-    report = learner.learn(task.batch(1, 16))
+    for number in range(1, 21):
+        batch = dataclasses.replace(task.batch(8), prompts_S=torch.zeros(8, dtype=torch.int64))
+        before = {name: value.clone() for name, value in learner.candidate.trainable_state().items()}
+        report = learner.learn(batch)
+        assert report.verdict is not None and report.problem == "" and learner.batches_trained == number
+        if report.published:
+            assert all(torch.equal(value, before[name]) for name, value in learner.serving.trainable_state().items())
+    assert learner.version >= 3 and length_of(learner.serving, task, task.batch(60)) > 1.5
+
+
+def test_a_sample_of_one_prompt_is_not_judged(chain) -> None:
+    """Of a batch that was sampled early not all rows are there, and a replay needs them."""
+    batch = chain().batch(1, 16)
+    batch = dataclasses.replace(batch, weights_M=torch.ones(len(batch.response_ids_M)))
+    learner = make(chain())
+    report = learner.learn(batch)
     assert report.verdict is None and not report.published and "one prompt" in report.problem
     assert learner.batches_trained == 1
 
