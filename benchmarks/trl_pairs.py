@@ -36,6 +36,17 @@ def mend_cpu_sync() -> None:
     VLLMGeneration.sync_weights = sync_weights
 
 
+def set_dtype(dtype: str) -> None:
+    """Give both arms' vLLM a dtype: TRL has no option for it, and `auto` makes bfloat16 of a float32 actor."""
+    from trl.generation import vllm_generation
+
+    class TypedLLM(vllm_generation.LLM):  # type: ignore[misc]  # The class that TRL imported.
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**{"dtype": dtype, **settings})
+
+    vllm_generation.LLM = TypedLLM
+
+
 def clocked(owner: Any, name: str, parts: dict[str, float]) -> None:
     """Add the seconds of each call of a method to `parts`."""
     method = getattr(owner, name)
@@ -78,6 +89,7 @@ def run(options: argparse.Namespace) -> None:
     arm, seed, out = options.arm, options.seed, options.out
     if arm == "plain" and is_cpu_build():
         mend_cpu_sync()
+    set_dtype(options.dtype)
     generations: list[dict[str, Any]] = []
     clock_generations(generations)
     example = runpy.run_path(str(EXAMPLE))
@@ -160,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="pairs: so many of them, from 0 on")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--actor", default="", help="folder of the actor in the place of the demo's")
+    parser.add_argument("--dtype", default="auto", help="vLLM's dtype in both arms; float32 where a CPU has no bfloat16 units")
     parser.add_argument("--fixed", action="store_true", help="draft with all heads in every step, instead of choosing the number")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON: arguments of GRPOConfig in the place of the example's")
     parser.add_argument("--medusa", type=json.loads, default={}, help="JSON: sections of the plugin's settings, over the example's")

@@ -196,8 +196,8 @@ class CompanionConfig(Section):
     """Share of each batch's responses kept out of training, to judge candidates on."""
     queue_bytes: int = Field(512 * 1024**2, ge=1)
     """Byte budget of batches on their way, waiting and in training together; when it is full the oldest that waits goes and is counted."""
-    queue_batches: int = Field(2, ge=1)
-    """Most batches that wait; the oldest goes for a newer one, so that heads of a companion that is slower than the loop don't go stale."""
+    queue_lag: int = Field(2, ge=0)
+    """A waiting batch goes when it is more policy versions than this behind the newest: the heads of a slow companion don't go stale."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, but its time is no longer hidden."""
     replay_versions: int = Field(0, ge=0)

@@ -1,4 +1,4 @@
-"""A queue of rollout batches that is bounded in bytes and in number: when it is full the oldest batch goes, and is counted."""
+"""A queue of rollout batches that is bounded in bytes and in age: the oldest batch goes, and is counted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """Something that knows its bytes."""
+    """Something that knows its bytes, and the policy that it is of."""
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def policy_version(self) -> int: ...
 
 
 Item = TypeVar("Item", bound=Sized)
@@ -23,13 +26,13 @@ class BoundedQueue(Generic[Item]):
     A batch that was taken out is in use until `done`, or until the next one is asked for; so long its bytes count.
     """
 
-    def __init__(self, max_bytes: int, max_batches: int) -> None:
+    def __init__(self, max_bytes: int, max_lag: int) -> None:
         """
         Args:
             max_bytes: most bytes of all batches that wait or are in use together.
-            max_batches: most batches that wait. Who comes late to the newest one would learn an old policy.
+            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow would learn an ever older policy.
         """
-        self.max_bytes, self.max_batches = max_bytes, max_batches
+        self.max_bytes, self.max_lag = max_bytes, max_lag
         self._batches: deque[Item] = deque()
         self._nbytes = 0
         self._in_use = 0
@@ -52,8 +55,8 @@ class BoundedQueue(Generic[Item]):
             if self._closed or self._in_use + batch.nbytes > self.max_bytes:
                 self._dropped += 1
                 return 1
-            dropped = 0
-            while self._batches and (len(self._batches) == self.max_batches or self.held_nbytes + batch.nbytes + room > self.max_bytes):
+            dropped, oldest = 0, batch.policy_version - self.max_lag
+            while self._batches and (self._batches[0].policy_version < oldest or self.held_nbytes + batch.nbytes + room > self.max_bytes):
                 self._nbytes -= self._batches.popleft().nbytes
                 dropped += 1
             self._batches.append(batch)

@@ -91,7 +91,7 @@ class CompanionService:
         self._publisher = Publisher(Path(arguments.publish_dir), self._run_dir / "heads" if self._run_dir else None)
         self._published: PublishedHeads | None = None
         self._tables: PackedTables | None = None
-        self._queue: BoundedQueue[Any] = BoundedQueue(config.queue_bytes, config.queue_batches)
+        self._queue: BoundedQueue[Any] = BoundedQueue(config.queue_bytes, config.queue_lag)
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
         self._outstanding = 0
@@ -113,7 +113,7 @@ class CompanionService:
         return self._incarnation
 
     def submit(self, packed: PackedBatch, tables: PackedTables | None = None) -> int:
-        """Queue a batch. Never blocks; the oldest ones that wait go when there are too many of them or of bytes (the next one counted).
+        """Queue a batch. Never blocks; the oldest that wait go when they are too old or too many bytes (the next one counted).
 
         Args:
             packed: the batch.

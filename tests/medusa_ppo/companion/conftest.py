@@ -70,7 +70,7 @@ def client_of() -> Iterator[Callable[..., CompanionClient]]:
     clients: list[CompanionClient] = []
 
     def start(task: ChainTask, run_dir: Path | str = "", **settings) -> CompanionClient:
-        config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "queue_batches": 100, **settings})
+        config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
         heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
         clients.append(CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir))
         return clients[-1]

@@ -42,11 +42,11 @@ def test_a_batch_over_the_budget_does_not_push_the_others_out() -> None:
     assert queue.dropped == 1 and queue.get(0).policy_version == 1
 
 
-def test_the_oldest_goes_when_too_many_wait() -> None:
-    queue = BoundedQueue(10_000, 2)
-    assert [queue.put(batch_of(10, v)) for v in range(4)] == [0, 0, 1, 1]
-    assert (len(queue), queue.nbytes, queue.dropped) == (2, 2 * 288, 2)
-    assert [queue.get(0).policy_version for _ in range(2)] == [2, 3]
+def test_batches_of_old_policies_go() -> None:
+    queue = BoundedQueue(10_000, 1)
+    assert [queue.put(batch_of(10, v)) for v in (0, 0, 1, 1, 2)] == [0, 0, 0, 0, 2], "batches of one policy are equally good"
+    assert (len(queue), queue.nbytes, queue.dropped) == (3, 3 * 288, 2)
+    assert queue.put(batch_of(10, 9)) == 3 and queue.get(0).policy_version == 9
 
 
 def test_a_batch_in_use_counts_and_room_is_kept_for_the_next() -> None:

@@ -20,7 +20,7 @@ from medusa_ppo.config import CompanionConfig
 
 
 def arguments_for(task, folder: Path, name: str = "a", resume_from: str = "", **settings) -> ServiceArguments:
-    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "queue_batches": 100, "niceness": 0, **settings})
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "niceness": 0, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
     return ServiceArguments(heads, config, 0, None, str(folder / name / "run"), str(folder / name / "shm"), resume_from)
 
