@@ -50,7 +50,13 @@ def tiny_actor(cycle: bool = False) -> LlamaForCausalLM:
 
 
 def config_of(**companion) -> RunConfig:
-    return build_config({"heads": {"num_heads": 3}, "companion": {"batch_positions": 64, "learning_rate": 2e-2, **companion}})
+    return build_config(
+        {
+            "heads": {"num_heads": 3, "kind": "medusa"},
+            "engine": {"draft_temperature": 0},
+            "companion": {"batch_positions": 64, "learning_rate": 2e-2, **companion},
+        }
+    )
 
 
 class DoubleEngine(RolloutEngine):
