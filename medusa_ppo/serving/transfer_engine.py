@@ -72,9 +72,10 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
                 "The engine is in no group.", given="update_weights()", expected="init_weight_transfer_engine() first", do="Join."
             )
         incoming = Incoming(self._group, read_entries(update_info.entries))
+        load: Any = self.model.load_weights
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(self._wanted(incoming, update_info.tied))
+            load(self._wanted(incoming, update_info.tied))
         except BaseException:
             self.shutdown()
             finalize_layerwise_reload(self.model, self.model_config)
