@@ -83,10 +83,15 @@ class Place:
 
 
 def open_place(host: str, timeout_s: float = TIMEOUT_S) -> tuple[dist.TCPStore, int]:
-    """A store that listens at this address and no other, and its port."""
-    listening = socket.create_server((host, 0))
-    port = int(listening.getsockname()[1])
+    """A store that listens at this address and no other, and its port. SwapError when it can't."""
     timeout = timedelta(seconds=timeout_s)
+    try:
+        listening = socket.create_server((host, 0))
+    except OSError as error:
+        raise SwapError(
+            "The engines can't be met here.", given=f"{host}: {error}", expected="a free port", do="Set engine.transfer=file."
+        ) from error
+    port = int(listening.getsockname()[1])
     return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()), port
 
 
