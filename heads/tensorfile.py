@@ -129,6 +129,21 @@ def checksum(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def tensor_digest(name: str, tensor: torch.Tensor) -> str:
+    """SHA-256 (hex) over one tensor's name, dtype, shape and bytes."""
+    return checksum({name: tensor})
+
+
+def joint_checksum(digests: Mapping[str, str]) -> str:
+    """SHA-256 (hex) over `tensor_digest` of each name, sorted: of tensors that come in any order, and never all at once."""
+    return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+
+
+def tensorwise_checksum(state: Mapping[str, torch.Tensor]) -> str:
+    """`joint_checksum` of tensors that are all here."""
+    return joint_checksum({name: tensor_digest(name, tensor) for name, tensor in state.items()})
+
+
 def crc(state: Mapping[str, torch.Tensor]) -> int:
     """CRC-32 over the bytes in the order of sorted names: several times as quick as `checksum`, for bytes that someone has checked."""
     value = 0

@@ -56,7 +56,7 @@ class ActorConfig(Section):
     threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
     bucket_bytes: int = Field(256 * 1024**2, ge=1)
-    """Bytes of weights that a pipeline stage joins at a time on their way to engines and files; one tensor at least."""
+    """Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; one tensor at least."""
     imports: str = ""
     """Python module that each rank imports before it builds its part, e.g. to replace layers of Megatron's; empty: none."""
 
@@ -118,6 +118,9 @@ class EngineConfig(Section):
     """Port of a started server, of further replicas the ones after it; 0: free ones."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Dtype of the engine's copy of the actor."""
+    transfer: Literal["file", "broadcast"] = "file"
+    """How engines get a new actor. `file`: in shared memory, or through Ray's store; `broadcast`: in buckets to all at once, by NCCL
+    between GPUs and gloo elsewhere, through vLLM's weight-transfer API (backend `colocated` only)."""
     max_num_seqs: int = Field(32, ge=1)
     """Most sequences that run at once."""
     max_model_len: int = Field(512, ge=8)
@@ -418,6 +421,13 @@ def _check_engine(engine: EngineConfig) -> None:
             given=f"engine.sleep_level={engine.sleep_level}, engine.backend={engine.backend!r}",
             expected="engine.backend=colocated",
             do="Set engine.sleep_level=0 or engine.backend=colocated.",
+        )
+    if engine.transfer == "broadcast" and (engine.backend != "colocated" or int(engine.extra.get("data_parallel_size", 1)) > 1):
+        raise ConfigError(
+            "The actor can't be broadcast to these engines.",
+            given=f"engine.transfer=broadcast, engine.backend={engine.backend!r}, engine.extra={engine.extra}",
+            expected="engine.backend=colocated, no data_parallel_size above 1",
+            do="Set engine.transfer=file, or engine.backend=colocated with engine.replicas.",
         )
     if engine.url and engine.url.count(",") + 1 != engine.replicas:
         raise ConfigError(

@@ -23,6 +23,7 @@ from medusa_ppo.sizes import (
     hidden_bytes,
 )
 
+TRANSFERS = {"file": "as a file in shared memory or Ray's store", "broadcast": "broadcast in buckets"}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -207,7 +208,7 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
     element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
     moves = [
         Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
-        Move("actor weights", "PPO loop to each engine", element * model.parameters, engines),
+        Move("actor weights", f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}", element * model.parameters, engines),
     ]
     if config.actor.backend == "megatron":
         moves.append(Move("actor weights", "actor ranks to PPO loop", element * model.parameters))

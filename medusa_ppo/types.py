@@ -113,6 +113,17 @@ class EngineShare:
     seconds: float = 0.0
     counters: Counters = field(default_factory=Counters)
 
+    def plus(self, part: Rollouts) -> EngineShare:
+        """With one more call."""
+        return replace(
+            self,
+            pieces=self.pieces + 1,
+            tokens=self.tokens + part.generated_tokens + sum(len(prompt) for prompt in part.prompts),
+            generated_tokens=self.generated_tokens + part.generated_tokens,
+            seconds=self.seconds + part.seconds,
+            counters=self.counters + part.counters,
+        )
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -386,7 +397,7 @@ class Checked:
     """What was found of a file of weights by someone who read all of it: sound, finite, and these sums.
 
     Attributes:
-        checksum: as `heads.checkpoint.checksum`.
+        checksum: of heads `checksum`, of an actor `tensorwise_checksum` of `heads.tensorfile`.
         crc: as `heads.tensorfile.crc`; who takes the file confirms its bytes with it, several times as quickly.
     """
 

@@ -106,7 +106,7 @@ class RunSession:
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
         engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
-        sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype))
+        sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype, config.actor.bucket_bytes))
         if position.policy_version:
             sync(actor, position.policy_version)
         return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers), position, self._writer

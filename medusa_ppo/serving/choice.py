@@ -225,3 +225,17 @@ class DraftChooser:
         """By how much (log) the rates with 0..count-1 drafts may differ from that with `other` by chance."""
         doubt = self.costs.doubt(batch, range(count))
         return SURE * np.hypot(doubt, doubt[other])
+
+
+def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One report of several engines: steps add up, speed-ups are weighted by them."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in (row for report in reports for row in report):
+        other = merged.get(row["running"])
+        if other is None:
+            merged[row["running"]] = dict(row)
+            continue
+        mine, theirs = sum(row["steps"]), sum(other["steps"])
+        other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(mine + theirs, 1)
+        other["steps"] = [a + b for a, b in zip(row["steps"], other["steps"], strict=True)]
+    return [merged[running] for running in sorted(merged)]

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.errors import EngineError, MedusaError
+from heads.tensorfile import Header
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.launch import LaunchPlan, plan_launch
-from medusa_ppo.serving.rpc import first_of
+from medusa_ppo.serving.rpc import raise_reported
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ class ColocatedEngine(base.WorkerEngine):
         llm = self._running()
         if self._actor_lost:
             raise EngineError(
-                "The engine has thrown the actor away.",
-                given="generate() after a sleep of level 2",
+                "The engine has no whole actor.",
+                given="generate() after a sleep of level 2, or after a broadcast that broke off",
                 expected="sync_actor() first",
-                do="Sync the actor after wake().",
+                do="Sync the actor.",
             )
         repeat = sampling.responses_per_prompt
         params = [
@@ -91,7 +92,24 @@ class ColocatedEngine(base.WorkerEngine):
 
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         started = time.perf_counter()
-        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked)
+        return self._has_actor(self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked), started)
+
+    def check_actor(self, entries: Header) -> list[str]:
+        return [answer["device"] for answer in self._answers("medusa_check_actor", entries)]
+
+    def join_transfer(self, place: dict[str, Any]) -> None:
+        self._call("medusa_join_transfer", place)
+
+    def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
+        started = time.perf_counter()
+        try:
+            answer = self._call("medusa_receive_actor", entries, version)
+        except EngineError:
+            self._actor_lost = int(self._call("medusa_checksums")["actor_version"]) < 0
+            raise
+        return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
+
+    def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
         # Cached keys and values were computed with the old weights; those of running requests are computed anew.
         if not self._running().reset_prefix_cache(reset_running_requests=True):
             raise EngineError(
@@ -100,7 +118,7 @@ class ColocatedEngine(base.WorkerEngine):
                 expected="an engine without KV transfers under way",
                 do="Sync again when they are done: until then old keys may meet new weights.",
             )
-        self.policy_version, self._actor_lost = version, False
+        self.policy_version, self._actor_lost = receipt.version, False
         return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
     def sleep(self, level: int) -> None:
@@ -134,10 +152,12 @@ class ColocatedEngine(base.WorkerEngine):
         return self._llm
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a worker method on all workers; the first answer, after looking for errors in each."""
+        return self._answers(method, *args)[0]
+
+    def _answers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Every worker's answer, after looking for errors in each."""
         with _engine_errors(f"calling {method}"):
-            answers = self._running().collective_rpc(method, args=args)
-        return first_of(answers)
+            return [raise_reported(answer) for answer in self._running().collective_rpc(method, args=args)]
 
 
 def _start(engine_args: dict[str, Any]) -> LLM:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from torch import Tensor
+
 from heads.checkpoint import checksum, load_state
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
-from heads.tensorfile import crc
+from heads.tensorfile import Header, crc
 from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ class RolloutEngine(ABC):
         policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost its heads, and drafts nothing until
             some are swapped in.
         restarts: times that it was lost and started again.
+        elsewhere: it runs on another node.
     """
 
     max_drafts: int = 0
@@ -35,6 +38,7 @@ class RolloutEngine(ABC):
     policy_version: int = 0
     heads_version: int = 0
     restarts: int = 0
+    elsewhere: bool = False
 
     @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -54,6 +58,23 @@ class RolloutEngine(ABC):
     @abstractmethod
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts. `checked`: as for swap_heads."""
+
+    def check_actor(self, entries: Header) -> list[str]:
+        """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of these tensors is none for this engine."""
+        raise _takes_files_only(self)
+
+    def join_transfer(self, place: dict[str, Any]) -> None:
+        """Enter a group that actors are broadcast in; waits until all its ranks are there.
+
+        Args:
+            place: fields of `medusa_ppo.serving.transfer.Place`, `rank` being that of this engine's first rank.
+        """
+        raise _takes_files_only(self)
+
+    def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
+        """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.serving.transfer.send`). After a SwapError the engine may hold no
+        whole actor: then it answers nothing until it has one."""
+        raise _takes_files_only(self)
 
     @abstractmethod
     def set_num_drafts(self, count: int) -> None:
@@ -122,6 +143,15 @@ class RolloutEngine(ABC):
 def _cannot_sleep(engine: RolloutEngine) -> EngineError:
     return EngineError(
         "This engine can't sleep.", given=type(engine).__name__, expected="a colocated engine", do="Set engine.sleep_level=0."
+    )
+
+
+def _takes_files_only(engine: RolloutEngine) -> EngineError:
+    return EngineError(
+        "This engine takes an actor only from a file.",
+        given=type(engine).__name__,
+        expected="a colocated engine",
+        do="Set engine.transfer=file.",
     )
 
 
@@ -239,8 +269,8 @@ def check_file(path: str | Path, what: str) -> str:
     return str(file)
 
 
-def check_state(path: str | Path, what: str) -> Checked:
-    """Read a file of weights, look for NaN and infinity, and sum it up. SwapError."""
+def check_state(path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum) -> Checked:
+    """Read a file of weights, look for NaN and infinity, and sum it up (the actor by `tensorwise_checksum`). SwapError."""
     file = check_file(path, what)
     try:
         state = load_state(file)
@@ -251,7 +281,7 @@ def check_state(path: str | Path, what: str) -> Checked:
             expected="a file of save_state",
             do=str(error.do),
         ) from error
-    return Checked(checksum(state), crc(state))
+    return Checked(sum_up(state), crc(state))
 
 
 def other_bytes(path: str) -> SwapError:

@@ -9,6 +9,7 @@ Shape letters: B requests, K drafts of a step, T drafts of all requests one afte
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -34,7 +35,8 @@ from heads.errors import LossyError, UnsupportedVersionError
 from medusa_ppo.serving import verify
 from medusa_ppo.serving.drafting import RequestSampling
 from medusa_ppo.serving.packed import LINEAR, plain_linear
-from medusa_ppo.serving.versions import require_vllm
+from medusa_ppo.serving.rpc import TRANSFER
+from medusa_ppo.serving.versions import can_transfer, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +167,11 @@ def install(proposer: type) -> Installed:
     if "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
         # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds the heads itself.
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
+    if can_transfer(version):
+        with contextlib.suppress(ValueError):  # It is there already.
+            importlib.import_module("vllm.distributed.weight_transfer").WeightTransferEngineFactory.register_engine(
+                TRANSFER, "medusa_ppo.serving.transfer_engine", "BroadcastEngine"
+            )
     INSTALLED.proposer = proposer
     return INSTALLED
 

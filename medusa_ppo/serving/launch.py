@@ -12,8 +12,8 @@ from typing import Any
 from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.serving.rpc import WORKER_EXTENSION
-from medusa_ppo.serving.versions import is_cpu_build, require_vllm
+from medusa_ppo.serving.rpc import TRANSFER, WORKER_EXTENSION
+from medusa_ppo.serving.versions import is_cpu_build, require_transfer, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ OURS = {
     "logprobs_mode": "rollouts report the distribution that was sampled from",
     "disable_log_stats": "the acceptance counters are read from the statistics",
     "model": "it is model.path",
+    "weight_transfer_config": "engine.transfer says it",
 }
 WITHOUT_MEDUSA = {
     "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
@@ -82,6 +83,9 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
+    if config.transfer == "broadcast":
+        require_transfer()
+        args["weight_transfer_config"] = {"backend": TRANSFER}
     max_drafts = 0
     if heads_path:
         heads = read_heads_config(heads_path, hidden_size, vocab_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.placement import bundle, place, release, reserve
+from medusa_ppo.serving.broadcast import BroadcastPool
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.pool import EnginePool
 from medusa_ppo.serving.ray_engine import RayEngine, gpus_asked
@@ -19,13 +20,13 @@ def make_engine(
     """The engine that `config.backend` asks for.
 
     `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
-    With `config.replicas` above 1: a pool of them.
+    With `config.replicas` above 1, or an actor that is broadcast: a pool of them.
 
     Args:
         supervised: start one engine again too when it is lost, with the heads and the actor that it had; a pool always does.
     """
     kind = ServerEngine if config.backend == "server" else RayEngine
-    if config.replicas == 1 and not supervised:
+    if config.replicas == 1 and not supervised and config.transfer == "file":
         return kind(model_path, heads_path, config, seed)
     group = _room(config) if config.placement else None
 
@@ -35,7 +36,8 @@ def make_engine(
             return kind(model_path, heads_path, section, own_seed)
         return RayEngine(model_path, heads_path, section, own_seed, where=place(group, index))
 
-    return EnginePool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
+    pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
+    return pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
 
 
 def _room(config: EngineConfig) -> Any:

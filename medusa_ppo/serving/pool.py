@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import DataError, EngineError, SwapError
+from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.serving import engine as base
 from medusa_ppo.serving.balance import Piece, cut, piece_seed
+from medusa_ppo.serving.choice import merge_choices
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
@@ -32,10 +34,11 @@ Factory = Callable[[int], base.RolloutEngine]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
+SUMS = {"heads": checksum, "actor": tensorwise_checksum}
 
 
 @dataclass
-class _Seat:
+class Seat:
     """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts in a row."""
 
     index: int
@@ -72,7 +75,7 @@ class EnginePool(base.RolloutEngine):
         self.restarts = 0
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
-        self._seats = [_Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
+        self._seats = [Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
         failed = next((error for start in starts if (error := start.exception())), None)
         if failed is not None:
             self.close()
@@ -99,7 +102,7 @@ class EnginePool(base.RolloutEngine):
             seat.share = EngineShare(seat.index)
         waiting = list(enumerate(cut(prompts, sampling, len(self._seats), self._smallest)))
         answers: list[tuple[Piece, Rollouts]] = []
-        running: dict[Future[Rollouts], tuple[_Seat, int, Piece]] = {}
+        running: dict[Future[Rollouts], tuple[Seat, int, Piece]] = {}
         try:
             while waiting or running:
                 self._hand_out(waiting, running, prompts, sampling)
@@ -116,7 +119,7 @@ class EnginePool(base.RolloutEngine):
                         waiting.insert(0, (index, piece))
                     else:
                         answers.append((piece, job.result()))
-                        seat.share, seat.restarts = _with_piece(seat.share, job.result()), 0
+                        seat.share, seat.restarts = seat.share.plus(job.result()), 0
         except Exception:
             wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
             raise
@@ -125,7 +128,7 @@ class EnginePool(base.RolloutEngine):
     def _hand_out(
         self,
         waiting: list[tuple[int, Piece]],
-        running: dict[Future[Rollouts], tuple[_Seat, int, Piece]],
+        running: dict[Future[Rollouts], tuple[Seat, int, Piece]],
         prompts: base.Prompts,
         sampling: Sampling,
     ) -> None:
@@ -216,12 +219,12 @@ class EnginePool(base.RolloutEngine):
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, seat: _Seat, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         assert seat.engine is not None
         self._catch_up(seat)
         return seat.engine.generate(prompts, sampling)
 
-    def _catch_up(self, seat: _Seat) -> None:
+    def _catch_up(self, seat: Seat) -> None:
         """Bring an engine to the pool's versions and settings."""
         engine = seat.engine
         assert engine is not None
@@ -259,7 +262,7 @@ class EnginePool(base.RolloutEngine):
         started = time.perf_counter()
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
         try:
-            found = checked or base.check_state(file, NAMES[what])
+            found = checked or base.check_state(file, NAMES[what], SUMS[what])
         except SwapError:
             file.unlink()
             raise
@@ -277,10 +280,8 @@ class EnginePool(base.RolloutEngine):
                     "No engine took the new weights.", given=f"{what} {version}", expected="one engine", do="Read the engines' logs."
                 ),
             )
-        old = self._kept.get(what)
+        self._forget(what)
         self._kept[what] = (file, version, found)
-        if old is not None and old[0] != file:
-            old[0].unlink(missing_ok=True)
         for seat, receipt in receipts:
             if receipt.checksum == receipts[0][1].checksum:
                 seat.versions[what] = version
@@ -293,14 +294,21 @@ class EnginePool(base.RolloutEngine):
 
     def _keep(self, path: str, name: str) -> Path:
         """The file under a name of the pool's own: writers remove or replace theirs. A hard link where that is possible, else a copy."""
-        if self._folder is None:
-            self._folder = OwnedFolder("medusa-ppo-pool-", shared_memory=True)
-        file = self._folder.path / f"{name}-{time.monotonic_ns()}.safetensors"
+        file = self._new_file(name)
         try:
             os.link(path, file)
         except OSError:
             shutil.copyfile(path, file)
         return file
+
+    def _new_file(self, name: str) -> Path:
+        self._folder = self._folder or OwnedFolder("medusa-ppo-pool-", shared_memory=True)
+        return self._folder.path / f"{name}-{time.monotonic_ns()}.safetensors"
+
+    def _forget(self, what: str) -> None:
+        """Remove the file that was kept until now."""
+        if what in self._kept:
+            self._kept.pop(what)[0].unlink(missing_ok=True)
 
     def _set(self, name: str, value: Any) -> None:
         self._settings[name] = value
@@ -308,8 +316,12 @@ class EnginePool(base.RolloutEngine):
         for seat in self._ready():
             seat.settings = dict(self._settings)
 
-    def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[_Seat, Any]]:
+    def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[Seat, Any]]:
         """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
+        return self._ask_all(self._seated(), call)
+
+    def _seated(self) -> list[Seat]:
+        """The seats that have an engine; waits for one that starts where none has. EngineError when none will."""
         self._revive()
         while not self._ready():
             starting = [seat.starting for seat in self._seats if seat.starting is not None]
@@ -317,11 +329,22 @@ class EnginePool(base.RolloutEngine):
                 raise self._none_left()
             wait(starting, return_when=FIRST_COMPLETED)
             self._revive()
-        jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in self._ready() if seat.engine is not None]
-        wait([job for _, job in jobs])
+        return self._ready()
+
+    def _ask_all(
+        self,
+        seats: list[Seat],
+        call: Callable[[base.RolloutEngine], Any],
+        meanwhile: Callable[[], None] = lambda: None,
+        patience_s: float | None = None,
+    ) -> list[tuple[Seat, Any]]:
+        """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it is lost."""
+        jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in seats if seat.engine is not None]
+        meanwhile()
+        done = wait([job for _, job in jobs], patience_s).done
         answers = []
         for seat, job in jobs:
-            error = job.exception()
+            error = job.exception() if job in done else EngineError("The engine does not answer.", given=f"nothing for {patience_s} s")
             if isinstance(error, SwapError):
                 logger.warning("Engine %d did not take the new weights. %s", seat.index, error)
             elif error is not None:
@@ -331,7 +354,7 @@ class EnginePool(base.RolloutEngine):
 
     # ---- lost engines -----------------------------------------------------------------------------------------------------------
 
-    def _lost(self, seat: _Seat, error: BaseException) -> None:
+    def _lost(self, seat: Seat, error: BaseException) -> None:
         """Start a lost engine again in the background. An error that isn't the engine's is raised."""
         if not isinstance(error, EngineError):
             raise error
@@ -360,7 +383,7 @@ class EnginePool(base.RolloutEngine):
             else:
                 seat.engine, seat.versions, seat.settings = start.result(), {}, {}
 
-    def _ready(self) -> list[_Seat]:
+    def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
 
     def _engines(self) -> list[base.RolloutEngine]:
@@ -373,28 +396,3 @@ class EnginePool(base.RolloutEngine):
             expected="at least one engine",
             do="Read the engines' logs.",
         )
-
-
-def _with_piece(share: EngineShare, part: Rollouts) -> EngineShare:
-    return replace(
-        share,
-        pieces=share.pieces + 1,
-        tokens=share.tokens + part.generated_tokens + sum(len(prompt) for prompt in part.prompts),
-        generated_tokens=share.generated_tokens + part.generated_tokens,
-        seconds=share.seconds + part.seconds,
-        counters=share.counters + part.counters,
-    )
-
-
-def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One report of several engines: steps add up, speed-ups are weighted by them."""
-    merged: dict[int, dict[str, Any]] = {}
-    for row in (row for report in reports for row in report):
-        other = merged.get(row["running"])
-        if other is None:
-            merged[row["running"]] = dict(row)
-            continue
-        mine, theirs = sum(row["steps"]), sum(other["steps"])
-        other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(mine + theirs, 1)
-        other["steps"] = [a + b for a, b in zip(row["steps"], other["steps"], strict=True)]
-    return [merged[running] for running in sorted(merged)]

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from heads.errors import EngineError, MedusaError
+from heads.tensorfile import Header
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.folders import OwnedFolder
 from medusa_ppo.placement import TOKEN
@@ -147,10 +148,10 @@ class RayEngine(base.RolloutEngine):
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config.model_dump(), seed, given)
-        self._elsewhere = False
+        self.elsewhere = False
         try:
             self._unpack(self._get(self._host.start.remote(), "starting", START_TIMEOUT_S))
-            self._elsewhere = self._get(self._host.node.remote(), "starting") != ray.get_runtime_context().get_node_id()
+            self.elsewhere = self._get(self._host.node.remote(), "starting") != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise
@@ -163,6 +164,15 @@ class RayEngine(base.RolloutEngine):
 
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         return self._send("sync_actor", base.check_file(path, "the actor's weights"), version, checked)
+
+    def check_actor(self, entries: Header) -> list[str]:
+        return self._call("check_actor", entries)
+
+    def join_transfer(self, place: dict[str, Any]) -> None:
+        self._call("join_transfer", place)
+
+    def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
+        return self._call("receive_actor", entries, version)
 
     def set_num_drafts(self, count: int) -> None:
         self._call("set_num_drafts", count)
@@ -214,7 +224,7 @@ class RayEngine(base.RolloutEngine):
 
     def _send(self, method: str, path: str, version: int, checked: Checked | None) -> Any:
         """Call a method that reads a file, wherever the engine is."""
-        if not self._elsewhere:
+        if not self.elsewhere:
             return self._call(method, path, version, checked)
         status, session = os.stat(path), ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))

@@ -10,6 +10,8 @@ from heads import errors
 from heads.errors import MedusaError
 
 WORKER_EXTENSION = "medusa_ppo.serving.worker.MedusaWorker"
+TRANSFER = "medusa_ppo"
+"""Our weight-transfer backend's name in vLLM."""
 
 
 def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

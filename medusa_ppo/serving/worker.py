@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from heads.checkpoint import checksum
 from heads.errors import SwapError
-from heads.tensorfile import crc
+from heads.tensorfile import Header, crc, tensorwise_checksum
 from medusa_ppo.serving import plugin
 from medusa_ppo.serving.engine import other_bytes
 from medusa_ppo.serving.openmp import forget_registration
 from medusa_ppo.serving.rpc import reports_errors
+from medusa_ppo.serving.transfer import device_id, read_entries
 from medusa_ppo.serving.versions import vllm_version
 from medusa_ppo.types import Checked
 
@@ -67,16 +67,45 @@ class MedusaWorker:
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
         started = time.perf_counter()
-        names = self._medusa_check_actor_file(path)
+        names = self._medusa_check_entries(_header(Path(path)), path)
         digest = _confirmed(path, Checked(*checked)) if checked else _checked(path)
         with torch.inference_mode():
             self.reload_weights(weights_iterator=_tensors(path, names))  # type: ignore[attr-defined]
-        self._medusa_check_lm_head(path, names)
-        drafter = self._medusa_drafter()
-        if drafter is not None:
-            drafter.target_changed()
-        self._medusa_actor = (int(version), digest)
-        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+        if LM_HEAD in names:
+            with safe_open(path, "pt") as file:
+                self._medusa_check_lm_head(file.get_slice(LM_HEAD)[:, :2], path)
+        return self._medusa_took_actor(version, digest, started)
+
+    @reports_errors
+    def medusa_check_actor(self, entries: dict[str, list[Any]]) -> dict[str, Any]:
+        """Whether an actor of these tensors (`ActorStream.header`) is one for this model; nothing is changed."""
+        read_entries(entries)
+        self._medusa_check_entries({name: (code, tuple(shape)) for name, (code, shape) in entries.items()}, "the broadcast")
+        return {"device": device_id(self.device)}  # type: ignore[attr-defined]
+
+    @reports_errors
+    def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
+        """Enter the group in which the trainer broadcasts; see `medusa_ppo.serving.transfer.Place`."""
+        self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
+        return {}
+
+    @reports_errors
+    def medusa_receive_actor(self, entries: dict[str, list[Any]], version: int) -> dict[str, Any]:
+        """One session of vLLM's weight-transfer API, as one call between two steps, while the trainer sends.
+
+        The caller must have no running requests and must reset the prefix cache afterwards. Version -1: it broke off half-way.
+        """
+        started = time.perf_counter()
+        self._medusa_actor = (-1, "")
+        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            self.start_weight_update()  # type: ignore[attr-defined]
+            self.update_weights({"entries": entries, "tied": tied})  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        came = self.weight_transfer_engine  # type: ignore[attr-defined]
+        if came.lm_head_V2 is not None and not tied:
+            self._medusa_check_lm_head(came.lm_head_V2, "the broadcast")
+        return self._medusa_took_actor(version, came.checksum, started)
 
     @reports_errors
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
@@ -137,47 +166,62 @@ class MedusaWorker:
             )
         return drafter
 
-    def _medusa_check_actor_file(self, path: str) -> list[str]:
-        """Names in the file, after comparing names and shapes with the model folder's own files."""
-        given = _header(Path(path))
+    def _medusa_took_actor(self, version: int, digest: str, started: float) -> dict[str, Any]:
+        """What follows new weights in the model, however they came."""
+        drafter = self._medusa_drafter()
+        if drafter is not None:
+            drafter.target_changed()
+        self._medusa_actor = (int(version), digest)
+        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+
+    def _medusa_check_entries(self, given: Header, source: str) -> list[str]:
+        """Names to load, after comparing names, shapes and kinds of numbers with the model folder's own files."""
         model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
-        expected: dict[str, tuple[int, ...]] = {}
+        expected: Header = {}
         for part in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
             expected.update(_header(part))
         tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
         missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD)]
         unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD)]
-        wrong = [f"{name} {given[name]}" for name in given if name in expected and given[name] != expected[name]]
+        wrong = [f"{name} {given[name]}" for name in given if name in expected and not _alike(given[name], expected[name])]
         if missing or unknown or wrong:
             raise SwapError(
                 "The actor's weights are not those of the serving model, which stays as it is.",
-                given=f"{path}: missing {missing[:3]}, unknown {unknown[:3]}, other shape {wrong[:3]}",
+                given=f"{source}: missing {missing[:3]}, unknown {unknown[:3]}, other shape or kind {wrong[:3]}",
                 expected=f"the {len(expected)} tensors of {model}",
                 do="Sync the state_dict of the same architecture.",
             )
         # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
         return [name for name in given if not (tied and name == LM_HEAD)]
 
-    def _medusa_check_lm_head(self, path: str, names: list[str]) -> None:
-        """The product that serves must be that of the file: on the CPU a parameter can change while its prepacked copy does not."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+    def _medusa_check_lm_head(self, weight_V2: torch.Tensor, source: str) -> None:
+        """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
+        prepacked copy does not."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
         processor = getattr(model, "logits_processor", None)
-        if LM_HEAD not in names or processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
+        if processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
             return
-        with torch.inference_mode(), safe_open(path, "pt") as file:
-            weight_VD = file.get_tensor(LM_HEAD).to(device=self.device, dtype=self.model_runner.dtype)  # type: ignore[attr-defined]
-            hidden_ND = torch.eye(2, weight_VD.shape[1], dtype=weight_VD.dtype, device=weight_VD.device)
-            served_NV = model.compute_logits(hidden_ND)
-        if not torch.allclose(served_NV.float(), (hidden_ND @ weight_VD.T).float()[:, : served_NV.shape[1]], rtol=1e-2, atol=1e-3):
+        with torch.inference_mode():
+            width = runner.model_config.get_hidden_size()
+            served_2V = model.compute_logits(torch.eye(2, width, dtype=runner.dtype, device=self.device)).float()  # type: ignore[attr-defined]
+            expected_2V = weight_V2.to(served_2V.device, runner.dtype).T.float()
+        if not torch.allclose(served_2V, expected_2V[:, : served_2V.shape[1]], rtol=1e-2, atol=1e-3):
             raise SwapError(
-                "The engine still serves the old lm_head after the sync.", given=path, expected="the file's", do="Restart the engine."
+                "The engine still serves the old lm_head after the sync.", given=source, expected="the new one", do="Restart the engine."
             )
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
+def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
+    """The same shape, and both floating point or neither; the width of floats is the engine's business."""
+    return given[1] == expected[1] and ("F" in given[0]) == ("F" in expected[0])
+
+
+def _header(path: Path) -> Header:
     try:
         with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise SwapError(
             "The weights' file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Write it again."
@@ -195,7 +239,7 @@ def _checked(path: str) -> str:
                 expected="finite numbers",
                 do="Lower the step size.",
             )
-    return checksum(state)
+    return tensorwise_checksum(state)
 
 
 def _confirmed(path: str, checked: Checked) -> str:

@@ -32,6 +32,8 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("engine.num_drafts=9", "heads.num_heads"),
         ("sampling.max_new_tokens=9000", "engine.max_model_len"),
         ("engine.url=http://127.0.0.1:1", "engine.backend=server"),
+        ("engine={transfer: broadcast, backend: server}", "engine.backend=colocated"),
+        ("engine={transfer: broadcast, extra: {data_parallel_size: 2}}", "no data_parallel_size above 1"),
         ("companion.offload=true", "companion.num_gpus > 0"),
         ("companion.min_epochs=2", "less than or equal to 1"),
         ("engine.placement=spread", "replicas above 1"),

@@ -79,7 +79,9 @@ def test_a_plan_adds_up(folder: Path) -> None:
     moves = {move.what: move for move in plan.moves}
     state = actor_state(LlamaForCausalLM.from_pretrained(folder))
     assert moves["actor weights"].size == sum(t.numel() * t.element_size() for t in state.values())
-    assert moves["actor weights"].total == 3 * moves["actor weights"].size
+    assert moves["actor weights"].total == 3 * moves["actor weights"].size and "as a file" in moves["actor weights"].route
+    sent = make_plan(build_config({"model": {"path": str(folder)}, "engine": {"transfer": "broadcast"}}), gpus=False)
+    assert next(move for move in sent.moves if move.what == "actor weights").route == "PPO loop to each engine, broadcast in buckets"
     assert moves["lm_head and embedding"].size == 2 * 100 * 32 * 4
     assert plan.response_tokens == 32 * 4 * 96
     without = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"enabled": False}}), gpus=True)

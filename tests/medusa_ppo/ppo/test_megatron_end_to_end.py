@@ -10,7 +10,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from heads.checkpoint import checksum
+from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.loop import PPOLoop
@@ -68,7 +68,7 @@ def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, 
         assert isinstance(engine, EnginePool) and len({report["pid"] for report in engine.plugin_report()["engines"]}) == 2
         sums = engine.checksums()  # An error when the engines differ.
         held = dict(learner.actor.tensors(torch.float32))  # type: ignore[union-attr]
-        assert sums["actor"] == checksum(held), "both engines have what the ranks have"
+        assert sums["actor"] == tensorwise_checksum(held), "both engines have what the ranks have"
         assert parts.plugin is not None and parts.plugin._installer.installed is not None
         installed = parts.plugin._installer.installed
         assert sums["heads"] == installed.checksum and engine.heads_version == installed.version

@@ -14,7 +14,7 @@ from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.serving import engine, rpc
+from medusa_ppo.serving import engine, rpc, versions
 from medusa_ppo.serving.launch import plan_launch
 from medusa_ppo.serving.server import free_port, parse_counters, server_arguments
 from medusa_ppo.types import Counters, Sampling
@@ -43,6 +43,17 @@ def test_plan(model: Path, tmp_path: Path) -> None:
     plain = plan_launch(model, None, EngineConfig(), seed=7)
     assert (plain.max_drafts, plain.num_drafts) == (0, 0)
     assert "speculative_config" not in plain.engine_args
+
+
+def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(transfer="broadcast")
+    assert plan_launch(model, None, config, 0).engine_args["weight_transfer_config"] == {"backend": "medusa_ppo"}
+    assert "weight_transfer_config" not in plan_launch(model, None, EngineConfig(), 0).engine_args
+    with pytest.raises(ConfigError, match="transfer says it"):
+        plan_launch(model, None, EngineConfig(extra={"weight_transfer_config": {}}), 0)
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.31.0")
+    with pytest.raises(UnsupportedVersionError, match="transfer=file"):
+        plan_launch(model, None, config, 0)
 
 
 @pytest.mark.parametrize("path", ["no/such/folder", "./nothing", "nowhere"])

@@ -41,7 +41,7 @@ def two_nodes() -> Iterator[Cluster]:
 def test_an_engine_on_another_node(actor: Actor, engine_config: EngineConfig, two_nodes: Cluster, tmp_path: Path) -> None:
     config = engine_config.model_copy(update={"resource": "engines"})
     with RayEngine(actor.path, actor.heads_path, config) as engine:
-        assert engine._elsewhere
+        assert engine.elsewhere
         state = actor.random_heads(seed=2).trainable_state()
         save_state(tmp_path / "heads.safetensors", state)
         assert engine.swap_heads(tmp_path / "heads.safetensors", 3).checksum == checksum(state)

@@ -21,9 +21,10 @@ from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.serving import ray_engine
 from medusa_ppo.serving.balance import cut, expected_tokens
+from medusa_ppo.serving.choice import merge_choices
 from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.serving.make import make_engine, replica
-from medusa_ppo.serving.pool import MAX_RESTARTS, EnginePool, merge_choices
+from medusa_ppo.serving.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.serving.ray_engine import EngineHost, RayEngine
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
@@ -470,8 +471,8 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
         # The second engine is treated as if it were on another node: the heads come through Ray's object store.
         far = pool._seats[1].engine
-        assert isinstance(far, RayEngine) and not far._elsewhere
-        far._elsewhere = True
+        assert isinstance(far, RayEngine) and not far.elsewhere
+        far.elsewhere = True
         state = actor.random_heads(seed=3).trainable_state()
         save_state(tmp_path / "heads.safetensors", state)
         pool.swap_heads(tmp_path / "heads.safetensors", 4)

@@ -12,6 +12,7 @@ import torch
 
 from heads.checkpoint import checksum, save_state
 from heads.errors import EngineError, SwapError
+from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.serving.make import make_engine
 from medusa_ppo.serving.probe import honesty_z, sampled_rows
@@ -62,7 +63,7 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
         assert engine.probe(hidden_BD.tolist(), [0] * 3) == (features_BKD @ actor.lm_head_VD.T).argmax(-1).tolist()
         moved = {name: value * 1.05 for name, value in actor.model.state_dict().items()}
         save_state(tmp_path / "actor.safetensors", moved)
-        assert engine.sync_actor(tmp_path / "actor.safetensors", 1).checksum == engine.checksums()["actor"] == checksum(moved)
+        assert engine.sync_actor(tmp_path / "actor.safetensors", 1).checksum == engine.checksums()["actor"] == tensorwise_checksum(moved)
         assert engine.generate(actor.prompts[:16], greedy).responses != first.responses
         (tmp_path / "bad.safetensors").write_text("nothing")
         with pytest.raises(SwapError):

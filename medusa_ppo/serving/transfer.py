@@ -1,0 +1,296 @@
+"""An actor on its way from its trainer to all ranks of all engines: buckets of tensors, broadcast in a group of their own.
+
+    rank 0, the trainer     numbers | frame | numbers | frame | ... | numbers | last frame
+    all other ranks         receive the same
+
+A frame is a bucket's tensors as bytes, each at a multiple of `ALIGN`, and behind them JSON: the tensors' names, or in the last frame the
+checksum of all. The numbers before it are the bytes of both parts and the sum of the first one's words. What is announced beforehand
+(`ActorStream.header`) says dtypes and shapes.
+
+The group is gloo's, through the host's memory, or NCCL's between GPUs; nothing else differs. torch's global group is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heads.errors import SwapError
+from heads.tensorfile import CODES, STATE_DTYPES, Header, joint_checksum, require_finite, tensor_digest
+
+TIMEOUT_S = 120.0
+LOOPBACK = "127.0.0.1"
+ALIGN = 16
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class ActorStream:
+    """An actor that is to be sent, as it is now.
+
+    Attributes:
+        entries: dtype and shape of every tensor, by its name in the checkpoint.
+        tensors: begins a pass over them, in any order, of any dtype and device.
+        write: writes them to a file, for engines that come late.
+        bucket_bytes: bytes that are sent at a time; one tensor at least.
+    """
+
+    entries: Entries
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    write: Callable[[Path], None]
+    bucket_bytes: int
+
+    def header(self) -> Header:
+        """The entries as JSON can hold them."""
+        return {name: (CODES[dtype], shape) for name, (dtype, shape) in self.entries.items()}
+
+
+def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
+    """What `ActorStream.header` gave. SwapError for a dtype that nobody knows."""
+    unknown = [f"{name} {code}" for name, (code, _) in header.items() if code not in STATE_DTYPES]
+    if unknown:
+        raise SwapError("A tensor has an unknown dtype.", given=unknown[:3], expected=" | ".join(STATE_DTYPES), do="Convert it.")
+    return {name: (STATE_DTYPES[code], tuple(shape)) for name, (code, shape) in header.items()}
+
+
+# ---- the group --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks meet, and as what. `rank` 0 is the trainer; for an engine it is that of its first rank."""
+
+    host: str
+    port: int
+    size: int
+    rank: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+
+
+def open_place(host: str, timeout_s: float = TIMEOUT_S) -> tuple[dist.TCPStore, int]:
+    """A store that listens at this address and no other, and its port. SwapError when it can't."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        listening = socket.create_server((host, 0))
+    except OSError as error:
+        raise SwapError(
+            "The engines can't be met here.", given=f"{host}: {error}", expected="a free port", do="Set engine.transfer=file."
+        ) from error
+    port = int(listening.getsockname()[1])
+    return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()), port
+
+
+def device_id(device: torch.device) -> str:
+    """A GPU's own id, the same in all processes; `cpu` elsewhere."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def choose_backend(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
+    """NCCL where every rank has a GPU of its own: it refuses ranks that share one."""
+    return "nccl" if "cpu" not in devices and len(set(devices)) == len(devices) else "gloo"
+
+
+class Group:
+    """Ranks that rank 0 sends to.
+
+    Attributes:
+        device: where what is sent stands.
+    """
+
+    def __init__(self, place: Place, store: dist.TCPStore | None = None) -> None:
+        """Meet the others; waits until all are there.
+
+        Args:
+            store: what `open_place` gave; None: it is another process's.
+
+        Raises:
+            SwapError: they did not come in time.
+        """
+        self._place = place
+        timeout = timedelta(seconds=place.timeout_s)
+        make = _nccl if place.backend == "nccl" else _gloo
+        self.device = torch.device("cuda", torch.cuda.current_device()) if place.backend == "nccl" else torch.device("cpu")
+        try:
+            self._store = store or dist.TCPStore(place.host, place.port, timeout=timeout, wait_for_workers=False)
+            self._group: Any = make(self._store, place, timeout)
+        except RuntimeError as error:
+            raise self._broken("The engines' ranks and the trainer did not meet.", error) from error
+        self.share(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects when it is first used.
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """Fill the tensor with rank 0's. SwapError when a rank is gone or does not answer in time."""
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            self._group.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise self._broken("The broadcast of the actor broke off.", error) from error
+        return tensor
+
+    def close(self) -> None:
+        """Close the connections: whoever waits for this rank gets an error. Harmless when called again."""
+        group, self._group = self._group, None  # Gloo closes them when the group is gone, not when it is aborted.
+        if group is not None:
+            group.abort()
+
+    def _broken(self, problem: str, error: RuntimeError) -> SwapError:
+        given = f"rank {self._place.rank} of {self._place.size}, {self._place.backend}: {str(error).splitlines()[0]}"
+        return SwapError(
+            problem,
+            given=given,
+            expected=f"all ranks within {self._place.timeout_s:g} s",
+            do="Read the engines' logs, or set engine.transfer=file.",
+        )
+
+
+def _gloo(store: dist.Store, place: Place, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it.
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=LOOPBACK) if place.host == LOOPBACK else gloo.create_default_device()]
+    return gloo(store, place.rank, place.size, options)
+
+
+def _nccl(store: dist.Store, place: Place, timeout: timedelta) -> Any:
+    """Not run yet: no machine with GPUs. Without the blocking wait torch ends the whole process when a rank is lost, PPO's own too."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"  # Read when the group is made.
+    try:
+        return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+    finally:
+        os.environ.pop(BLOCKING_WAIT)
+        os.environ.update({} if before is None else {BLOCKING_WAIT: before})
+
+
+# ---- sending ------------------------------------------------------------------------------------------------------------------
+
+
+def send(group: Group, stream: ActorStream) -> str:
+    """Rank 0's part. Returns the checksum of all, as `tensorwise_checksum`.
+
+    Raises:
+        CheckpointError: NaN or infinity; the buckets before are with the engines already.
+        SwapError: a rank is lost, or the tensors are not those that were announced.
+    """
+    digests: dict[str, str] = {}
+    with ThreadPoolExecutor(1, thread_name_prefix="medusa-ppo-sums") as thread:
+        for bucket in _buckets(stream):
+            frame = _frame(bucket, stream.entries, group.device)
+            tensors = dict(_views(frame.cpu(), list(bucket), stream.entries))
+            require_finite(tensors, "the actor's weights")
+            sums = thread.submit(_digests, tensors)
+            _share_frame(group, frame, {"names": list(bucket)})
+            digests |= sums.result()
+    if digests.keys() != stream.entries.keys():
+        raise _not_announced(f"{len(digests)} tensors", f"{len(stream.entries)}")
+    checksum = joint_checksum(digests)
+    _share_frame(group, torch.empty(0, dtype=torch.uint8, device=group.device), {"checksum": checksum})
+    return checksum
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+
+
+def _buckets(stream: ActorStream) -> Iterator[dict[str, Tensor]]:
+    bucket: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in stream.tensors():
+        dtype, shape = stream.entries.get(name, (None, None))
+        if dtype is None or tuple(tensor.shape) != shape:
+            raise _not_announced(f"{name} {tuple(tensor.shape)}", f"shape {shape}")
+        size = dtype.itemsize * tensor.numel()
+        if bucket and filled + size > stream.bucket_bytes:
+            yield bucket
+            bucket, filled = {}, 0
+        bucket[name], filled = tensor, filled + size
+    if bucket:
+        yield bucket
+
+
+def _frame(bucket: Mapping[str, Tensor], entries: Entries, device: torch.device) -> Tensor:
+    frame = torch.zeros(sum(_room(name, entries) for name in bucket), dtype=torch.uint8, device=device)
+    for name, place in _views(frame, list(bucket), entries):
+        place.copy_(bucket[name])
+    return frame
+
+
+def _share_frame(group: Group, tensors: Tensor, note: dict[str, Any]) -> None:
+    text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8).to(tensors.device)
+    group.share(torch.tensor([len(tensors), len(text), _words(tensors)], device=tensors.device))
+    if len(tensors):
+        group.share(tensors)
+    group.share(text)
+
+
+def _not_announced(given: str, expected: str) -> SwapError:
+    return SwapError("The actor's tensors are not those that were announced.", given=given, expected=expected, do="Report this.")
+
+
+# ---- receiving ----------------------------------------------------------------------------------------------------------------
+
+
+class Incoming:
+    """The tensors of one `send`, in the order in which they come. They stay valid for as long as somebody holds them.
+
+    Attributes:
+        checksum: the sender's, when all have come; empty before.
+    """
+
+    def __init__(self, group: Group, entries: Entries) -> None:
+        self._group, self._entries = group, entries
+        self.checksum = ""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """SwapError when the sender is lost, or something else comes than was sent."""
+        group, waiting = self._group, set(self._entries)
+        while not self.checksum:
+            size, length, words = group.share(torch.empty(3, dtype=torch.int64, device=group.device)).tolist()
+            frame = torch.empty(size, dtype=torch.uint8, device=group.device)
+            if size:
+                group.share(frame)
+            text = group.share(torch.empty(length, dtype=torch.uint8, device=group.device))
+            note = json.loads(bytes(text.cpu().numpy()))
+            if _words(frame) != words:
+                raise _not_announced("a bucket with other bytes than were sent", "the same sum of words")
+            names = note.get("names", [])
+            waiting -= set(names)
+            yield from _views(frame, names, self._entries)
+            if waiting and "checksum" in note:
+                raise _not_announced(f"an end, {len(waiting)} tensors too early", "all of them")
+            self.checksum = note.get("checksum", "")
+
+
+def _room(name: str, entries: Entries) -> int:
+    dtype, shape = entries[name]
+    return -(-dtype.itemsize * math.prod(shape) // ALIGN) * ALIGN
+
+
+def _views(frame: Tensor, names: Sequence[str], entries: Entries) -> Iterator[tuple[str, Tensor]]:
+    """A frame's tensors; they share its memory."""
+    start = 0
+    for name in names:
+        dtype, shape = entries[name]
+        yield name, frame[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        start += _room(name, entries)
+
+
+def _words(frame: Tensor) -> int:
+    return int(frame.view(torch.int64).sum())
