@@ -32,6 +32,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[JobSubmissionClient]:
     monkeypatch.setenv("RAY_TMPDIR", folder)
     try:
         context = ray.init(address="local", num_cpus=4, include_dashboard=True, dashboard_port=0, _temp_dir=folder, log_to_driver=False)
+        # As `ray start` writes it: a job finds its cluster by it, and takes any other Ray of the machine without it.
+        (Path(folder) / "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
         yield JobSubmissionClient(f"http://{context.dashboard_url}")
     finally:
         ray.shutdown()
