@@ -65,7 +65,7 @@ COMPANION_POSITIONS = "companion_positions_frac"  # Share of that batch's traini
 COMPANION_RATE = "companion_rate"  # Share of the configured step size that the companion trains with; the gate sets it.
 COMPANION_GPU = "companion_gpu_gib"  # GPU memory that the companion's process holds when the step ends; without a GPU left out.
 COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
-COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far because the queue was full.
+COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far: no room was left, or newer policies had come.
 COMPANION_WORKERS = "companion_workers"  # Processes that train the heads together now; fewer than configured while one is replaced.
 VERSIONS_PUBLISHED = "versions_published"  # Head versions published so far.
 

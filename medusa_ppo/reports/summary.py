@@ -59,7 +59,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.passes": "Passes over a rollout batch, mean over the steps.",
     "companion.reasons": "Why so many: pairs of a reason of the schedule and the steps that it decided, the most frequent first.",
     "companion.versions_published": "Versions of the heads it published.",
-    "companion.batches_dropped": "Rollout batches it dropped because its queue was full.",
+    "companion.batches_dropped": "Rollout batches it dropped: no room was left, or newer policies had come.",
     "companion.train_s": "Seconds it trained.",
     "companion.hidden_s": "Of these, seconds that no hook of the loop waited for.",
     "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks, the whole price of the plugin for the loop.",
