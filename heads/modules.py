@@ -323,7 +323,7 @@ class MedusaHeads(nn.Module):
 
     # ---- state in the file's key names ------------------------------------------------------------------------------------
 
-    def _views(self) -> dict[str, torch.Tensor]:
+    def trainable_views(self) -> dict[str, torch.Tensor]:
         """File key -> view of the parameter it lives in; the keys and their order are those of `config.tensor_shapes()`."""
         views: dict[str, torch.Tensor] = {}
         for k in range(self.config.num_heads):
@@ -341,12 +341,12 @@ class MedusaHeads(nn.Module):
 
     def trainable_state(self) -> dict[str, torch.Tensor]:
         """A copy of all trainable tensors under the file's key names (stock vLLM's for kind medusa)."""
-        return {name: view.clone() for name, view in self._views().items()}
+        return {name: view.clone() for name, view in self.trainable_views().items()}
 
     @torch.no_grad()
     def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
         """Copy `state` into the parameters in place. Names, shapes and dtypes must match exactly; nothing is copied otherwise."""
-        views = self._views()
+        views = self.trainable_views()
         wrong = sorted(set(views) ^ set(state)) or [
             name for name, view in views.items() if view.shape != state[name].shape or view.dtype != state[name].dtype
         ]

@@ -41,8 +41,8 @@ def require_active() -> list[str]:
     from medusa_ppo.serving.internals import INSTALLED
     from medusa_ppo.serving.versions import require_vllm
 
-    version = require_vllm()
     if INSTALLED.proposer is None:
+        version = require_vllm()  # Where the plug-in is active, its activation has asked.
         raise UnsupportedVersionError(
             "The medusa-ppo plug-in is not active in this vLLM process.",
             given=f"vLLM {version}, plug-in not loaded",
