@@ -306,9 +306,9 @@ def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_t
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     for parameter in drafter.heads.parameters():  # what level-2 sleep does to weights that no sync restores
         parameter.data.fill_(7.0)
-    assert drafts() != fed
+    assert engine.checksums()["heads"] == "", "the engine sees that they are gone"
     attachment.weights_synced(lost_heads=True)
-    assert drafts() == fed
+    assert engine.checksums()["heads"] == receipt.checksum and drafts() == fed
 
     prompts = [{"prompt_token_ids": [5, 6, 7]}] * 4
     outputs = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False), use_tqdm=False)
