@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 
 def cost_of(batch: int, drafts: int, costs: tuple[float, ...]) -> float:
     """Seconds of a step; what a machine is not said to cost is free."""
-    return float(StepCosts.features(batch, drafts)[: len(costs)] @ np.array(costs))
+    return sum(cost * value for cost, value in zip(costs, StepCosts.features(batch, drafts), strict=False))
 
 
 def run(chooser: DraftChooser, batch: int, keep: float, costs: tuple[float, ...], steps: int) -> tuple[list[int], float, float]:
