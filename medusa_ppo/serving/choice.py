@@ -35,11 +35,14 @@ FIRST_STEPS = 6
 NEW_HEADS_RUNS = 10.0
 NEW_HEADS_TRIALS = 2
 RIDGE = 1e-6
+REVIEW_STEPS = 4
+"""Steps of one kind between two looks at costs and choice: they hardly move in between."""
 CELL_MEMORY = 40.0
 CELL_PRIOR = 1.0
 FIRST_CLIP, CLIP = 1.5, 0.4
 """Largest step of an estimate of log seconds, while it is new and later: one slow step says little."""
 NEW_CELL = 3.0
+NEW_COSTS = 20.0
 PACE_MEMORY = 20.0
 NOISE_MEMORY = 50.0
 MEAN_TO_DEVIATION = 1.25
@@ -68,6 +71,8 @@ class StepCosts:
     """How much slower (log) the machine is now than the estimates."""
     noise: float = 0.1
     """Standard deviation of a step's log seconds around estimate and pace."""
+    _last: tuple[int, int] = (0, 0)
+    _unsolved: int = 0
 
     @staticmethod
     def features(batch: int, drafts: int) -> tuple[float, float, float, float]:
@@ -79,8 +84,11 @@ class StepCosts:
 
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
         """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
+        key = (batch.bit_length(), drafts)
+        if key != self._last:
+            self._solve()  # What is known of the next kind is compared with the formula of today.
         if self.weight >= 3:
-            mean, steps = self.cells.get(key := (batch.bit_length(), drafts), (0.0, 0.0))
+            mean, steps = self.cells.get(key, NOT_SEEN)
             error = math.log(seconds / self._formula(batch, drafts)) - self.pace - mean
             clip = FIRST_CLIP if steps < NEW_CELL else CLIP
             if steps:
@@ -93,7 +101,13 @@ class StepCosts:
         self.gram = [[FORGET_COST * old + a * b for old, b in zip(line, row, strict=True)] for line, a in zip(self.gram, row, strict=True)]
         self.moment = [FORGET_COST * old + a for old, a in zip(self.moment, row, strict=True)]
         self.weight = FORGET_COST * self.weight + 1.0
-        self.costs = _solved(self.gram, self.moment)
+        self._last, self._unsolved = key, self._unsolved + 1
+        if self._unsolved >= REVIEW_STEPS or self.weight < NEW_COSTS:
+            self._solve()
+
+    def _solve(self) -> None:
+        if self._unsolved:
+            self.costs, self._unsolved = _solved(self.gram, self.moment), 0
 
     def predict(self, batch: int, drafts: Sequence[int]) -> list[float]:
         """Seconds of a step for each number of drafts; more drafts never cost less."""
@@ -144,6 +158,7 @@ class DraftChooser:
         self.tried = [0.0] * max_drafts
         self._steps = 0
         self._next_trial: dict[int, int] = {}
+        self._held: dict[int, tuple[int, int]] = {}
         self._trials = 0
         self._full_trials = 0
         self._next_full_trial = 0
@@ -218,10 +233,16 @@ class DraftChooser:
             all_rates = self.tokens_per_second(batch)
             self._next_full_trial = self._steps + 1 + self._pause(all_rates, self._best(batch, all_rates), self.max_drafts)
             return self.max_drafts
+        bits = batch.bit_length()
+        held, review = self._held.get(bits, (0, 0))
+        trial_is_due = self._steps >= self._next_trial.get(bits, 0)
+        if self._steps < review and not trial_is_due:
+            return held
         # The formula flatters what was never seen at so many sequences: one draft more at a time.
         rates = self.tokens_per_second(batch)[: self.costs.most_seen(batch) + 2]
         best = self._best(batch, rates)
-        return best if self._steps < self._next_trial.get(batch.bit_length(), 0) else self._trial(batch, rates, best)
+        self._held[bits] = (best, self._steps + REVIEW_STEPS)
+        return self._trial(batch, rates, best) if trial_is_due else best
 
     def _trial(self, batch: int, rates: list[float], best: int) -> int:
         """A neighbour of the best, or none: what they cost is learned from nothing else. The most promising one, else each in turn."""
