@@ -41,6 +41,7 @@ class Workers:
                 "version": self.version,
                 "checksum": self.heads,
                 "seconds": 0.0,
+                "rows": [],
             }
         ]
 
