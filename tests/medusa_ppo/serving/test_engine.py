@@ -362,14 +362,14 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
     reference = engine.generate(actor.prompts[:8], GREEDY)
     good = actor.random_heads(seed=4)
     save_state(tmp_path / "heads.safetensors", good.trainable_state())
-    views = MedusaHeads._views
+    views = MedusaHeads.trainable_views
 
     def turned(self: MedusaHeads) -> dict[str, torch.Tensor]:
         found = views(self)
         return dict(zip(found, reversed(found.values()), strict=True))
 
     with monkeypatch.context() as patch:
-        patch.setattr(MedusaHeads, "_views", turned)
+        patch.setattr(MedusaHeads, "trainable_views", turned)
         with pytest.raises(SwapError, match="does not draft with the heads") as caught:
             engine.swap_heads(tmp_path / "heads.safetensors", 3)
     assert "head 1" in str(caught.value)
