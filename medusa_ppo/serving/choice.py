@@ -15,7 +15,8 @@ without drafts is never a mistake. Now and then one draft more, one less, or non
 where it promises a gain, and all of them when the heads are new. How often follows from what the trial costs: trials of either kind take
 about half a percent of the time.
 
-All of this runs between any two steps, which may be 3 ms apart: plain floats, because numpy takes several times as long for five numbers.
+All of this runs between any two steps, which may be 3 ms apart: what every step asks is plain floats, because numpy takes several times
+as long for five numbers, and what numpy does (the costs) waits a few steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import mul
 from typing import Any
+
+import numpy as np
 
 FORGET_COST = 0.995
 MEMORY_RUNS = 200.0
@@ -43,6 +47,7 @@ FIRST_CLIP, CLIP = 1.5, 0.4
 """Largest step of an estimate of log seconds, while it is new and later: one slow step says little."""
 NEW_CELL = 3.0
 NEW_COSTS = 20.0
+"""Observations up to which costs are solved after each."""
 PACE_MEMORY = 20.0
 NOISE_MEMORY = 50.0
 MEAN_TO_DEVIATION = 1.25
@@ -79,8 +84,7 @@ class StepCosts:
         return 1.0, batch * (drafts + 1), batch * drafts, float(drafts > 0)
 
     def _formula(self, batch: int, drafts: int) -> float:
-        fixed, row, draft, drafting = self.costs
-        return max(fixed + row * batch * (drafts + 1) + draft * batch * drafts + (drafting if drafts else 0.0), 1e-6)
+        return max(sum(map(mul, self.costs, self.features(batch, drafts))), 1e-6)
 
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
         """Relative errors count, so that the long tail of small batches is not drowned by large ones."""
@@ -107,7 +111,10 @@ class StepCosts:
 
     def _solve(self) -> None:
         if self._unsolved:
-            self.costs, self._unsolved = _solved(self.gram, self.moment), 0
+            gram = np.array(self.gram)
+            scale = np.sqrt(np.maximum(gram.diagonal(), 1e-30))
+            scaled = gram / np.outer(scale, scale) + RIDGE * np.eye(4)
+            self.costs, self._unsolved = (np.linalg.solve(scaled, self.moment / scale) / scale).tolist(), 0
 
     def predict(self, batch: int, drafts: Sequence[int]) -> list[float]:
         """Seconds of a step for each number of drafts; more drafts never cost less."""
@@ -127,21 +134,6 @@ class StepCosts:
     def most_seen(self, batch: int) -> int:
         """The most drafts that a step of about so many sequences has had."""
         return max((k for bits, k in self.cells if bits == batch.bit_length()), default=0)
-
-
-def _solved(gram: list[list[float]], moment: list[float]) -> list[float]:
-    """x of (gram + a ridge) x = moment, for a positive definite gram: elimination without pivots, after scaling its diagonal to one."""
-    count = range(len(moment))
-    scale = [math.sqrt(max(gram[i][i], 1e-30)) for i in count]
-    lines = [[gram[i][j] / (scale[i] * scale[j]) + RIDGE * (i == j) for j in count] + [moment[i] / scale[i]] for i in count]
-    for i in count:
-        for j in count[i + 1 :]:
-            factor = lines[j][i] / lines[i][i]
-            lines[j] = [below - factor * above for below, above in zip(lines[j], lines[i], strict=True)]
-    found = [0.0] * len(moment)
-    for i in reversed(count):
-        found[i] = (lines[i][-1] - sum(lines[i][j] * found[j] for j in count[i + 1 :])) / lines[i][i]
-    return [value / size for value, size in zip(found, scale, strict=True)]
 
 
 def _clip(value: float, limit: float) -> float:
@@ -170,7 +162,7 @@ class DraftChooser:
         offered, reached = [0] * (self.max_drafts + 1), [0] * (self.max_drafts + 1)
         for count, right in zip(drafted, accepted, strict=True):
             offered[count] += 1
-            reached[right] += 1
+            reached[min(right, count)] += 1
         for position in range(1, self.max_drafts + 1):  # Who had so many drafts had all before, too.
             tried, right = sum(offered[position:]), sum(reached[position:])
             # By runs and not by steps, so that a batch of 64 forgets as fast as 64 single steps.
