@@ -23,11 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from medusa_ppo.config import ActorConfig, EngineConfig
-from medusa_ppo.ppo.sync import ActorSync, actor_stream
-from medusa_ppo.runtime import local_ray
-from medusa_ppo.serving.broadcast import BroadcastPool
-from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.serving.ray_engine import RayEngine
+from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_stream
+from medusa_ppo.engines.ray_engine import RayEngine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.processes import local_ray
 
 WARM_UP = 2
 WAYS = ("file", "broadcast")

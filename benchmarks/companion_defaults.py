@@ -7,7 +7,7 @@
 the companion would have been handed: hidden states, tokens, log-probs and the actor's tables of every step. `--reward numbers` pays for
 digits: a small actor on real text learns that within a few steps, so the policy really moves; `--reward config` takes the configuration's.
 
-`replay` hands these batches to `medusa_ppo.companion.learner.Learner`, one setting after the other. The base is BASE; each other setting
+`replay` hands these batches to `medusa_ppo.companion.cycle.Learner`, one setting after the other. The base is BASE; each other setting
 differs from it in what its name says. Before a batch is learned from, the heads that serve at that moment are replayed on all of it:
 they have never seen it, and it is what the engine would have counted. The mean over the last half of the batches is the figure.
 Settings meet the same batches, so differences are taken batch by batch. Finished settings are kept in OUT/results.jsonl and not done again.
@@ -33,21 +33,21 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import UsageError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.cycle import Learner
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config, load_config
+from medusa_ppo.demo.demo_actor import ensure_demo_actor
+from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.rollout_engine import NoEngine
+from medusa_ppo.files import write_atomic
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table, initial_heads
-from medusa_ppo.ppo.data import PromptStream
-from medusa_ppo.ppo.demo.cache import ensure_demo_actor
 from medusa_ppo.ppo.learner import Learner as PPOLearner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.scoring import CallableReward, make_reward
+from medusa_ppo.ppo.prompts import PromptStream
+from medusa_ppo.ppo.rewards import CallableReward, make_reward
 from medusa_ppo.ppo.session import Parts
-from medusa_ppo.ppo.sync import ActorSync
-from medusa_ppo.reports.files import write_atomic
-from medusa_ppo.serving.no_engine import NoEngine
 from medusa_ppo.types import CompanionStatus, Counters, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
 
 TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S")

@@ -25,10 +25,10 @@ import psutil
 import ray
 import torch
 
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.runtime import local_ray
+from medusa_ppo.processes import local_ray
 from medusa_ppo.types import RolloutBatch
 
 WIDTH, VOCAB, RESPONSES, TOKENS = 256, 8192, 96, 128

@@ -29,12 +29,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import save_heads
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.bench.pairs import run_rounds
+from medusa_ppo.bench.measuring import run_rounds
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.serving.colocated import ColocatedEngine
-from medusa_ppo.serving.internals import StockMedusaProposer
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.vllm_plugin.hooks import StockMedusaProposer
 
 GREEDY = SimpleNamespace(all_greedy=True)
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from heads import linear_loss
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, head_loss
 from heads.modules import FactoredLogits, MedusaHeads
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from medusa_ppo.ppo.demo import ensure_demo_actor
+from medusa_ppo.demo import ensure_demo_actor
 
 
 @torch.no_grad()

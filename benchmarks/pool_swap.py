@@ -25,14 +25,14 @@ import psutil
 import torch
 
 from heads.checkpoint import save_heads, save_state
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.runtime import local_ray
-from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.serving.launch import read_model_config
-from medusa_ppo.serving.pool import EnginePool
-from medusa_ppo.serving.ray_engine import RayEngine
+from medusa_ppo.engines.launch import read_model_config
+from medusa_ppo.engines.pool import EnginePool
+from medusa_ppo.engines.ray_engine import RayEngine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.processes import local_ray
 
 WARM_UP = 2
 ARMS = ("checked once", "checked by each")

@@ -19,12 +19,12 @@ from scale import head_flops
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import save_state
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.cli.plan import FLOAT32, ModelSizes, heads_parameters, hidden_bytes
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.ppo.sync import actor_state
-from medusa_ppo.sizes import FLOAT32, ModelSizes, heads_parameters, hidden_bytes
+from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.types import RolloutBatch
 
 ROUNDS = 5

@@ -21,8 +21,8 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_ppo.folders import LOCK, PREFIXES
-from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+from medusa_ppo.demo.task import build_tokenizer
+from medusa_ppo.files import LOCK, PREFIXES
 
 TINY = "tiny"
 WIDTH = 64
@@ -193,7 +193,7 @@ def role_of(command: list[str]) -> str:
 
 
 def owned_folders(process: psutil.Process) -> set[Path]:
-    """Folders that a process has a lock in (medusa_ppo/folders.py)."""
+    """Folders that a process has a lock in (medusa_ppo/files.py)."""
     try:
         return {Path(file.path).parent for file in process.open_files() if Path(file.path).name == LOCK}
     except psutil.NoSuchProcess:

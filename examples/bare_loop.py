@@ -12,9 +12,9 @@ import torch
 from medusa_ppo import MedusaPlugin
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.config import build_config
-from medusa_ppo.ppo.sync import ActorSync
-from medusa_ppo.runtime import local_ray
-from medusa_ppo.serving.colocated import ColocatedEngine
+from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.processes import local_ray
 from medusa_ppo.types import Rollouts, Sampling
 
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heads.config import HeadsConfig
 from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import HeadsConfig
 from heads.targets import condition_ids
 from heads.vocabulary import WHOLE, Vocabulary
 

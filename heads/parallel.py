@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from heads.checkpoint import HeadsMetadata, load_heads
-from heads.config import HeadsConfig
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import Vocabulary, draw
 

@@ -5,6 +5,11 @@ One JSON line per PPO step goes to `metrics.jsonl` with these keys; `reports/` r
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medusa_ppo.types import CompanionStatus, PublishedHeads, Rollouts
+
 STEP = "step"  # PPO step, from 0.
 WALL_S = "wall_s"  # Seconds since the run started, at the end of the step.
 POLICY_VERSION = "policy_version"  # Version of the actor that wrote the rollouts of this step.
@@ -80,3 +85,53 @@ def describe() -> dict[str, str]:
         if mark and " = " in head and head.split(" = ")[0].isupper():
             out[head.split('"')[1]] = note.strip()
     return out
+
+
+def rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the rollouts say: versions, staleness, vLLM's acceptance counters, and what an engine that chooses K chose."""
+    counters = rollouts.counters
+    more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
+    if rollouts.engines:
+        more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
+        more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
+    return more | {
+        HEADS_VERSION: rollouts.heads_version,
+        STALENESS: rollouts.policy_version - (serving.policy_version if serving else 0),
+        NUM_DRAFTS: rollouts.num_drafts,
+        MAL_SERVING: counters.mean_acceptance_length,
+        ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
+        DRAFTS: counters.drafts,
+        ACCEPTED: counters.accepted,
+    }
+
+
+def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str, Any]:
+    """What the companion has done, and its replay estimates; those that are not known are left out.
+
+    `upper_seen`: the batch whose upper mark was told before; it is told once.
+    """
+    values: dict[str, Any] = {
+        COMPANION_TRAINED_TOKENS: status.trained_tokens,
+        COMPANION_DROPPED: status.batches_dropped,
+        COMPANION_RESTARTS: status.restarts,
+        COMPANION_STEPS: status.optimizer_steps,
+        COMPANION_WORKERS: status.workers,
+        VERSIONS_PUBLISHED: status.versions_published,
+    }
+    if status.reason:
+        values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: status.reason}
+        values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}
+    if status.gpu_gib is not None:
+        values[COMPANION_GPU] = status.gpu_gib
+    if status.last_loss == status.last_loss:  # not NaN: something was trained
+        values[COMPANION_LOSS] = status.last_loss
+    if status.serving is not None:
+        values[REPLAY_POLICY_VERSION] = status.last_policy_version
+    rows = [
+        (REPLAY_SERVING, status.serving),
+        (REPLAY_CANDIDATE, status.candidate),
+        (REPLAY_FROZEN, status.frozen),
+    ]
+    if status.upper_batch != upper_seen:
+        rows += [(REPLAY_UPPER, status.upper), (REPLAY_UPPER_SERVING, status.upper_serving)]
+    return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}

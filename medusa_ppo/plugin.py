@@ -24,17 +24,17 @@ from typing import Any
 import torch
 
 from heads.checkpoint import load_heads, save_heads
-from heads.config import HeadsConfig
 from heads.errors import DataError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
-from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig
-from medusa_ppo.figures import companion_figures, rollout_figures
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.installer import HeadsInstaller
-from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.metrics import companion_figures, rollout_figures
 from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)

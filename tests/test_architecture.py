@@ -15,19 +15,19 @@ SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")]
 # Foreign library -> the only places that may import it (DESIGN: a foreign library has one home).
 HOMES = {
     "liger_kernel": ("heads/linear_loss.py",),
-    "vllm": ("medusa_ppo/serving/",),
-    "megatron": ("medusa_ppo/actors/megatron",),
-    "huggingface_hub": ("medusa_ppo/offline/hub.py",),
-    "trl": ("medusa_ppo/loops/trl",),
-    "verl": ("medusa_ppo/loops/verl",),
-    "tensorboard": ("medusa_ppo/trackers/",),
-    "wandb": ("medusa_ppo/trackers/",),
-    "trackio": ("medusa_ppo/trackers/",),
-    "openrlhf": ("medusa_ppo/loops/openrlhf",),
+    "vllm": ("medusa_ppo/vllm_plugin/", "medusa_ppo/engines/"),
+    "megatron": ("medusa_ppo/actors/", "medusa_ppo/ppo/megatron/"),
+    "huggingface_hub": ("medusa_ppo/exchange/hub.py",),
+    "trl": ("medusa_ppo/loops/trl/",),
+    "verl": ("medusa_ppo/loops/verl/",),
+    "tensorboard": ("medusa_ppo/reports/trackers.py",),
+    "wandb": ("medusa_ppo/reports/trackers.py",),
+    "trackio": ("medusa_ppo/reports/trackers.py",),
+    "openrlhf": ("medusa_ppo/loops/openrlhf/",),
 }
 # Over the preferred 400 lines, with the reason.
 LONG_FILES = {
-    "medusa_ppo/serving/internals.py": "everything that touches a private name of vLLM stands in one file",
+    "medusa_ppo/vllm_plugin/hooks.py": "everything that touches a private name of vLLM stands in one file",
     "medusa_ppo/types.py": "what loop, plug-in, companion and engine hand to each other stands in one file",
     "medusa_ppo/config.py": "every setting and its default stand in one file",
 }

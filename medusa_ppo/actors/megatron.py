@@ -29,7 +29,7 @@ from torch import nn
 
 from heads.errors import DataError, ModelError
 from heads.parallel import ShardedVocabulary
-from medusa_ppo.actors.megatron_sharding import Gathering, Groups, Packing, gather_rows, join_context, rank_of, size_of
+from medusa_ppo.actors.megatron_layout import Gathering, Groups, Packing, gather_rows, join_context, rank_of, size_of
 from medusa_ppo.actors.seam import ActorView
 
 

@@ -24,8 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from safetensors import safe_open
 
 from heads.errors import ModelError
-from medusa_ppo.actors.megatron_names import Cutter, LlamaSizes, key_table
-from medusa_ppo.actors.megatron_sharding import Gathering
+from medusa_ppo.actors.megatron_layout import Cutter, Gathering, LlamaSizes, key_table
 
 TIMEOUT = timedelta(minutes=10)
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -19,16 +19,15 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from heads.checkpoint import checksum, save_state
-from heads.config import HeadsConfig
 from heads.errors import CompanionError
-from medusa_ppo.companion.collector import BatchCollector
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.crew import HandedBatch, Leader, actor_options
+from medusa_ppo.companion.handover import BatchCollector, pack_batch, pack_tensor, unpack_tensor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import Answer, CompanionService, PackedTables, ServiceArguments
-from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_tensor
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.folders import OwnedFolder
-from medusa_ppo.placement import bundle, release, reserve
+from medusa_ppo.files import OwnedFolder
+from medusa_ppo.processes import bundle, release, reserve
 from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)

@@ -25,12 +25,12 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from medusa_ppo.companion.learner import Learner, LearnReport
+from medusa_ppo.companion.cycle import Learner, LearnReport
+from medusa_ppo.companion.handover import PackedBatch, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.companion.service import CompanionService, PackedTables, ServiceArguments, make_learner, settle, unpack_tables
 from medusa_ppo.companion.team import GlooTeam, TeamLostError, open_place
-from medusa_ppo.companion.wire import PackedBatch, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.placement import TOKEN, place
+from medusa_ppo.processes import TOKEN, place
 from medusa_ppo.types import CompanionStatus, RolloutBatch
 
 logger = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from heads.checkpoint import load_state, save_state
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.buffer import BoundedQueue
-from medusa_ppo.companion.learner import Learner, LearnReport
+from medusa_ppo.companion.cycle import Learner, LearnReport
+from medusa_ppo.companion.handover import PackedBatch, PackedTensor, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.companion.publisher import Publisher
-from medusa_ppo.companion.wire import PackedBatch, PackedTensor, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import CompanionStatus, PublishedHeads
 

@@ -20,16 +20,16 @@ from heads.checkpoint import save_state
 from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config, load_config
-from medusa_ppo.folders import OwnedFolder
-from medusa_ppo.loops.rows import ForwardTap
+from medusa_ppo.engines.attached import AttachedEngine
+from medusa_ppo.engines.colocated import read_counters
+from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.engines.launch import LaunchPlan, plan_launch
+from medusa_ppo.engines.rollout_engine import RolloutEngine, WorkerEngine
+from medusa_ppo.files import OwnedFolder
+from medusa_ppo.loops.passes import ForwardTap
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
+from medusa_ppo.processes import local_ray
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.runtime import local_ray
-from medusa_ppo.serving.attached import AttachedEngine
-from medusa_ppo.serving.colocated import read_counters
-from medusa_ppo.serving.engine import RolloutEngine, WorkerEngine
-from medusa_ppo.serving.launch import LaunchPlan, plan_launch
-from medusa_ppo.serving.server import ServerEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from safetensors import safe_open
 
@@ -14,12 +15,26 @@ from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.config import RunConfig
+from medusa_ppo.engines.attached import AttachedEngine, Call
+from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.loops.attachment import OURS, Attachment
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.serving.attached import AttachedEngine, Call
-from medusa_ppo.serving.launch import plan_launch
 from medusa_ppo.types import Counters, RolloutBatch, Rollouts, Sampling
+
+
+def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
+    """A worker method on every worker of every engine."""
+    return [answer for answers in ray.get([engine.medusa_call.remote(method, args) for engine in engines]) for answer in answers]
+
+
+def sum_counters(engines: list[Any]) -> Counters:
+    """vLLM's acceptance counters over all engines."""
+    total = Counters()
+    for counters in ray.get([engine.medusa_counters.remote() for engine in engines]):
+        total = total + counters
+    return total
+
 
 logger = logging.getLogger(__name__)
 

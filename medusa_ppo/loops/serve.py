@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from medusa_ppo.config import RunConfig, load_config
+from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.engines.server_process import MODULE
 from medusa_ppo.loops.attachment import OURS
-from medusa_ppo.serving.launch import plan_launch
-from medusa_ppo.serving.serve import MODULE
 
 
 def prepare(model: str, heads: str, config: RunConfig) -> None:

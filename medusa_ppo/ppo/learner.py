@@ -26,10 +26,9 @@ from heads.errors import RunError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo import losses
+from medusa_ppo.ppo import objective as losses
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
-from medusa_ppo.ppo.models import Critic, TokenStats, frozen_copy, token_stats
-from medusa_ppo.ppo.states import load_moments, load_weights, moments_of, weights_of
+from medusa_ppo.ppo.models import Critic, TokenStats, frozen_copy, load_moments, load_weights, moments_of, token_stats, weights_of
 from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.

@@ -15,13 +15,12 @@ import torch
 
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
-from medusa_ppo.ppo import progress as phases
+from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.checkpoint import COMPANION_FOLDER, Position, try_save
-from medusa_ppo.ppo.data import Prompt
-from medusa_ppo.ppo.generation import SpeedPairs, sampling_of
-from medusa_ppo.ppo.progress import NullProgress, ProgressSink
-from medusa_ppo.ppo.rollout_files import RolloutFiles
+from medusa_ppo.ppo.generation import RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.prompts import Prompt
+from medusa_ppo.ppo.run_progress import NullProgress, ProgressSink
+from medusa_ppo.ppo.run_state import COMPANION_FOLDER, Position, try_save
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Rollouts

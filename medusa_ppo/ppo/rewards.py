@@ -1,12 +1,180 @@
-"""Verifiable rewards: plain functions `(prompt, response, row) -> float`, named in `ppo.reward` as `module:function`."""
+"""Where rewards come from: verifiable ones, a Python callable named in the configuration, or a reward model."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
+import math
+import os
 import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from heads.errors import DataError
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
+from medusa_ppo.config import PPOConfig
+from medusa_ppo.data import Row
+
+RewardFunction = Callable[[str, str, Row], float]
+
+REWARD_BATCH = 16
+"""Responses per forward pass of a reward model."""
+
+
+class RewardSource(ABC):
+    """Scores whole responses."""
+
+    @abstractmethod
+    def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
+        """rewards_S float32. Raises RunError when a reward can't be computed or is not finite."""
+
+    def correct(self, scores_S: Tensor) -> Tensor | None:
+        """bool_S, the response has the right answer; None when the source doesn't know what is right."""
+        return None
+
+
+class CallableReward(RewardSource):
+    """`reward(prompt, response, row) -> float`."""
+
+    def __init__(self, function: RewardFunction, name: str, correct_from: float = 1.0) -> None:
+        self._function = function
+        self._name = name
+        self._correct_from = correct_from
+
+    def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
+        return torch.tensor([self._one(*sample) for sample in zip(prompts, responses, rows, strict=True)], dtype=torch.float32)
+
+    def correct(self, scores_S: Tensor) -> Tensor | None:
+        return scores_S >= self._correct_from
+
+    def _one(self, prompt: str, response: str, row: Row) -> float:
+        try:
+            value = float(self._function(prompt, response, row))
+        except MedusaError:
+            raise
+        except Exception as error:  # the user's own code
+            do = "Correct the function; it must handle any text, also an empty one."
+            given = f"{self._name} on response {response!r:.120}: {type(error).__name__}: {error}"
+            raise RunError("The reward function failed.", given=given, expected="a number", do=do) from error
+        if not math.isfinite(value):
+            raise RunError(
+                "A reward is not finite.", given=f"{self._name} -> {value}", expected="a finite number", do="Correct the function."
+            )
+        return value
+
+
+class ModelReward(RewardSource):
+    """The single logit of a transformers sequence-classification model, read over prompt plus response."""
+
+    def __init__(self, path: str, device: torch.device | str = "cpu") -> None:
+        """
+        Raises:
+            ModelError: not loadable, or it has more than one output.
+        """
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            self._model = (
+                AutoModelForSequenceClassification.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
+            )
+        except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
+            first = (str(error).strip().splitlines() or [""])[0]
+            given = f"{path} ({type(error).__name__}: {first:.200})"
+            do = "Check ppo.reward, or set ppo.reward_kind=callable for a Python function."
+            raise ModelError("The reward model can't be loaded.", given=given, expected="a sequence-classification model", do=do) from error
+        if self._model.config.num_labels != 1:
+            labels = self._model.config.num_labels
+            raise ModelError(
+                "The reward model has not one output.", given=f"{path}: {labels} labels", expected="1 label", do="Use a reward model."
+            )
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        if self._model.config.pad_token_id is None:
+            self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1024)
+
+    @torch.no_grad()
+    def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
+        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        scores_S = torch.zeros(len(texts))
+        for start in range(0, len(order), REWARD_BATCH):
+            chosen = order[start : start + REWARD_BATCH]
+            inputs = self._tokenizer(
+                [texts[i] for i in chosen], return_tensors="pt", padding=True, truncation=True, max_length=self._longest
+            )
+            inputs = {key: inputs[key].to(self._model.device) for key in ("input_ids", "attention_mask")}
+            scores_S[chosen] = self._model(**inputs).logits[:, 0].float().cpu()
+        if not scores_S.isfinite().all():
+            raise RunError(
+                "A reward is not finite.",
+                given="the reward model's output",
+                expected="finite numbers",
+                do="Check the reward model's weights.",
+            )
+        return scores_S
+
+
+def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> RewardSource:
+    """The reward that the configuration names.
+
+    Raises:
+        ConfigError: `module:function` does not exist or can't take (prompt, response, row).
+        ModelError: the reward model can't be used.
+    """
+    if config.reward_kind == "model":
+        return ModelReward(config.reward, device)
+    return CallableReward(find_callable(config.reward), config.reward, config.correct_from)
+
+
+def find_callable(name: str) -> RewardFunction:
+    """Import `module:function`; modules in the working directory are found as well."""
+    module_name, mark, function_name = name.partition(":")
+    if not mark or not module_name or not function_name:
+        raise ConfigError(
+            "ppo.reward must be module:function.", given=name, expected="e.g. medusa_ppo.ppo.rewards:exact_answer", do="Correct ppo.reward."
+        )
+    module = _import(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(function_name, known, n=1)
+        do = f"Did you mean {module_name}:{near[0]}?" if near else "Correct ppo.reward."
+        raise ConfigError("The module has no such reward function.", given=name, expected=", ".join(known) or "a function in it", do=do)
+    try:
+        inspect.signature(function).bind("prompt", "response", {})
+    except TypeError:
+        given = f"{name}{inspect.signature(function)}"
+        raise ConfigError(
+            "The reward function takes other arguments.", given=given, expected="(prompt, response, row)", do="Change it."
+        ) from None
+    return function
+
+
+def _import(name: str) -> Any:
+    here = os.getcwd()
+    # A console script does not have the working directory on its path, where people keep their reward functions.
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        given = f"{name}: {error}"
+        do = "Run from the folder that holds the module, or install it."
+        raise ConfigError(
+            "The module of the reward function can't be imported.", given=given, expected="an importable module", do=do
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+
 
 ANSWER_COLUMN = "answer"
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")

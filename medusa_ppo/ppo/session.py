@@ -20,10 +20,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
-from medusa_ppo.folders import OwnedFolder
+from medusa_ppo.demo.demo_actor import ensure_demo_actor
+from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.files import OwnedFolder
 from medusa_ppo.plugin import MedusaPlugin
-from medusa_ppo.ppo import progress as phases
-from medusa_ppo.ppo.checkpoint import (
+from medusa_ppo.ppo import run_progress as phases
+from medusa_ppo.ppo.generation import num_drafts
+from medusa_ppo.ppo.learner import Learner, PPOLearner
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.prompts import DEMO, PromptStream
+from medusa_ppo.ppo.rewards import RewardSource, make_reward
+from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_state import (
     COMPANION_FOLDER,
     Position,
     companion_state,
@@ -32,20 +42,9 @@ from medusa_ppo.ppo.checkpoint import (
     replace_folder,
     save_checkpoint,
 )
-from medusa_ppo.ppo.data import DEMO, PromptStream
-from medusa_ppo.ppo.demo.cache import ensure_demo_actor
-from medusa_ppo.ppo.generation import num_drafts
-from medusa_ppo.ppo.learner import Learner, PPOLearner
-from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.progress import ProgressSink
-from medusa_ppo.ppo.scoring import RewardSource, make_reward
-from medusa_ppo.ppo.sync import ActorSync
+from medusa_ppo.processes import local_ray, stop_signals
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.runtime import local_ray, stop_signals
-from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.serving.make import make_engine
-from medusa_ppo.trackers.base import TrackerGroup
-from medusa_ppo.trackers.make import check_trackers, start_trackers
+from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class RunSession:
             critic = Critic(_load(config.model.critic_path) if config.model.critic_path else actor)
             return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
         # An optional dependency.
-        from medusa_ppo.ppo.megatron_learner import MegatronLearner, RankTeam
+        from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
 
         critic = Critic(_load(config.model.critic_path or actor_path))
         self._start_ray()

@@ -8,9 +8,8 @@ from typing import Any
 
 from medusa_ppo import metrics as m
 from medusa_ppo.reports import svg
-from medusa_ppo.reports.grid import Binned, Grid, bin_values
 from medusa_ppo.reports.records import Run, number, numbers
-from medusa_ppo.reports.svg import Series
+from medusa_ppo.reports.svg import Binned, Grid, Series, bin_values
 from medusa_ppo.reports.wording import FORMATS
 
 PAIR_DOTS_UP_TO = 60

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import UsageError
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+from medusa_ppo.demo.task import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -33,7 +33,7 @@ def small_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a tokenizer, as a folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+    from medusa_ppo.demo.task import build_tokenizer
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)

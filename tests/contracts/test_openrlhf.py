@@ -17,8 +17,8 @@ pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
 from medusa_ppo.config import build_config
-from medusa_ppo.loops import openrlhf as ours
-from medusa_ppo.loops.versions import CHECKED, require_loop
+from medusa_ppo.loops import CHECKED, require_loop
+from medusa_ppo.loops.openrlhf.driver import driver as ours
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -130,7 +130,7 @@ def test_the_replaced_classes_are_made():
 def test_the_two_worker_extensions_do_not_meet():
     from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
 
-    from medusa_ppo.serving.worker import MedusaWorker
+    from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
     names = [{name for name in vars(kind) if not name.startswith("__")} for kind in (MedusaWorker, WorkerWrap)]
     assert not names[0] & names[1]
@@ -210,7 +210,7 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    from medusa_ppo.runtime import local_ray as start
+    from medusa_ppo.processes import local_ray as start
 
     with start(cpus=2):
         yield

@@ -1,4 +1,4 @@
-"""Contract with TRL: every class, signature and attribute that medusa_ppo/loops/trl.py relies on, in the installed package."""
+"""Contract with TRL: every class, signature and attribute that medusa_ppo/loops/trl/grpo.py relies on, in the installed package."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 from trl.generation import vllm_client, vllm_generation  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
+from medusa_ppo.loops import require_loop  # noqa: E402
 from medusa_ppo.loops.attachment import OURS  # noqa: E402
-from medusa_ppo.loops.versions import require_loop  # noqa: E402
 
 TRAINERS = [(grpo_trainer, "GRPOTrainer"), (rloo_trainer, "RLOOTrainer")]
 

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
 from medusa_ppo.config import build_config
-from medusa_ppo.loops.versions import require_loop
+from medusa_ppo.loops import require_loop
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -41,7 +41,7 @@ def position(text: str, *parts: str) -> list[int]:
 def ours() -> Any:
     import verl.trainer.ppo.v1  # noqa: F401
 
-    return sys.modules["medusa_ppo.loops.verl"]
+    return sys.modules["medusa_ppo.loops.verl.verl_trainer"]
 
 
 def test_the_installed_version_is_a_checked_one():
@@ -51,9 +51,10 @@ def test_the_installed_version_is_a_checked_one():
 
 
 def test_the_entry_point_brings_our_trainer_and_costs_nothing_before_verls_own_is_imported():
-    code = "import verl, sys; assert 'medusa_ppo.loops.verl_plugin' in sys.modules; assert 'medusa_ppo.loops.verl' not in sys.modules; "
+    code = "import verl, sys; assert 'medusa_ppo.loops.verl.verl_entry' in sys.modules; "
+    code += "assert 'medusa_ppo.loops.verl.verl_trainer' not in sys.modules; "
     code += "from verl.trainer.ppo.v1 import get_trainer_cls; t = get_trainer_cls('medusa_sync'); "
-    code += "assert issubclass(t, get_trainer_cls('sync')) and t.__module__ == 'medusa_ppo.loops.verl'"
+    code += "assert issubclass(t, get_trainer_cls('sync')) and t.__module__ == 'medusa_ppo.loops.verl.verl_trainer'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -226,11 +227,10 @@ def test_engine_arguments_are_spread_last_and_become_flags():
 
 
 def test_the_server_and_its_replica_are_where_we_replace_them(ours: Any):
+    from medusa_ppo.loops.verl.verl_server import MedusaHttpServer, MedusaReplica
     from verl.workers.rollout import llm_server
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
-
-    from medusa_ppo.loops.verl_server import MedusaHttpServer, MedusaReplica
 
     assert "self.server_class = ray.remote(vLLMHttpServer)" in source(vLLMReplica.__init__)
     assert "self.server_class.options(" in source(vLLMReplica.launch_servers)
@@ -256,7 +256,7 @@ def test_sleep_discards_the_heads_and_the_sync_passes_over_them():
 def extension_methods() -> tuple[set[str], set[str]]:
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-    from medusa_ppo.serving.worker import MedusaWorker
+    from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
     def own(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("__")}
@@ -274,9 +274,9 @@ def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_t
     """A minimal driver in the place of verl's server, which needs CUDA: the same calls in the order of on_init_end and on_step_end."""
     from vllm import LLM, SamplingParams
 
+    from medusa_ppo.engines.colocated import process_counters
     from medusa_ppo.loops.remote import RemoteAttachment
-    from medusa_ppo.loops.verl import WORKER_EXTENSION
-    from medusa_ppo.serving.colocated import process_counters
+    from medusa_ppo.loops.verl.verl_trainer import WORKER_EXTENSION
 
     attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
     llm = LLM(

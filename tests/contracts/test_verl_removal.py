@@ -68,7 +68,7 @@ def test_the_entry_point_adds_one_trainer_and_changes_no_name_of_verl() -> None:
     without, with_ours = look("none"), look("auto")
     assert not without["ours"] and with_ours["ours"]
     ours = with_ours["trainers"].pop("medusa_sync")
-    assert ours.startswith("medusa_ppo.loops.verl.")
+    assert ours.startswith("medusa_ppo.loops.verl.verl_trainer.")
     for what in ("names", "trainers", "replicas", "finders"):
         assert with_ours[what] == without[what], what
     assert len(without["names"]) > 300
@@ -93,7 +93,7 @@ def test_our_trainer_switched_off_is_verls(config: Any, monkeypatch: pytest.Monk
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    ours = sys.modules["medusa_ppo.loops.verl"]
+    ours = sys.modules["medusa_ppo.loops.verl.verl_trainer"]
     before = OmegaConf.to_container(config)
     replicas = dict(RolloutReplicaRegistry._registry)
     monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))  # It wants data and GPUs.
@@ -123,7 +123,7 @@ def kind_of(remote_class: Any) -> str:
 def test_its_methods_then_only_call_verls(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import verl.trainer.ppo.v1  # noqa: F401
 
-    ours = sys.modules["medusa_ppo.loops.verl"]
+    ours = sys.modules["medusa_ppo.loops.verl.verl_trainer"]
     trainer = object.__new__(ours.MedusaPPOTrainerSync)
     trainer.medusa = None
     calls: list[Any] = []

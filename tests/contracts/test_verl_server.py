@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    from medusa_ppo.runtime import local_ray as start
+    from medusa_ppo.processes import local_ray as start
 
     with start(cpus=2):
         yield
@@ -53,7 +53,7 @@ def sections(small_actor: Path, attachment: Any) -> tuple[Any, Any]:
     config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
     for key, value in {**SETTINGS, "model.path": str(small_actor)}.items():
         OmegaConf.update(config, f"actor_rollout_ref.{key}", value, force_add=True)
-    sys.modules["medusa_ppo.loops.verl"].configure(config, attachment)
+    sys.modules["medusa_ppo.loops.verl.verl_trainer"].configure(config, attachment)
     OmegaConf.resolve(config)
     return config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
 
@@ -61,11 +61,10 @@ def sections(small_actor: Path, attachment: Any) -> tuple[Any, Any]:
 @pytest.mark.engine
 def test_verls_own_server_takes_our_heads_and_generates(small_actor: Path, tmp_path: Path, local_ray: None) -> None:
     import ray
+    from medusa_ppo.loops.verl.verl_server import MedusaHttpServer
     from verl.workers.rollout.replica import RolloutMode
 
-    from medusa_ppo.loops.ray_engines import call_all, sum_counters
-    from medusa_ppo.loops.remote import RemoteAttachment
-    from medusa_ppo.loops.verl_server import MedusaHttpServer
+    from medusa_ppo.loops.remote import RemoteAttachment, call_all, sum_counters
 
     attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
     rollout, model = sections(small_actor, attachment)

@@ -25,7 +25,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from medusa_ppo.loops.verl import MedusaActorRolloutRefWorker
+from medusa_ppo.loops.verl.verl_trainer import MedusaActorRolloutRefWorker
 
 ROWS = [((5, 6, 7), (1, 2)), ((7,), (3, 3, 4)), ((5, 6, 7), (9,)), ((8, 9, 10, 11, 12), (13, 14, 15, 16))]
 

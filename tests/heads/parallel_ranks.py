@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from heads.acceptance import draft_ids_for_rows, draft_logprobs_for_rows
 from heads.checkpoint import load_heads, save_heads
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
 from heads.parallel import ParallelHeads, ShardedVocabulary
-from heads.truncation import truncate_logits
-from heads.vocabulary import WHOLE
+from heads.vocabulary import WHOLE, truncate_logits
 
 D, V, K, N = 16, 1001, 3, 23  # An odd vocabulary: the last rank has fewer rows.
 LOSSES = {

@@ -17,8 +17,8 @@ from heads.acceptance import (
     replay_probabilities,
     replay_sampled,
 )
-from heads.config import KINDS, HeadsConfig
 from heads.errors import DataError
+from heads.heads_config import KINDS, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from heads import linear_loss
-from heads.config import HeadsConfig
 from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_cross_entropy, head_loss, reference_head_cross_entropy, reference_head_loss
 from heads.modules import MedusaHeads
-from heads.truncation import truncate_logits
+from heads.vocabulary import truncate_logits
 
 D, V, K, N = 16, 40, 3, 23
 CONFIGS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.config import KINDS, LM_HEADS, HeadsConfig
 from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.modules import MedusaHeads, rms_normalise
 from heads.targets import condition_ids
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads.truncation import truncate_logits
+from heads.vocabulary import truncate_logits
 
 
 def kept(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> list[list[int]]:

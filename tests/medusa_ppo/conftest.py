@@ -43,7 +43,7 @@ def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An actor whose next token mostly follows from the last one by a fixed permutation: heads have something to learn at once."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+    from medusa_ppo.demo.task import build_tokenizer
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from medusa_ppo import metrics as names
-from medusa_ppo.figures import companion_figures
+from medusa_ppo.metrics import companion_figures
 from medusa_ppo.reports.store import clean
-from medusa_ppo.trackers.base import flatten
+from medusa_ppo.reports.trackers import flatten
 from medusa_ppo.types import CompanionStatus
 
 

@@ -16,12 +16,12 @@ from ray.cluster_utils import Cluster
 
 from medusa_ppo import metrics as names
 from medusa_ppo.config import build_config
+from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.pool import EnginePool
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.progress import NullProgress
+from medusa_ppo.ppo.run_progress import NullProgress
 from medusa_ppo.reports.store import read_run
-from medusa_ppo.serving.engine import RolloutEngine
-from medusa_ppo.serving.make import make_engine
-from medusa_ppo.serving.pool import EnginePool
 
 MEMORY = 200 * 1024**2
 NODE = {"num_cpus": 2, "resources": {"engines": 1, "companion": 1}, "object_store_memory": MEMORY}

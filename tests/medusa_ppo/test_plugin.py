@@ -1,7 +1,7 @@
 """The plugin's hooks around a real tiny actor.
 
 The engine here is a double that samples with the actor itself, drafts by replay with the heads that were really swapped in, and can be
-told to refuse them. The real engine is covered by the tests under serving/ and end to end. The companion is real where it says `ray`.
+told to refuse them. The real engine is covered by the tests under engines/ and end to end. The companion is real where it says `ray`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from heads.errors import CheckpointError, DataError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
-from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
-from medusa_ppo.serving.engine import RolloutEngine
 from medusa_ppo.types import CompanionStatus, Counters, PublishedHeads, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
 
 VOCAB, PAD = 24, 0

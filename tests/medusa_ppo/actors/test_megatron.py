@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from heads.errors import DataError
-from medusa_ppo.actors.megatron_sharding import Gathering, Groups, Packing, context_positions, gather_rows, join_context
+from medusa_ppo.actors.megatron_layout import Gathering, Groups, Packing, context_positions, gather_rows, join_context
 
 pytest.importorskip("megatron.core")
 CASES = ("tp", "sp", "cp", "dp", "packed-tp", "packed-cp", "packed-sp", "pp", "pp-tied")

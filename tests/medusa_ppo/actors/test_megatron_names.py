@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.errors import ConfigError, ModelError
-from medusa_ppo.actors.megatron_names import Cutter, LlamaSizes, checkpoint_shapes, key_table
+from medusa_ppo.actors.megatron_layout import Cutter, LlamaSizes, checkpoint_shapes, key_table
 
 SMALL = {
     "vocab_size": 50,

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from heads.checkpoint import save_heads
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
-from medusa_ppo.ppo.demo.task import demo_rows
+from medusa_ppo.demo.task import demo_rows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -6,9 +6,9 @@ import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from medusa_ppo.bench import rollout
-from medusa_ppo.bench.output import draw_ratios, write_bench
-from medusa_ppo.bench.rollout import RolloutBench
+from medusa_ppo.bench import rollout_speed as rollout
+from medusa_ppo.bench.measuring import draw_ratios, write_bench
+from medusa_ppo.bench.rollout_speed import RolloutBench
 
 
 def test_files_hold_figures_conditions_and_table(tmp_path: Path) -> None:

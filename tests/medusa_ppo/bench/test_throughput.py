@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
-from medusa_ppo.bench.throughput import EPOCHS, first_tokens, original_loss, race, throughput_sentence, train_originally, train_ours
-from medusa_ppo.offline.collect import Sample
-from medusa_ppo.offline.progress import OfflineProgress
+from medusa_ppo.bench.heads_table import EPOCHS, first_tokens, original_loss, race, throughput_sentence, train_originally, train_ours
+from medusa_ppo.console import OfflineProgress
+from medusa_ppo.standalone.collect import Sample
 
 HEADS = 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.average import WARM, RunningMean
 

@@ -15,10 +15,10 @@ import ray
 import torch
 
 from heads.checkpoint import checksum, load_state
-from heads.config import HeadsConfig
 from heads.errors import CompanionError
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
-from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.cycle import Learner
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 

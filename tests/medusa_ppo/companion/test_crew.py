@@ -15,13 +15,13 @@ import ray
 import torch
 
 from heads.checkpoint import load_state
-from heads.config import HeadsConfig
 from heads.errors import RunError
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.companion.crew import deal
-from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.cycle import Learner
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.placement import bundle, release, reserve
+from medusa_ppo.processes import bundle, release, reserve
 from medusa_ppo.types import RolloutBatch
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from heads.config import HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import GateRule, judge, replay
 from medusa_ppo.companion.trainer import HeadsTrainer

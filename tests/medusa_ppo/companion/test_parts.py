@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from heads.config import HeadsConfig
 from heads.errors import DataError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.cycle import Learner
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.learner import Learner
+from medusa_ppo.companion.handover import pack_batch, unpack_batch
 from medusa_ppo.companion.positions import look_up
 from medusa_ppo.companion.team import Team, TeamLostError
-from medusa_ppo.companion.wire import pack_batch, unpack_batch
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heads.config import HeadsConfig
 from heads.errors import DataError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import head_targets, segments_from_lengths
 from medusa_ppo.companion.gate import acceptance

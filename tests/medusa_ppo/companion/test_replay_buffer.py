@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from heads.checkpoint import load_state, save_state
-from heads.config import HeadsConfig
-from medusa_ppo.companion.learner import Learner
-from medusa_ppo.companion.replay_buffer import ReplayBuffer
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.positions import ReplayBuffer
 from medusa_ppo.config import CompanionConfig
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from heads.checkpoint import checksum, load_heads, load_state
-from heads.config import HeadsConfig
-from medusa_ppo.companion.learner import Learner
+from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.handover import pack_batch, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.companion.service import HOST, STATE_FILE, CompanionService, PackedTables, ServiceArguments
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.companion.wire import pack_batch, pack_tensor, unpack_batch, unpack_tensor
 from medusa_ppo.config import CompanionConfig
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from heads.checkpoint import load_state, save_state
-from heads.config import HeadsConfig
 from heads.errors import CheckpointError, DataError
+from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay

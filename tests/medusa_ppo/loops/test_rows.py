@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_ppo.actors.hf import HiddenTap
-from medusa_ppo.companion.collector import BatchCollector
-from medusa_ppo.loops.rows import ForwardTap, RowFinder
+from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.loops.passes import ForwardTap, RowFinder
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 PROMPTS = ((5, 6), (7,))

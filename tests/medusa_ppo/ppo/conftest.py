@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_state
-from medusa_ppo.serving.engine import RolloutEngine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 
 VOCAB = 16

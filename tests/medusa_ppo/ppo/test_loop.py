@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from medusa_ppo import metrics as names
-from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop
-from medusa_ppo.ppo.checkpoint import load_checkpoint, read_position
-from medusa_ppo.ppo.data import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.progress import NullProgress
-from medusa_ppo.ppo.scoring import CallableReward
+from medusa_ppo.ppo.prompts import Prompt, PromptStream
+from medusa_ppo.ppo.rewards import CallableReward
+from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.run_state import load_checkpoint, read_position
 from medusa_ppo.ppo.session import Parts
-from medusa_ppo.ppo.sync import ActorSync
 from medusa_ppo.reports.store import RunWriter, read_run
 from medusa_ppo.types import CompanionStatus, RolloutBatch, Rollouts
 

@@ -19,7 +19,7 @@ from heads.checkpoint import load_heads
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.progress import NullProgress
+from medusa_ppo.ppo.run_progress import NullProgress
 from medusa_ppo.reports.store import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -130,7 +130,7 @@ import sys
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.config import load_config
 from rich.console import Console
-from medusa_ppo.ppo.progress import LineProgress
+from medusa_ppo.ppo.run_progress import LineProgress
 try:
     run_ppo(load_config(sys.argv[1]), LineProgress(Console(file=sys.stdout)))
 except KeyboardInterrupt:

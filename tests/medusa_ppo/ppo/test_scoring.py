@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from heads.errors import ConfigError, DataError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo.scoring import CallableReward, ModelReward, find_callable, make_reward
+from medusa_ppo.ppo.rewards import CallableReward, ModelReward, find_callable, make_reward
 
 
 def length(prompt: str, response: str, row: dict) -> float:

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from heads.errors import ConfigError, DataError, EngineError, MedusaError, ModelError
 from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.ppo import session
-from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.progress import NullProgress
+from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.reports import trackers as make
 from medusa_ppo.reports.store import read_run
-from medusa_ppo.trackers import make
 
 STEPS = 3
 

@@ -6,8 +6,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from medusa_ppo.reports.evaluation import lines, markdown_report
-from medusa_ppo.reports.evaluation_page import draw_intervals, render_eval_page
+from medusa_ppo.reports.evaluation import draw_intervals, lines, markdown_report, render_eval_page
 
 
 def figures(length: float, other: float | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from medusa_ppo.reports.grid import MAX_COLUMNS, Grid, bin_values, nice_ticks, step_ticks
+from medusa_ppo.reports.svg import MAX_COLUMNS, Grid, bin_values, nice_ticks, step_ticks
 
 
 @pytest.mark.parametrize("steps", [[], [0], [7], range(16), range(3, 363), range(361), range(10_000), [5, 100_000]])

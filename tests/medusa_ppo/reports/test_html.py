@@ -18,9 +18,8 @@ from heads.errors import UsageError
 from medusa_ppo import metrics
 from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.reports import wording as w
-from medusa_ppo.reports.html import follow, write_report
 from medusa_ppo.reports.markdown import summary_rows
-from medusa_ppo.reports.page import render_page
+from medusa_ppo.reports.page import follow, render_page, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
 from medusa_ppo.reports.records import Run, read_run
 from medusa_ppo.reports.summary import build_summary

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.reports.html import write_report
-from medusa_ppo.reports.page import render_page
+from medusa_ppo.reports.page import render_page, write_report
 from medusa_ppo.reports.records import read_run
 from medusa_ppo.reports.summary import build_summary
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from heads.errors import RunError, UsageError
-from medusa_ppo.reports.environment import cpu_model, hardware, package_versions
-from medusa_ppo.reports.store import RunWriter, read_run
+from medusa_ppo.reports.store import RunWriter, cpu_model, hardware, package_versions, read_run
 
 
 def write_steps(writer: RunWriter, *steps: int) -> None:
@@ -139,7 +138,7 @@ def test_what_the_run_ran_on_is_recorded(tmp_path: Path) -> None:
 
 def test_reports_import_without_torch() -> None:
     code = (
-        "import sys, medusa_ppo.reports.store, medusa_ppo.reports.glossary\n"
+        "import sys, medusa_ppo.reports.store, medusa_ppo.reports.page\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'ray', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "reports load a heavy library"

@@ -1,0 +1,306 @@
+"""Tokens/s of head training, ours against the original recipe of Medusa: the same model, tokens and cores, in turn.
+
+Shape letters: B sequences, T positions, K heads, D hidden, V vocabulary.
+
+The original recipe runs the frozen backbone over every padded batch in every epoch, gives each head a linear layer of its own onto the
+vocabulary, makes the logits of all heads at all positions, prompt and padding included, and takes one AdamW step for each batch. The arm
+`shared lm_head` is the same without the layers of its own: what is left is what the pipeline alone gains. Ours reads hidden states once
+(that pass is part of its time) and trains heads of the same kind on them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
+from medusa_ppo.bench.measuring import PairedRates, run_rounds
+from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.console import OfflineProgress
+from medusa_ppo.standalone.collect import Sample, samples_of, split_samples, write_responses
+from medusa_ppo.standalone.hidden import HiddenReader, read_all
+from medusa_ppo.standalone.scene import engine_config, read_setting, running_engine
+from medusa_ppo.types import RolloutBatch, Sampling
+
+ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"
+EPOCHS = 2
+ROUNDS = 3
+TOKENS = 16_384
+LEARNING_RATE = 1e-3
+IGNORED = -100
+
+
+def first_tokens(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+    """The first samples with at least so many written tokens together."""
+    chosen: list[Sample] = []
+    total = 0
+    for sample in samples:
+        if total >= tokens:
+            break
+        chosen.append(sample)
+        total += sample.written
+    return chosen
+
+
+def race(
+    actor: PreTrainedModel,
+    samples: Sequence[Sample],
+    num_heads: int,
+    batch_positions: int,
+    seed: int,
+    progress: OfflineProgress,
+    *,
+    tokens: int = TOKENS,
+    rounds: int = ROUNDS,
+) -> dict[str, Any]:
+    """Let the arms take turns at two epochs over the same samples; rates are written tokens, each counted in every epoch, per second."""
+    chosen = first_tokens(samples, tokens)
+    written = sum(sample.written for sample in chosen)
+    with progress.phase("Throughput of training", 3 * (rounds + 1)) as advance:
+
+        def timed(name: str, work: Any) -> Any:
+            def run(number: int) -> float:
+                began = time.perf_counter()
+                work()
+                rate = EPOCHS * written / (time.perf_counter() - began)
+                advance(1, f"{name}: {rate:.0f} tokens/s")
+                return rate
+
+            return run
+
+        arms = {
+            ORIGINAL: timed(ORIGINAL, lambda: train_originally(actor, chosen, num_heads, batch_positions, seed, "own")),
+            SHARED: timed(SHARED, lambda: train_originally(actor, chosen, num_heads, batch_positions, seed, "shared")),
+            OURS: timed(OURS, lambda: train_ours(actor, chosen, num_heads, batch_positions, seed)),
+        }
+        rates = run_rounds(arms, ORIGINAL, rounds)
+    return _figures(rates, written)
+
+
+def train_ours(actor: PreTrainedModel, samples: Sequence[Sample], num_heads: int, batch_positions: int, seed: int) -> MedusaHeads:
+    """Hidden states once, then all epochs on them."""
+    batch = read_all(HiddenReader(actor, 1.0), samples, lambda *_: None)
+    lm_head_VD = lm_head_weight(actor).detach()
+    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads))
+    config = CompanionConfig(loss="ce", learning_rate=LEARNING_RATE, batch_positions=batch_positions, epochs=EPOCHS)
+    HeadsTrainer(heads, lm_head_VD, config, seed, embedding_VD=embedding_weight(actor).detach()).train_batch(batch)
+    return heads
+
+
+def train_originally(
+    actor: PreTrainedModel,
+    samples: Sequence[Sample],
+    num_heads: int,
+    batch_positions: int,
+    seed: int,
+    lm_head: Literal["own", "shared"],
+) -> MedusaHeads:
+    """The original recipe; batches hold about `batch_positions` written tokens, so that both recipes take as many optimizer steps."""
+    lm_head_VD = lm_head_weight(actor).detach()
+    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head))
+    if lm_head == "own":
+        heads.init_own_lm_heads(lm_head_VD)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE)
+    per_batch = max(1, round(batch_positions * len(samples) / sum(sample.written for sample in samples)))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(EPOCHS):
+        for part in torch.randperm(len(samples), generator=generator).split(per_batch):
+            loss = original_loss(actor, heads, lm_head_VD, [samples[i] for i in part.tolist()])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    return heads
+
+
+def original_loss(actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+    """Sum over heads of the mean cross-entropy on written tokens, from the full logits of every position."""
+    width = max(len(sample.ids) for sample in samples)
+    ids_BT = torch.zeros(len(samples), width, dtype=torch.int64)
+    labels_BT = torch.full_like(ids_BT, IGNORED)
+    attention_BT = torch.zeros_like(ids_BT)
+    for b, sample in enumerate(samples):
+        ids_BT[b, : len(sample.ids)] = torch.tensor(sample.ids)
+        attention_BT[b, : len(sample.ids)] = 1
+        for first, end in sample.spans:
+            labels_BT[b, first:end] = ids_BT[b, first:end]
+    with torch.no_grad():
+        hidden_BTD = actor.base_model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False).last_hidden_state
+    logits_BTKV = heads(hidden_BTD, None if heads.config.lm_head == "own" else lm_head_VD)
+    loss = hidden_BTD.new_zeros(())
+    for k in range(heads.config.num_heads):
+        ahead = k + 2  # lm_head predicts the token 1 further on, head 1 the one after it.
+        logits_NV = logits_BTKV[:, :-ahead, k].flatten(0, 1)
+        loss = loss + F.cross_entropy(logits_NV, labels_BT[:, ahead:].flatten(), ignore_index=IGNORED)
+    return loss
+
+
+def _figures(rates: PairedRates, written: int) -> dict[str, Any]:
+    to_shared = statistics.median(own / other for own, other in zip(rates.rates[OURS], rates.rates[SHARED], strict=True))
+    low, high = rates.spread(OURS)
+    return {
+        "tokens": written,
+        "epochs": EPOCHS,
+        "tokens_per_s": {arm: rates.median_rate(arm) for arm in rates.rates},
+        "ratio": rates.median_ratio(OURS),
+        "ratio_low": low,
+        "ratio_high": high,
+        "ratio_to_shared": to_shared,
+    }
+
+
+def throughput_sentence(figures: Mapping[str, Any]) -> str:
+    """The race in one sentence."""
+    speeds = figures["tokens_per_s"]
+    return (
+        f"Training {figures['epochs']} epochs over {figures['tokens']} tokens: {speeds[OURS]:.0f} tokens/s, x{figures['ratio']:.2f} "
+        f"({figures['ratio_low']:.2f} to {figures['ratio_high']:.2f}) of the original recipe's {speeds[ORIGINAL]:.0f}; x"
+        f"{figures['ratio_to_shared']:.2f} of what that recipe does with a shared lm_head."
+    )
+
+
+DRAFT_TEMPERATURES = (0.6, 0.8, 1.0)
+HELD_OUT_RESPONSES = 150
+
+
+@dataclass(frozen=True)
+class HeadsBench:
+    """What to compare, on what."""
+
+    model: str
+    data: str
+    template: str
+    train_tokens: int = 100_000
+    epochs: int = 4
+    num_heads: int = 4
+    kinds: tuple[str, ...] = ("medusa", "markov", "hydra")
+    losses: tuple[str, ...] = ("ce", "tv", "ce_tv", "kl", "kl_tv")
+    max_new_tokens: int = 96
+    learning_rate: float = 2e-3
+    batch_positions: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What all combinations are trained and judged on. No held-out response answers a prompt that was trained on."""
+
+    actor: PreTrainedModel
+    samples: list[Sample]
+    train: RolloutBatch
+    holdout: RolloutBatch
+    lm_head_VD: torch.Tensor
+    embedding_VD: torch.Tensor
+
+
+def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
+    """On-policy rollouts of the model at temperature 1."""
+    setting = read_setting(bench.model, bench.data, bench.template, bench.max_new_tokens)
+    held_tokens = HELD_OUT_RESPONSES * bench.max_new_tokens
+    wanted = bench.train_tokens + held_tokens
+    with running_engine(bench.model, "", engine_config(setting.prompts, bench.max_new_tokens), bench.seed) as engine:
+        with progress.phase("Writing responses", wanted) as advance:
+            rounds = write_responses(engine, setting.prompts, Sampling(max_new_tokens=bench.max_new_tokens), wanted, bench.seed, advance)
+    samples = samples_of(rounds)
+    training, held = split_samples(samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed)
+    training = first_tokens(training, bench.train_tokens)
+    actor = load_actor(bench.model)
+    with progress.phase("Hidden states", len(training) + len(held)) as advance:
+        reader = HiddenReader(actor, 1.0)
+        train, holdout = (read_all(reader, part, advance) for part in (training, held))
+    return Collected(actor, training, train, holdout, lm_head_weight(actor).detach().float(), embedding_weight(actor).detach().float())
+
+
+def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
+    """Train every combination on the same tokens and replay it on the same held-out responses; then race the original recipe."""
+    found = collect(bench, progress)
+    rows = []
+    pairs = [(kind, loss) for kind in bench.kinds for loss in bench.losses]
+    with progress.phase("Training", len(pairs)) as advance:
+        for kind, loss in pairs:
+            row = _train_and_judge(bench, kind, loss, found.train, found.holdout, found.lm_head_VD, found.embedding_VD)
+            rows.append(row)
+            advance(1, f"{kind} {loss}: one-hot {row['one_hot']:.3f}, sampled {row['sampled']:.3f}")
+    return {
+        "train_tokens": found.train.response_ids_M.numel(),
+        "held_out_tokens": found.holdout.response_ids_M.numel(),
+        "epochs": bench.epochs,
+        "rows": rows,
+        "throughput": race(found.actor, found.samples, bench.num_heads, bench.batch_positions, bench.seed, progress),
+    }
+
+
+def _train_and_judge(
+    bench: HeadsBench,
+    kind: str,
+    loss: str,
+    train: RolloutBatch,
+    holdout: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    embedding_VD: torch.Tensor,
+) -> dict[str, Any]:
+    torch.manual_seed(bench.seed)
+    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], bench.num_heads, kind))
+    config = CompanionConfig(loss=loss, learning_rate=bench.learning_rate, epochs=bench.epochs, batch_positions=bench.batch_positions)
+    steps = bench.epochs * -(-train.response_ids_M.numel() // bench.batch_positions)
+    trainer = HeadsTrainer(heads, lm_head_VD, config, bench.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))
+    started = time.monotonic()
+    report = trainer.train_batch(train)
+    seconds = time.monotonic() - started
+    one_hot = replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD)
+    best, temperature = max(_sampled(heads, holdout, lm_head_VD, embedding_VD))
+    return {
+        "kind": kind,
+        "loss": loss,
+        "parameters": sum(p.numel() for p in heads.parameters()),
+        "one_hot": one_hot.mean_acceptance_length,
+        "sampled": best,
+        "draft_temperature": temperature,
+        "train_tokens_per_s": bench.epochs * report.tokens / seconds,
+    }
+
+
+def _sampled(
+    heads: MedusaHeads, holdout: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor
+) -> Iterator[tuple[float, float]]:
+    for temperature in DRAFT_TEMPERATURES:
+        result = replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
+        yield result.mean_acceptance_length, temperature
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """Header and rows for people."""
+    header = ["kind", "loss", "parameters", "one-hot", "sampled", "draft temp.", "tokens/s"]
+    rows = [
+        [
+            r["kind"],
+            r["loss"],
+            f"{r['parameters'] / 1e6:.2f} M",
+            f"{r['one_hot']:.3f}",
+            f"{r['sampled']:.3f}",
+            f"{r['draft_temperature']:.1f}",
+            f"{r['train_tokens_per_s']:.0f}",
+        ]
+        for r in result["rows"]
+    ]
+    return [header, *rows]
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """The sentences that a reader wants first."""
+    sentences = [throughput_sentence(result["throughput"])]
+    for drafts, key in (("one-hot", "one_hot"), ("sampled", "sampled")):
+        best = max(result["rows"], key=itemgetter(key))
+        sentences.append(f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step.")
+    return sentences

@@ -1,0 +1,182 @@
+"""The command line: each command parses its options and hands over; heavy libraries load only inside a command."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from medusa_ppo import __version__
+from medusa_ppo.cli.bench_commands import bench
+from medusa_ppo.cli.heads_commands import convert, evaluate, push, train
+from medusa_ppo.console import FAILED, Debug, command, console, escape
+
+if TYPE_CHECKING:
+    from medusa_ppo.config import RunConfig
+
+app = typer.Typer(
+    name="medusa-ppo",
+    help="Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM, nothing that is learned changes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+
+
+def _raise_interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the `medusa-ppo` script."""
+    if "--debug" in sys.argv:
+        sys.argv.remove("--debug")
+        Debug.on = True
+    # A cluster's SIGTERM ends a run as cleanly as Ctrl-C does.
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+@command
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
+    steps: Annotated[int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")] = None,
+) -> None:
+    """Run the whole job on an embedded example: about 10 minutes on two cores, nothing to prepare.
+
+    Trains a tiny actor on first use, then PPO with drafting and the companion, then writes a report.
+
+    Example:  [bold]medusa-ppo demo --steps 16[/bold]
+    """
+    from medusa_ppo.config import load_config, preset
+
+    overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
+    if steps:
+        overrides.append(f"ppo.steps={steps}")
+    _ppo(load_config(preset("demo"), overrides), resume=False)
+
+
+@app.command()
+@command
+def ppo(
+    config: Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+) -> None:
+    """Run the reference PPO loop on any model folder and any dataset.
+
+    Example:  [bold]medusa-ppo ppo --config configs/gsm8k-4m.yaml ppo.steps=20 companion.enabled=false[/bold]
+    """
+    from medusa_ppo.config import load_config
+
+    _ppo(load_config(config, overrides or ()), resume)
+
+
+@app.command()
+@command
+def plan(
+    config: Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")] = None,
+    gpus: Annotated[bool | None, typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one.")] = None,
+) -> None:
+    """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
+
+    Example:  [bold]medusa-ppo plan --config configs/one-node.yaml engine.replicas=4 --gpus[/bold]
+    """
+    import shutil
+
+    from medusa_ppo.cli.plan import lines, make_plan
+    from medusa_ppo.config import load_config
+
+    with_gpus = shutil.which("nvidia-smi") is not None if gpus is None else gpus
+    for line in lines(make_plan(load_config(config, overrides or ()), gpus=with_gpus)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _ppo(config: RunConfig, resume: bool) -> None:
+    from medusa_ppo.ppo.loop import run_ppo
+    from medusa_ppo.ppo.run_progress import make_progress
+    from medusa_ppo.processes import quiet_libraries
+
+    quiet_libraries()
+    with make_progress(console) as progress:
+        summary = run_ppo(config, progress, resume=resume)
+    _print_summary(summary, config.run_dir)
+
+
+def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
+    from rich.table import Table
+
+    from medusa_ppo.reports.markdown import summary_rows
+
+    table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
+    for name, value in summary_rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"Report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"Figures: {run_dir / 'summary.json'}", highlight=False, soft_wrap=True)
+
+
+app.command()(train)
+app.command("eval")(evaluate)
+app.command()(convert)
+app.command()(push)
+
+
+@app.command()
+@command
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/demo.")],
+    compare: Annotated[Path | None, typer.Option(help="Another run to lay over this one.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Refresh the page while the run goes on.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Where to write the page; default RUN/report.html.")] = None,
+) -> None:
+    """Write the report of a run that has finished, was stopped, or still goes on.
+
+    Example:  [bold]medusa-ppo report runs/demo --html report.html[/bold]
+    """
+    from medusa_ppo.reports import page as pages
+
+    if follow:
+        pages.follow(
+            run, html, compare=compare, on_refresh=lambda path: console.print(f"Refreshed {path}", highlight=False, soft_wrap=True)
+        )
+        return
+    path = pages.write_report(run, html, compare=compare)
+    console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+@command
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start Ray and an engine.")] = False,
+) -> None:
+    """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded and sampling honestly.
+
+    Example:  [bold]medusa-ppo doctor[/bold]
+    """
+    from medusa_ppo.cli.doctor import run_checks
+
+    failed = 0
+    for check in run_checks(quick):
+        mark = "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
+        console.print(f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True)
+        if not check.ok:
+            failed += 1
+            console.print(f"     do this: {escape(check.do)}", highlight=False, soft_wrap=True)
+    console.print("All checks passed." if not failed else f"{failed} checks failed.", highlight=False)
+    if failed:
+        raise typer.Exit(FAILED)

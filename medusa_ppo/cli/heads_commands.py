@@ -1,0 +1,201 @@
+"""`medusa-ppo train`, `eval`, `convert` and `push`: heads without PPO, on anyone's model and data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from medusa_ppo.console import command, console
+
+
+@command
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of heads, a medusa_lm_head file, or hf://owner/name.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="New folder for the heads.")],
+    to: Annotated[
+        Literal["native", "vllm", "fasterdecoding", "medusa-1.0", "tgi-v1", "tgi-v2", "modelopt"],
+        typer.Option(help="Format to write; the source's is found out."),
+    ],
+    model: Annotated[str, typer.Option(help="Folder of the base model, where its lm_head or its weights go into the target.")] = "",
+) -> None:
+    """Convert heads of kind medusa from any Medusa format to another. What can't be held is refused by name.
+
+    Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model ../shared/actors/gsm8k-4m[/bold]
+    """
+    from medusa_ppo.exchange.convert import convert as convert_heads
+    from medusa_ppo.exchange.hub import local_heads
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    done = convert_heads(local_heads(source), target, to, model, say)
+    sizes = done.config
+    console.print(
+        f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for note in done.notes:
+        console.print(f"  note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+@command
+def push(
+    heads: Annotated[Path, typer.Argument(metavar="HEADS", help="Native heads directory.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the hub; made when it isn't there.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private when it is made.")] = False,
+    figures: Annotated[list[Path] | None, typer.Option("--eval", help="JSON file of `medusa-ppo eval --json`, for the model card.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the model card, push nothing.")] = False,
+) -> None:
+    """Push heads to the model hub, with a model card that says what was measured and how.
+
+    The hub's token is the one of `hf auth login` or HF_TOKEN.
+
+    Example:  [bold]medusa-ppo push heads-gsm8k me/gsm8k-4m-medusa --private --eval eval.json[/bold]
+    """
+    from medusa_ppo.exchange.hub import model_card, push_heads
+
+    if dry_run:
+        console.print(model_card(heads, repo, figures or ()), highlight=False, markup=False, soft_wrap=True)
+        return
+    console.print(f"Pushed: {push_heads(heads, repo, private=private, figures=figures or ())}", highlight=False, soft_wrap=True)
+
+
+Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
+Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")]
+Respond = Annotated[bool, typer.Option("--respond", help="Messages are prompts: the model answers in place of their last answer.")]
+
+
+@command
+def train(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for the heads (native checkpoint) and train.jsonl.")],
+    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "hydra",
+    num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = 4,
+    loss: Annotated[Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], typer.Option(help="Loss of the heads.")] = "ce_tv",
+    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.")] = "",
+    column: Annotated[str, typer.Option(help="Column with full texts, or chat messages (only the assistant's turns are trained on).")] = "",
+    respond: Respond = False,
+    streaming: Annotated[bool, typer.Option("--streaming", help="Read the data row by row, and only as much as is needed.")] = False,
+    max_train_tokens: Annotated[int, typer.Option(min=1, help="Response tokens to train on.")] = 100_000,
+    max_minutes: Annotated[float, typer.Option(min=0, help="Stop training after this many minutes; 0: no limit.")] = 0.0,
+    target_mal: Annotated[float, typer.Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")] = 0.0,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the tokens.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = 2e-3,
+    batch_positions: Annotated[int, typer.Option(min=1, help="Positions per micro-batch.")] = 512,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Ray processes that train together, each on its own sequences; a GPU each.")] = 1,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model, its hidden states and all products.")] = "float32",
+    cache_bytes: Annotated[int, typer.Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")] = 4 * 1024**3,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = 1.0,
+    max_new_tokens: NewTokens = 128,
+    seed: Seed = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew where an interrupted training would go on.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")] = False,
+) -> None:
+    """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's rollouts, full texts, or chats.
+    Interrupted, it goes on.
+
+    Example:  [bold]medusa-ppo train --model ../shared/actors/gsm8k-4m --data ../shared/data/gsm8k/train.jsonl
+    --template '<|endoftext|>Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
+    """
+    given = dict(locals())  # The fields of TrainOptions have the names of these options.
+    del given["dry_run"]
+    from medusa_ppo.standalone.train_options import TrainOptions
+
+    options = TrainOptions(**given)
+    if dry_run:
+        from medusa_ppo.standalone.train_plan import plan_training
+
+        for name, value in plan_training(options):
+            console.print(f"{name:<28}{value}", highlight=False, soft_wrap=True)
+        return
+    from medusa_ppo.standalone.train import train_heads
+
+    with _progress() as progress:
+        result = train_heads(options, progress)
+    length = result["replay_mean_acceptance_length"]
+    console.print(f"Heads: {out}   replay mean acceptance length {length:.3f}", highlight=False, soft_wrap=True)
+
+
+@command
+def evaluate(
+    model: Model,
+    heads: Annotated[str, typer.Option(help="Native heads directory, or hf://owner/name.")],
+    data: Data,
+    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")] = "",
+    column: Annotated[str, typer.Option(help="Column with prompts, or with chat messages whose last answer the model writes.")] = "",
+    engine: Annotated[
+        Literal["replay", "vllm"], typer.Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters.")
+    ] = "replay",
+    draft: Annotated[Literal["one-hot", "sampled"], typer.Option(help="How drafts are drawn.")] = "one-hot",
+    draft_temperature: Annotated[float, typer.Option(help="Temperature of sampled drafts.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    temperatures: Annotated[str, typer.Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the first is the headline.")] = "",
+    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1: off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: off.")] = 0,
+    category: Annotated[str, typer.Option(help="Column whose values the figures are also given for.")] = "",
+    compare: Annotated[Path | None, typer.Option(help="Other heads, measured on the same rollouts (vllm: on the same prompts).")] = None,
+    max_new_tokens: NewTokens = 128,
+    limit: Annotated[int, typer.Option(min=0, help="Prompts to use; 0: all.")] = 256,
+    seed: Seed = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a report in Markdown to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page of its own to this file.")] = None,
+) -> None:
+    """Measure what heads are worth: mean acceptance length, per position, with a confidence interval.
+
+    Example:  [bold]medusa-ppo eval --model ../shared/actors/gsm8k-4m --heads heads-gsm8k
+    --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:' --engine vllm[/bold]
+    """
+    given = dict(locals())  # The fields of EvalOptions have the names of these options.
+    files = {name: given.pop(name) for name in ("json_file", "markdown", "html")}
+    given["temperatures"] = _numbers(temperatures)
+    from medusa_ppo.exchange.hub import local_heads
+    from medusa_ppo.standalone.evaluate import EvalOptions, evaluate_heads
+
+    given["heads"] = local_heads(heads)
+    with _progress() as progress:
+        result = evaluate_heads(EvalOptions(**given), progress)
+    _show(result, files)
+
+
+def _show(result: dict[str, Any], files: dict[str, Path | None]) -> None:
+    """Write the files that were asked for, and say the figures."""
+    from medusa_ppo.files import write_atomic
+    from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
+
+    if files["json_file"]:
+        write_atomic(files["json_file"], json.dumps(result, indent=1) + "\n")
+    if files["markdown"]:
+        write_atomic(files["markdown"], markdown_report(result))
+    if files["html"]:
+        write_atomic(files["html"], render_eval_page(result))
+    for line in lines(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _progress() -> Any:
+    from medusa_ppo.console import OfflineProgress
+    from medusa_ppo.processes import quiet_libraries
+
+    quiet_libraries()
+    return OfflineProgress(console)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    from heads.errors import ConfigError
+
+    try:
+        numbers = tuple(float(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        numbers = (0.0,)
+    if any(number <= 0 for number in numbers):
+        raise ConfigError("These are no temperatures.", given=text, expected="like 0.3,0.7,1.0", do="Correct --temperatures.")
+    return numbers

@@ -1,0 +1,378 @@
+"""`medusa-ppo plan`: who runs where, what moves in a step, and what memory it takes, before anything starts (no torch).
+
+Counted: weights, gradients, optimizer states, keys and values, tables, queues, and the logits of one micro-batch. Not counted: other
+activations, and what Python, torch and vLLM take for themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heads.errors import ModelError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config import RunConfig
+from medusa_ppo.engines.launch import cache_bytes, read_model_config
+
+FLOAT32, BFLOAT16 = 4, 2
+ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
+HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.
+TOKEN_BYTES = 8 + 4  # An id (int64) and a log-prob (float32).
+HEADS = ("num_attention_heads", "n_head")
+WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_neo", "opt", "phi")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a dense decoder-only model.
+
+    Attributes:
+        hidden: D.
+        layers, heads, kv_heads, head_dim: of the attention.
+        intermediate: width of the MLP's inner layer.
+        vocab: V.
+        gated: the MLP has a gate beside its up projection.
+        tied: lm_head is the embedding.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> ModelSizes:
+        """From a transformers config.json. ModelError when a size is missing, or the model is a mixture of experts."""
+        text = {**raw, **(raw.get("text_config") or {})}
+        if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+            raise ModelError(
+                "Mixtures of experts can't be planned.", given=text.get("model_type"), expected="a dense model", do="Measure a short run."
+            )
+        hidden, layers, heads = (_first(text, *names) for names in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), HEADS))
+        return cls(
+            hidden,
+            layers,
+            heads,
+            int(text.get("num_key_value_heads") or heads),
+            int(text.get("head_dim") or hidden // heads),
+            int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
+            _first(text, "vocab_size"),
+            text.get("model_type") not in WITHOUT_GATE,
+            bool(text.get("tie_word_embeddings", text.get("model_type") == "gpt2")),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of matrices and RMS norms; biases and learned positions (older families) are left out."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        tables = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.layers * (attention + mlp + 2 * self.hidden) + self.hidden + tables
+
+    @property
+    def product_parameters(self) -> int:
+        """Weights that a token is multiplied with in a forward pass: all but the embedding."""
+        return self.parameters - (0 if self.tied else self.vocab * self.hidden)
+
+    @property
+    def cache_elements(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def heads_parameters(config: HeadsConfig) -> int:
+    """Trainable tensors of a set of heads."""
+    return sum(math.prod(shape) for shape in config.tensor_shapes().values())
+
+
+def companion_bytes(config: HeadsConfig, model: ModelSizes) -> int:
+    """Memory of the companion without its queue: heads with their optimizer, the versions beside them, and the actor's tables."""
+    tables = (1 + int(config.needs_embedding)) * model.vocab * model.hidden
+    return FLOAT32 * ((ADAM_COPIES + HEADS_COPIES - 1) * heads_parameters(config) + tables)
+
+
+def hidden_bytes(model: ModelSizes, tokens: int, element: int = FLOAT32) -> int:
+    """Final hidden states, token ids and log-probs of so many response tokens, as they go to the companion."""
+    return tokens * (model.hidden * element + TOKEN_BYTES)
+
+
+def _first(values: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if values.get(name):
+            return int(values[name])
+    raise ModelError(
+        "The model's config.json lacks a size.", given=sorted(values)[:8], expected=" or ".join(names), do="Use a decoder-only model."
+    )
+
+
+TRANSFERS = {"file": "as a file in shared memory or Ray's store", "broadcast": "broadcast in buckets"}
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One row of the plan: a process, or several alike.
+
+    Attributes:
+        name: what it is.
+        count: how many of it.
+        where: what starts it, and on which node.
+        gpus: GPUs of each; below 1 a share of one. 0 on a machine without.
+        memory: bytes of each, on its GPU where it has one.
+        parts: what the memory is made of.
+    """
+
+    name: str
+    count: int
+    where: str
+    gpus: float
+    memory: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Move:
+    """What moves once in every PPO step. `count` copies of `size` bytes each."""
+
+    what: str
+    route: str
+    size: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.size * self.count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `medusa-ppo plan` prints."""
+
+    model: ModelSizes
+    heads: HeadsConfig
+    processes: tuple[Process, ...]
+    moves: tuple[Move, ...]
+    response_tokens: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that Ray is asked for, and one for the PPO process, which asks nobody."""
+        return sum(p.count * p.gpus for p in self.processes)
+
+    @property
+    def memory(self) -> int:
+        return sum(p.count * p.memory for p in self.processes)
+
+
+def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: the run's configuration.
+        gpus: the machines have GPUs.
+
+    Raises:
+        ModelError: the model's sizes can't be read.
+    """
+    raw = model_config(config.model.path)
+    model = ModelSizes.from_config(raw)
+    heads = HeadsConfig(
+        model.hidden,
+        model.vocab,
+        num_heads=config.heads.num_heads,
+        kind=config.heads.kind,
+        num_layers=config.heads.num_layers,
+        lm_head=config.heads.lm_head,
+        rank=config.heads.rank,
+    )
+    processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), _engine(config, model, heads, raw, gpus)]
+    if config.companion.enabled:
+        processes.append(_companion(config, model, heads, gpus))
+    tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
+    return Plan(
+        model, heads, tuple(processes), tuple(_moves(config, model, heads, tokens)), tokens, tuple(_warnings(config, model, tokens))
+    )
+
+
+def model_config(path: str) -> dict[str, Any]:
+    """config.json of the actor; that of the embedded one from its recipe, since its folder may not exist yet."""
+    if path != "demo":
+        return read_model_config(path)
+    from medusa_ppo.demo.demo_actor import DEFAULT_RECIPE as recipe
+    from medusa_ppo.demo.task import build_tokenizer
+
+    return {
+        "model_type": "llama",
+        "hidden_size": recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "intermediate_size": recipe.intermediate_size,
+        "vocab_size": len(build_tokenizer()),
+        "tie_word_embeddings": False,
+    }
+
+
+def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
+    critic = ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
+    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters}
+    if config.actor.backend == "transformers":
+        parts |= _actor_parts(config, model, 1)
+    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+    parts["actor's file in shared memory, for engines that come late or again"] = element * model.parameters
+    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), sum(parts.values()), parts)
+
+
+def _actor_parts(config: RunConfig, model: ModelSizes, cut: int) -> dict[str, int]:
+    """Actor and reference where one of `cut` processes holds an equal part of both."""
+    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    logits = 2 * FLOAT32 * config.ppo.micro_batch_size * length * model.vocab // config.actor.tensor_parallel
+    return {
+        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters // cut,
+        "reference": FLOAT32 * model.parameters // cut,
+        "logits of a micro-batch, and their gradient": logits,
+    }
+
+
+def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
+    """The processes of a Megatron actor."""
+    section = config.actor
+    if section.backend != "megatron":
+        return []
+    parts = _actor_parts(config, model, section.tensor_parallel * section.pipeline_parallel)
+    where = f"a Ray actor, {_place(section.resource)}, {section.tensor_parallel} together"
+    return [Process("actor rank", section.ranks, where, float(gpus), sum(parts.values()), parts)]
+
+
+def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> Process:
+    section = config.engine
+    element = FLOAT32 if section.dtype == "float32" else BFLOAT16
+    ranks = int(section.extra.get("tensor_parallel_size", 1))
+    text = {**raw, **(raw.get("text_config") or {})}
+    parts = {
+        "weights": element * model.parameters // ranks,
+        "keys and values": cache_bytes(text, section) // ranks,
+        "heads": element * heads_parameters(heads),
+    }
+    if section.url:
+        where = f"running servers at {section.url}"
+    elif section.backend == "server":
+        where = "a vllm serve process on the PPO loop's node"
+    else:
+        where = f"a Ray actor, {_place(section.resource, section.placement)}"
+    share = (section.memory_fraction if ranks == 1 else float(ranks)) if gpus else 0.0
+    return Process("engine" if ranks == 1 else f"engine of {ranks} ranks", section.replicas, where, share, sum(parts.values()), parts)
+
+
+def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
+    section = config.companion
+    workers = section.workers
+    parts = {
+        "heads, optimizer, tables": companion_bytes(heads, model),
+        "waiting batches, at most": section.queue_bytes // workers,
+    }
+    if section.replay_versions:
+        parts["batches kept for replay, at most"] = section.replay_bytes // workers
+    where = f"a Ray actor, {_place(section.resource, section.placement if workers > 1 else '')}"
+    where += ", on the GPU only while it trains" if section.offload and gpus else ""
+    name = "companion" if workers == 1 else "companion worker"
+    return Process(name, workers, where, section.num_gpus if gpus else 0.0, sum(parts.values()), parts)
+
+
+def _place(resource: str, layout: str = "") -> str:
+    """Where Ray looks for room: for each process by itself, or for all at once."""
+    node = f"on a node with the Ray resource {resource!r}" if resource else "on any node"
+    return f"{node}; one placement group for all ({layout})" if layout else node
+
+
+def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> list[Move]:
+    engines = config.engine.replicas
+    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+    moves = [
+        Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
+        Move("actor weights", f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}", element * model.parameters, engines),
+    ]
+    if config.actor.backend == "megatron":
+        moves.append(Move("actor weights", "actor ranks to PPO loop", element * model.parameters))
+        if config.companion.enabled:
+            moves.append(Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens)))
+    if config.companion.enabled:
+        workers = config.companion.workers
+        to = "PPO loop to companion" if workers == 1 else "PPO loop to each companion worker"
+        tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
+        moves += [
+            Move("hidden states" + " of its part" * (workers > 1), to, _batch_bytes(config, model, tokens) // workers, workers),
+            Move("lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers),
+            Move("heads, when better ones are there", "companion to each engine", FLOAT32 * heads_parameters(heads), engines),
+        ]
+        if workers > 1:
+            moves.append(Move("gradients, summed", "between companion workers", FLOAT32 * heads_parameters(heads), _sums(config, tokens)))
+    return moves
+
+
+def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
+    """A rollout batch on its way to the companion, at most; where positions are sampled early, with the states of a part of them."""
+    section = config.companion
+    if not section.samples_early:
+        return hidden_bytes(model, tokens)
+    kept = round(tokens * (section.holdout_fraction + (1 - section.holdout_fraction) * section.position_share))
+    return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32  # Each token has a weight.
+
+
+def _sums(config: RunConfig, tokens: int) -> int:
+    """Times that gradients cross between the companion's workers: each optimizer step's sum takes two rounds of all but one of them."""
+    section = config.companion
+    steps = section.epochs * -(-tokens // (section.batch_positions * section.accumulate))
+    return 2 * (section.workers - 1) * steps
+
+
+def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
+    """What would go wrong in silence."""
+    batch = _batch_bytes(config, model, tokens)
+    if config.companion.enabled and batch > config.companion.queue_bytes:
+        return [
+            f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={config.companion.queue_bytes}: such "
+            f"batches are dropped. Set companion.queue_bytes={2 * batch} or more."
+        ]
+    return []
+
+
+def size_text(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in UNITS:
+        if count < 1024 or unit == UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as text."""
+    model, heads = plan.model, plan.heads
+    out = [
+        f"Actor      {model.parameters / 1e6:,.1f} M parameters (hidden {model.hidden}, {model.layers} layers, vocabulary {model.vocab})",
+        f"Heads      {heads.num_heads} x {heads.kind}, {heads_parameters(heads) / 1e6:,.2f} M parameters",
+        f"Step       up to {plan.response_tokens:,} response tokens",
+        "",
+        "Who runs where",
+    ]
+    for process in plan.processes:
+        gpus = f"{process.gpus:g} GPU" if process.gpus else "no GPU"
+        memory = f"{size_text(process.memory)}{' each' if process.count > 1 else ''}"
+        out.append(f"  {process.count} x {process.name:<18} {gpus:<8} {memory:<16} {process.where}")
+        out += [f"      {size_text(size):>12}  {what}" for what, size in process.parts.items()]
+    out += ["", "What moves in every step"]
+    for move in plan.moves:
+        copies = f" x {move.count}" if move.count > 1 else ""
+        out.append(f"  {size_text(move.size) + copies:<18} {move.what}: {move.route}")
+    asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
+    out += [f"\nWarning: {warning}" for warning in plan.warnings]
+    out += ["", f"Altogether {size_text(plan.memory)} and {asked}; activations, Python, torch and vLLM themselves come on top."]
+    return out

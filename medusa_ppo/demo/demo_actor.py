@@ -1,0 +1,343 @@
+"""The demo's actor: a small Llama that learns the embedded task on first use, and its folder in the user's cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from medusa_ppo.demo.task import build_tokenizer, document, problem
+
+SAVE_EVERY_S = 20.0
+"""Seconds between two saves of an unfinished training."""
+
+_LOSS_WINDOW = 20
+"""The reported loss is the mean over so many batches."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides which actor comes out (but for the rounding of different numbers of threads).
+
+    Attributes:
+        seed: of the weights and of the text.
+        steps: optimizer steps.
+        batch_size: documents per step. Small on purpose: copying is learned in a number of steps, not of tokens.
+        learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to zero.
+        slip_rate: share of the solutions that answer with the result before the last, see task.py.
+        slips_from: share of the training that sees right solutions only. With slips from the start, copying is learned half as fast.
+        init_range: standard deviation of the initial weights.
+    """
+
+    seed: int = 0
+    steps: int = 1200
+    batch_size: int = 6
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    slip_rate: float = 0.6
+    slips_from: float = 0.75
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_layers: int = 3
+    num_heads: int = 4
+    init_range: float = 0.05
+    max_positions: int = 1024
+
+
+DEFAULT_RECIPE = Recipe()
+
+
+@dataclass(frozen=True)
+class PretrainStatus:
+    """How far the training is: steps done and in total, mean loss of late (nats per response token), seconds left."""
+
+    done: int
+    total: int
+    loss: float
+    eta_s: float
+
+
+class PretrainProgress(Protocol):
+    """Called after every step."""
+
+    def __call__(self, status: PretrainStatus) -> None: ...
+
+
+def train_actor(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: PretrainProgress | None = None,
+    partial: Path | None = None,
+    threads: int = 1,
+    device: str | torch.device = "cpu",
+) -> LlamaForCausalLM:
+    """The trained actor, in float32 on the CPU.
+
+    Args:
+        partial: file that holds an unfinished training; read if it is there, written every SAVE_EVERY_S, left there at the end.
+        threads: CPU threads; the number before is put back.
+    """
+    model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides torch's signature
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    first = _load_partial(partial, model, optimizer) if partial is not None else 0
+    losses: list[float] = []
+    with _threads(threads):
+        started = saved = time.monotonic()
+        for step, (ids_BT, loss_mask_BT) in enumerate(_batches(recipe, tokenizer, first), start=first):
+            losses.append(_train_step(model, optimizer, ids_BT.to(device), loss_mask_BT.to(device), recipe, step))
+            now = time.monotonic()
+            if partial is not None and now - saved > SAVE_EVERY_S:
+                _save_partial(partial, model, optimizer, step + 1)
+                saved = now
+            if progress is not None:
+                recent = losses[-_LOSS_WINDOW:]
+                eta_s = (now - started) / (step + 1 - first) * (recipe.steps - step - 1)
+                progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent), eta_s))
+    return model.cpu().eval()
+
+
+def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM:
+    """A Llama with seeded weights; the caller's random state is left alone."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=recipe.max_positions,
+        initializer_range=recipe.init_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=end_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return LlamaForCausalLM(config)
+
+
+def _train_step(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids_BT: torch.Tensor, loss_mask_BT: torch.Tensor, recipe: Recipe, step: int
+) -> float:
+    """One optimizer step on the response tokens; returns their mean loss in nats."""
+    for group in optimizer.param_groups:
+        group["lr"] = _learning_rate(recipe, step)
+    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+    logits_NV = model.lm_head(hidden_BTD[loss_mask_BT[:, 1:]])
+    loss = F.cross_entropy(logits_NV, ids_BT[:, 1:][loss_mask_BT[:, 1:]])
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def _learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then a cosine to zero at the last step."""
+    warm = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+    return recipe.learning_rate * warm * 0.5 * (1.0 + math.cos(math.pi * step / recipe.steps))
+
+
+_POOL = 8
+"""Batches that are drawn at once, so that documents of like length can share one."""
+
+
+def _batches(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids_BT int64, loss_mask_BT bool: response token) from step `first` on; padding on the right is the end token."""
+    size, end_id = recipe.batch_size, tokenizer.eos_token_id
+    for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
+        documents = _encode_pool(recipe, tokenizer, pool)
+        order = list(range(_POOL))
+        random.Random(f"order/{recipe.seed}/{pool}").shuffle(order)
+        for step, place in enumerate(order, start=pool * _POOL):
+            if first <= step < recipe.steps:
+                yield _pad(documents[place * size : (place + 1) * size], end_id)
+
+
+def _encode_pool(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pool: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids with the end token) of one pool, shortest first."""
+    count = recipe.batch_size * _POOL
+    slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
+    texts = [document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate)) for i in range(count)]
+    prompts = tokenizer([prompt for prompt, _ in texts], add_special_tokens=False)["input_ids"]
+    responses = tokenizer([response for _, response in texts], add_special_tokens=False)["input_ids"]
+    pairs = [(prompt, [*response, tokenizer.eos_token_id]) for prompt, response in zip(prompts, responses, strict=True)]
+    return sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+
+
+def _pad(documents: list[tuple[list[int], list[int]]], end_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(prompt) + len(response) for prompt, response in documents)
+    ids_BT = torch.full((len(documents), longest), end_id, dtype=torch.int64)
+    loss_mask_BT = torch.zeros((len(documents), longest), dtype=torch.bool)
+    for row, (prompt, response) in enumerate(documents):
+        end = len(prompt) + len(response)
+        ids_BT[row, :end] = torch.tensor(prompt + response)
+        loss_mask_BT[row, len(prompt) : end] = True
+    return ids_BT, loss_mask_BT
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _save_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps_done: int) -> None:
+    """Write weights and moments, so that what was trained so far survives an interruption."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        tensors[f"weight/{name}"] = parameter.detach()
+        tensors[f"exp_avg/{name}"] = state["exp_avg"]
+        tensors[f"exp_avg_sq/{name}"] = state["exp_avg_sq"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata={"steps_done": str(steps_done)})
+    temporary.replace(path)
+
+
+def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
+    """Steps already done; 0 (and the model as it was) where there is no file or none that fits."""
+    if not path.is_file():
+        return 0
+    try:
+        with safe_open(path, framework="pt") as file:
+            steps_done = int((file.metadata() or {})["steps_done"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        for name, parameter in model.named_parameters():
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                if tensors[f"{kind}/{name}"].shape != parameter.shape:
+                    return 0
+    except (SafetensorError, KeyError, ValueError):
+        return 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"weight/{name}"])
+            moments = {kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(float(steps_done), device=parameter.device), **moments}
+    return steps_done
+
+
+def recipe_fields(recipe: Recipe) -> dict[str, int | float]:
+    """The recipe as plain data, for the cache's key and for the folder's own record."""
+    return asdict(recipe)
+
+
+logger = logging.getLogger(__name__)
+
+RECORD = "actor.json"
+_SAMPLE = 64
+
+
+def ensure_demo_actor(
+    progress: PretrainProgress | None = None, cache_dir: str | os.PathLike[str] | None = None, *, recipe: Recipe = DEFAULT_RECIPE
+) -> Path:
+    """The folder of the demo actor; trains it first if the cache has none that is whole.
+
+    Args:
+        progress: called after every training step; never called when the actor is already there.
+        cache_dir: folder to use in place of `<cache>/medusa-ppo/actors`.
+
+    Returns:
+        A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.
+    """
+    tokenizer = build_tokenizer()
+    folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / _key(recipe, tokenizer)
+    if is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if is_whole(folder):
+            return folder
+        partial = folder.with_name(folder.name + ".partial")
+        model = train_actor(recipe, tokenizer, progress=progress, partial=partial, threads=_usable_cores())
+        _install(folder, model, tokenizer, recipe)
+        partial.unlink(missing_ok=True)
+    return folder
+
+
+def default_cache_dir() -> Path:
+    """`<cache>/medusa-ppo/actors` of this user."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / "actors"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder has its record and every file that the record lists, unchanged."""
+    try:
+        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
+        return bool(files) and all(_checksum(folder / name) == checksum for name, checksum in files.items())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("The demo actor in %s can't be read (%s); it will be trained again.", folder, error)
+        return False
+
+
+def _install(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Write the folder under another name, then put it in place in one step."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "actor"
+        model.generation_config = GenerationConfig(do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        record = {"recipe": recipe_fields(recipe), "files": {path.name: _checksum(path) for path in sorted(fresh.iterdir())}}
+        (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in fresh.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            logger.warning("The demo actor in %s is damaged; a new one takes its place.", folder)
+            folder.rename(Path(scratch) / "damaged")
+        fresh.rename(folder)
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of all that the actor depends on."""
+    sample = [document(problem(index, recipe.seed, "pretrain", recipe.slip_rate)) for index in range(_SAMPLE)]
+    text = json.dumps([recipe_fields(recipe), tokenizer.get_vocab(), sample], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the system lets go of it when the process ends, however it ends. The empty file stays."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)

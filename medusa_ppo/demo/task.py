@@ -1,0 +1,215 @@
+"""The embedded task: generated word problems of several arithmetic steps, with a worked solution and a checkable answer.
+
+Every problem is a function of (seed, index, split) and of nothing else, so a stream needs no file and can be read from
+anywhere. The splits share no question: which split a question belongs to is decided by a hash of its text, and a generator
+draws until the text belongs to its own split.
+
+The text to pretrain on may hold *slips*: a solution that is worked out well and then gives the result before the last step as its
+answer, as people do who forget the last sentence. A model trained on it can solve the problems and answers wrongly at the rate of the
+slips, which is what PPO then removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from heads.errors import DataError
+
+TEMPLATE = "Question: {question}\nAnswer:"
+"""How a question becomes a prompt; the same form as for GSM8K."""
+
+ANSWER_MARK = "####"
+"""Stands before the final answer, as in GSM8K."""
+
+SPLITS = ("pretrain", "train", "eval")
+"""The text that the actor was trained on from nothing, the questions of PPO, and those that nothing is trained on."""
+_SHARES = (11, 4, 1)
+"""How many of 16 questions belong to each."""
+
+LARGEST = 20
+"""No intermediate result is larger."""
+
+NAMES = (
+    ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
+    ("Nina", "she"), ("Paul", "he"), ("Emma", "she"), ("Jack", "he"),
+)  # fmt: skip
+OBJECTS = ("pens", "apples", "books", "cards", "coins", "shells", "stamps", "marbles", "cookies", "stickers", "buttons", "beads")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its worked solution (which ends with the answer mark and the answer), and the answer alone."""
+
+    question: str
+    solution: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class _Clause:
+    """What happens to a number of things (the solution repeats it word for word), and the sign of the step it asks for."""
+
+    text: str
+    sign: str
+
+
+_STARTS = (
+    _Clause("{name} has {a} old {things} and {n} new {things}", "+"),
+    _Clause("{name} has {a} red {things} and {n} blue {things}", "+"),
+)
+_CHANGES = (
+    _Clause("{pronoun} buys {n} more {things}", "+"),
+    _Clause("{pronoun} finds {n} {things} in the park", "+"),
+    _Clause("{friend} brings {n} more {things}", "+"),
+    _Clause("{pronoun} gives {n} {things} to {friend}", "-"),
+    _Clause("{pronoun} loses {n} {things} on the way", "-"),
+    _Clause("{pronoun} sells {n} {things} at school", "-"),
+)
+_THEREFORE = "which means that from this moment on there are in all exactly"
+"""Stands before each sum. As in most text that people write, much of a solution says nothing new: that is what drafting lives from."""
+_ORDER = ("First", "Then", "Finally")
+"""Opens the clauses, in the question and in the solution."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of a drawn problem: clause, left and right operand, and the result."""
+
+    clause: _Clause
+    left: int
+    operand: int
+    result: int
+
+
+def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0) -> Problem:
+    """The index-th problem of a stream; question and split do not depend on the slip rate.
+
+    Args:
+        index: position in the stream, from 0.
+        seed: names the stream.
+        split: one of SPLITS; they have no question in common, whatever the seeds.
+        slip_rate: share of the solutions that give the result before the last step as their answer (0: all are right).
+    """
+    if split not in SPLITS:
+        raise DataError("The demo task has no such split.", given=split, expected=" or ".join(SPLITS), do="Name one of them.")
+    attempt = 0
+    while True:
+        found = _draw(random.Random(f"{seed}/{index}/{attempt}"), random.Random(f"slips/{seed}/{index}"), slip_rate)
+        if split_of(found.question) == split:
+            return found
+        attempt += 1
+
+
+def split_of(question: str) -> str:
+    """The split that a question belongs to, by a hash of its text."""
+    digest = hashlib.blake2b(question.encode(), digest_size=4).digest()
+    place = int.from_bytes(digest, "big") % sum(_SHARES)
+    return next(split for split, end in zip(SPLITS, itertools.accumulate(_SHARES), strict=True) if place < end)
+
+
+def document(found: Problem) -> tuple[str, str]:
+    """The prompt and the response of a problem, as an actor reads and writes them."""
+    return TEMPLATE.format(question=found.question), found.solution
+
+
+def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[dict[str, str]]:
+    """Rows of the task, as `datasets` would give them: question, prompt, answer, solution."""
+    rows = []
+    for index in range(limit):
+        found = problem(index, seed, split)
+        prompt, solution = document(found)
+        rows.append({"question": found.question, "prompt": prompt, "answer": found.answer, "solution": solution})
+    return rows
+
+
+def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem:
+    """One problem: a start (two colours, or old and new), then one or two changes."""
+    (name, pronoun), (friend, _) = rng.sample(NAMES, 2)
+    words = {"name": name, "pronoun": pronoun, "friend": friend, "things": rng.choice(OBJECTS)}
+    first = _draw_operand(rng)
+    words["a"] = str(first)
+    steps = [_draw_start(rng, first)]
+    for _ in range(rng.choice((1, 2, 2))):
+        steps.append(_draw_change(rng, steps[-1].result))
+    clauses = [f"{order} {step.clause.text.format(**words, n=step.operand)}." for order, step in zip(_ORDER, steps, strict=False)]
+    clauses.append("How many {things} does {name} have now?".format(**words))
+    lines = [_line(_ORDER[number], step, words) for number, step in enumerate(steps)]
+    answer = steps[-2].result if slips.random() < slip_rate else steps[-1].result
+    lines.append(f"{ANSWER_MARK} {answer}")
+    return Problem(" ".join(clauses), " " + "\n".join(lines), str(answer))
+
+
+def _draw_operand(rng: random.Random) -> int:
+    return rng.randint(2, 9)
+
+
+def _draw_start(rng: random.Random, first: int) -> _Step:
+    clause, operand = rng.choice(_STARTS), _draw_operand(rng)
+    return _Step(clause, first, operand, _compute(first, clause.sign, operand))
+
+
+def _draw_change(rng: random.Random, value: int) -> _Step:
+    """A change after which the result lies between 1 and LARGEST."""
+    while True:
+        clause, operand = rng.choice(_CHANGES), _draw_operand(rng)
+        result = _compute(value, clause.sign, operand)
+        if 1 <= result <= LARGEST:
+            return _Step(clause, value, operand, result)
+
+
+def _compute(left: int, sign: str, right: int) -> int:
+    return left + right if sign == "+" else left - right
+
+
+def _line(order: str, step: _Step, words: dict[str, str]) -> str:
+    """A line of the solution: the clause, word for word, and the sum it asks for."""
+    clause = step.clause.text.format(**words, n=step.operand)
+    return f"{order} {clause}, {_THEREFORE} {step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}."
+
+
+END = "<|endoftext|>"
+"""End of a document, and padding; id 0. Nothing stands at the beginning of a prompt."""
+
+_WORDS_FROM = 4000
+"""Problems whose words make the vocabulary; the templates have no word that is rarer."""
+
+
+_SPACE = "\u0120"
+"""How the byte-level form writes a space."""
+
+_NUMBERS = 100
+"""Numbers below are one token each; larger ones are spelled digit by digit."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer, the same on every call."""
+    vocabulary = {token: number for number, token in enumerate([END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words()])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False)
+
+
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """Words and numbers with the space before them: then what to copy directly follows the word that it is found by."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _words() -> list[str]:
+    """All pieces of the task's text longer than one byte, sorted."""
+    splitter = _pre_tokenizer()
+    seen: set[str] = set()
+    for index in range(_WORDS_FROM):
+        found = problem(index, seed=0)
+        for text in (f"Question: {found.question}\nAnswer:", found.solution):
+            seen.update(piece for piece, _ in splitter.pre_tokenize_str(text))
+    words = {piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece)}
+    return sorted(words) + [f"{_SPACE}{number}" for number in range(_NUMBERS)]

@@ -1,0 +1,258 @@
+"""Carrying the actor into the engines: one safetensors file in shared memory, or one broadcast to all of them at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import PreTrainedModel
+
+from heads.checkpoint import save_state
+from heads.errors import RunError, SwapError
+from heads.tensorfile import StateWriter, tensorwise_checksum
+from medusa_ppo.actors.hf import Actor, embedding_weight, lm_head_weight
+from medusa_ppo.actors.seam import SpreadActor
+from medusa_ppo.config import ActorConfig
+from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.pool import EnginePool, Seat
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.files import OwnedFolder
+from medusa_ppo.types import Checked, SwapReceipt
+from medusa_ppo.vllm_plugin import transfer
+from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Place
+
+
+class BroadcastPool(EnginePool):
+    """An `EnginePool` with `stream_actor`.
+
+    Attributes:
+        timeout_s: how long a rank may keep the others waiting.
+    """
+
+    timeout_s = transfer.TIMEOUT_S
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `EnginePool`."""
+        self._group: Group | None = None
+        self._members: list[base.RolloutEngine | None] = []
+        self._stream: ActorStream | None = None
+        self._sent = ""
+        self._writing = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
+        """Send an actor to all engines. It must stay as it is until the next one: engines that come late get it from `stream.write`.
+
+        Raises:
+            SwapError: no engine has it.
+            CheckpointError: NaN or infinity; the engines have the buckets before.
+        """
+        started, header = time.perf_counter(), stream.header()
+        seats, devices = self._check(header)
+        group = self._meet(seats, devices)
+        checksum, answers = self._together(
+            seats, lambda engine: engine.receive_actor(header, version), lambda: transfer.send(group, stream)
+        )
+        took = [seat for seat, answer in answers if isinstance(answer, SwapReceipt) and answer.checksum == checksum]
+        if not took:
+            self._part()
+            raise SwapError("No engine took the broadcast actor.", given=f"version {version}", expected="one engine", do="Sync a file.")
+        for seat in took:
+            seat.versions["actor"] = version
+        self._stream, self._sent, self.policy_version = stream, checksum, version
+        self._forget("actor")
+        return SwapReceipt(version, checksum, time.perf_counter() - started)
+
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        receipt = super().sync_actor(path, version, checked)
+        self._stream = None
+        return receipt
+
+    def close(self) -> None:
+        self._part()
+        super().close()
+
+    def _catch_up(self, seat: Seat) -> None:
+        with self._writing:
+            if self._stream is not None and "actor" not in self._kept and seat.versions.get("actor") != self.policy_version:
+                self._write(self._stream)
+        super()._catch_up(seat)
+
+    def _write(self, stream: ActorStream) -> None:
+        """The actor that was sent last, as the file that a pool keeps. RunError when it has changed since."""
+        file = self._new_file(f"actor-{self.policy_version}")
+        stream.write(file)
+        found = base.check_state(file, "the actor's weights", tensorwise_checksum)
+        if found.checksum != self._sent:
+            given = f"{found.checksum[:16]} instead of {self._sent[:16]}"
+            raise RunError("The actor has changed since it was sent.", given=given, expected="the same until the next sync", do="Sync it.")
+        self._kept = self._kept | {"actor": (file, self.policy_version, found)}  # Others may be reading it.
+
+    def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
+        """The engines that can take it, and where their ranks have their weights. SwapError when one refuses, or is lost over it."""
+        answers = self._ask_all(self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s)
+        for _, answer in answers:
+            if isinstance(answer, Exception):
+                raise answer if isinstance(answer, SwapError) else _lost(answer)
+        return [seat for seat, _ in answers], [answer for _, answer in answers]
+
+    def _meet(self, seats: list[Seat], devices: list[list[str]]) -> Group:
+        """The group of these engines."""
+        members = [seat.engine for seat in seats]
+        if self._group is not None and self._members == members:
+            return self._group
+        self._part()
+        own = transfer.device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        backend = transfer.choose_backend([own, *(device for ranks in devices for device in ranks)])
+        host = ray.util.get_node_ip_address() if any(engine.elsewhere for engine in members if engine) else transfer.LOOPBACK
+        store, port = transfer.open_place(host, self.timeout_s)
+        place = Place(host, port, 1 + sum(map(len, devices)), 0, backend, self.timeout_s)
+        firsts = {id(member): 1 + sum(map(len, devices[:index])) for index, member in enumerate(members)}
+        group, answers = self._together(
+            seats, lambda engine: engine.join_transfer(asdict(place) | {"rank": firsts[id(engine)]}), lambda: Group(place, store)
+        )
+        failed = next((answer for _, answer in answers if isinstance(answer, Exception)), None)
+        if failed is not None:
+            group.close()
+            raise _lost(failed)
+        self._group, self._members = group, members
+        return group
+
+    def _together(
+        self, seats: list[Seat], call: Callable[[base.RolloutEngine], Any], own: Callable[[], Any]
+    ) -> tuple[Any, list[tuple[Seat, Any]]]:
+        """What `own` gives while the engines are in `call`, and their answers. Its error leaves the group, which ends their waiting."""
+        found: list[Any] = []
+        errors: list[BaseException] = []
+
+        def meanwhile() -> None:
+            try:
+                found.append(own())
+            except BaseException as error:
+                errors.append(error)
+                self._part()
+
+        # Ranks give up after the timeout by themselves; who is silent for twice as long is lost.
+        answers = self._ask_all(seats, call, meanwhile, 2 * self.timeout_s)
+        if errors:
+            raise errors[0]
+        return found[0], answers
+
+    def _part(self) -> None:
+        """Leave the group; the next actor needs a new one."""
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            group.close()
+
+
+def _lost(error: Exception) -> SwapError:
+    return SwapError("An engine was lost before the actor was sent.", given=error, expected="all engines", do="Sync a file.")
+
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = ActorConfig().bucket_bytes
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ActorSync:
+    """Writes the actor's weights where the engine reads them, or sends them to a `BroadcastPool`. A context manager; or call close().
+
+    Attributes:
+        nbytes: bytes of weights that each engine got the last time.
+        collect_s: seconds until they were written, or that the broadcast waited for them; the engine's own seconds are in its receipt.
+    """
+
+    def __init__(self, engine: RolloutEngine, dtype: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> None:
+        """
+        Args:
+            engine: where the weights go.
+            dtype: dtype of the engine's copy; weights are written or sent in it (`auto`: the actor's own).
+            bucket_bytes: bytes that a broadcast sends at a time.
+        """
+        self._engine, self._bucket_bytes = engine, bucket_bytes
+        self._dtype = DTYPES.get(dtype)
+        self.nbytes, self.collect_s = 0, 0.0
+        self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
+
+    def __call__(self, actor: Actor, version: int) -> SwapReceipt:
+        """Put the actor's current weights into the engine; the engine is idle between two generate calls.
+
+        Raises:
+            SwapError: the engine did not take them.
+        """
+        if isinstance(self._engine, BroadcastPool):
+            try:
+                return self._send(self._engine, actor, version)
+            except SwapError as error:
+                logger.warning("Actor %d goes to the engines as a file. %s", version, error)
+        path = self._folder.path / "actor.safetensors"
+        began = time.perf_counter()
+        actor_stream(actor, self._dtype, self._bucket_bytes).write(path)
+        self.nbytes, self.collect_s = path.stat().st_size, time.perf_counter() - began
+        try:
+            return self._engine.sync_actor(str(path), version)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _send(self, pool: BroadcastPool, actor: Actor, version: int) -> SwapReceipt:
+        stream = actor_stream(actor, self._dtype, self._bucket_bytes)
+        self.nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values())
+        self.collect_s = 0.0
+        return pool.stream_actor(replace(stream, tensors=lambda: self._timed(stream.tensors())), version)
+
+    def _timed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        began = time.perf_counter()
+        for pair in tensors:
+            self.collect_s += time.perf_counter() - began
+            yield pair
+            began = time.perf_counter()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.close()
+
+    def __enter__(self) -> ActorSync:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def write_spread(path: Path, actor: SpreadActor, dtype: torch.dtype) -> None:
+    """The actor's checkpoint as one file, at no time whole in memory."""
+    with StateWriter(path, {name: (dtype, shape) for name, shape in actor.shapes().items()}) as writer:
+        for name, tensor in actor.tensors(dtype):
+            writer.put(name, tensor)
+
+
+def actor_stream(actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> ActorStream:
+    """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own)."""
+    if isinstance(actor, SpreadActor):
+        spread, kind = actor, dtype or torch.float32
+        entries = {name: (kind, tuple(shape)) for name, shape in spread.shapes().items()}
+        return ActorStream(entries, lambda: spread.tensors(kind), lambda path: write_spread(path, spread, kind), bucket_bytes)
+    assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
+    whole, own = actor, _own_tensors(actor)
+    entries = {name: (dtype if dtype and tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+    return ActorStream(entries, own.items, lambda path: save_state(path, actor_state(whole, dtype)), bucket_bytes)
+
+
+def actor_state(actor: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The actor's weights by their names in a checkpoint, on the CPU; a tied lm_head is left out, as in files of tied models."""
+    own = _own_tensors(actor)
+    return {name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous() for name, tensor in own.items()}
+
+
+def _own_tensors(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
+    output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
+    alias = {f"{name}.weight" for name, module in actor.named_modules() if tied and module is output}
+    return {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}

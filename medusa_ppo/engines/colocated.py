@@ -1,0 +1,220 @@
+"""vLLM in this very process: the engine that the Ray actor hosts, and that tests use directly."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heads.errors import EngineError, MedusaError
+from heads.tensorfile import Header
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.launch import LaunchPlan, plan_launch
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.rpc import raise_reported
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = {
+    # The engine in this process: swaps are direct calls, and there is one process less.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+COUNTER = "vllm:spec_decode_num_"
+DEEP_SLEEP = 2
+"""vLLM's level from which on weights are thrown away."""
+
+
+class ColocatedEngine(base.WorkerEngine):
+    """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our proposer."""
+
+    def __init__(
+        self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, plan: LaunchPlan | None = None
+    ) -> None:
+        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to start.
+
+        Args:
+            plan: a start that was planned elsewhere, in the place of what the other arguments would give.
+        """
+        self.plan = plan or plan_launch(model_path, heads_path, config, seed)
+        self._llm: LLM | None = _start(self.plan.engine_args)
+        self.max_drafts = self.plan.max_drafts
+        self._asleep = self._actor_lost = False
+        try:
+            self.plugin_report()
+            if self.max_drafts:
+                self._look_at_heads()
+                self.set_num_drafts(self.plan.num_drafts)
+                self.set_drafting(**self.plan.drafting)
+        except MedusaError:
+            self.close()
+            raise
+
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        from vllm import SamplingParams
+
+        base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
+        llm = self._running()
+        if self._actor_lost:
+            raise EngineError(
+                "The engine has no whole actor.",
+                given="generate() after a sleep of level 2, or after a broadcast that broke off",
+                expected="sync_actor() first",
+                do="Sync the actor.",
+            )
+        repeat = sampling.responses_per_prompt
+        params = [
+            SamplingParams(
+                **base.sampling_arguments(sampling, self.plan.stop_ids, base.request_seed(sampling, i)),
+                detokenize=False,
+                flat_logprobs=True,
+            )
+            for i in range(len(prompts) * repeat)
+        ]
+        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
+        before = self.counters()
+        started = time.perf_counter()
+        with _engine_errors("generating"):
+            outputs = llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        responses = tuple(_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs))
+        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
+        return base.with_versions(rollouts, self)
+
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        started = time.perf_counter()
+        return self._has_actor(self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked), started)
+
+    def check_actor(self, entries: Header) -> list[str]:
+        return [answer["device"] for answer in self._answers("medusa_check_actor", entries)]
+
+    def join_transfer(self, place: dict[str, Any]) -> None:
+        self._call("medusa_join_transfer", place)
+
+    def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
+        started = time.perf_counter()
+        try:
+            answer = self._call("medusa_receive_actor", entries, version)
+        except EngineError:
+            self._actor_lost = int(self._call("medusa_checksums")["actor_version"]) < 0
+            raise
+        return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
+
+    def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
+        # Cached keys and values were computed with the old weights; those of running requests are computed anew.
+        if not self._running().reset_prefix_cache(reset_running_requests=True):
+            raise EngineError(
+                "The prefix cache could not be reset.",
+                given="blocks that a transfer holds",
+                expected="an engine without KV transfers under way",
+                do="Sync again when they are done: until then old keys may meet new weights.",
+            )
+        self.policy_version, self._actor_lost = receipt.version, False
+        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    def sleep(self, level: int) -> None:
+        llm = self._running()
+        with _engine_errors("falling asleep"):
+            llm.sleep(level=level)
+        self._asleep, self._actor_lost = True, self._actor_lost or level >= DEEP_SLEEP
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        self._asleep = False
+        with _engine_errors("waking up"):
+            self._running().wake_up()
+        self._look_at_heads()
+
+    def counters(self) -> Counters:
+        llm = self._running()
+        return read_counters(llm.get_metrics()) if self.plan.engine_args.get("speculative_config") else Counters()
+
+    def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+
+    def _running(self) -> LLM:
+        if self._llm is None:
+            raise EngineError("The engine is closed.", given="a call after close()", expected="a running engine", do="Start a new one.")
+        if self._asleep:  # Its memory is not there, and vLLM would wait for ever.
+            raise EngineError("The engine is asleep.", given="a call after sleep()", expected="wake() first", do="Wake it.")
+        return self._llm
+
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        return self._answers(method, *args)[0]
+
+    def _answers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Every worker's answer, after looking for errors in each."""
+        with _engine_errors(f"calling {method}"):
+            return [raise_reported(answer) for answer in self._running().collective_rpc(method, args=args)]
+
+
+def _start(engine_args: dict[str, Any]) -> LLM:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _engine_errors("starting"):
+        from vllm import LLM
+
+        return LLM(**engine_args)
+
+
+@contextlib.contextmanager
+def _engine_errors(doing: str) -> Iterator[None]:
+    """vLLM's failures as EngineError; our own errors pass as they are."""
+    try:
+        yield
+    except MedusaError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM failed while {doing}.",
+            given=f"{type(error).__name__}: {error}",
+            expected="a running engine",
+            do="Read vLLM's message above.",
+        ) from error
+
+
+def _response(prompt_index: int, completion: Any) -> Response:
+    token_ids = tuple(completion.token_ids)
+    logprobs = tuple(completion.logprobs.logprobs)
+    if len(logprobs) != len(token_ids) or list(completion.logprobs.token_ids) != list(token_ids):
+        raise EngineError(
+            "vLLM's log-probs do not belong to its tokens.",
+            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
+            expected="one per sampled token",
+            do="Report this with the versions of `medusa-ppo doctor`.",
+        )
+    return Response(prompt_index, token_ids, logprobs, completion.finish_reason)
+
+
+def process_counters() -> Counters:
+    """vLLM's acceptance counters of the engine that was started in this process, however it was started."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return read_counters(get_metrics_snapshot())
+
+
+def read_counters(metrics: Any) -> Counters:
+    """Counters from `LLM.get_metrics()`."""
+    values = {m.name.removeprefix(COUNTER): m for m in metrics if m.name.startswith(COUNTER)}
+    if "drafts" not in values:
+        raise EngineError(
+            "vLLM reports no acceptance counters.", given=sorted(values), expected=f"{COUNTER}drafts", do="Leave disable_log_stats alone."
+        )
+    return Counters(
+        int(values["drafts"].value),
+        int(values["draft_tokens"].value),
+        int(values["accepted_tokens"].value),
+        tuple(int(v) for v in values["accepted_tokens_per_pos"].values),
+    )

@@ -1,0 +1,256 @@
+"""What a vLLM engine is started with: checks that need no vLLM, then the keyword arguments. Refuses what can't be combined, by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
+from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build, require_transfer, require_vllm
+
+logger = logging.getLogger(__name__)
+
+CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
+MIN_CACHE_BYTES = 64 * 1024**2
+LOSSLESS_METHODS = ("standard",)
+OURS = {
+    "worker_extension_cls": "it carries the swap methods",
+    "logprobs_mode": "rollouts report the distribution that was sampled from",
+    "disable_log_stats": "the acceptance counters are read from the statistics",
+    "model": "it is model.path",
+    "weight_transfer_config": "engine.transfer says it",
+}
+WITHOUT_MEDUSA = {
+    "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
+    "enable_lora": "the heads share the actor's plain lm_head",
+    "logits_processors": "vLLM refuses them with speculative decoding",
+}
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A checked start.
+
+    Attributes:
+        engine_args: keyword arguments of vLLM's engine.
+        stop_ids: tokens that end a response, from the model's own files.
+        max_drafts: drafts per step that the engine is built for; 0 without heads.
+        num_drafts: drafts per step to begin with.
+        drafting: keyword arguments of `RolloutEngine.set_drafting` to begin with.
+        max_model_len: longest prompt plus response.
+        vocab_size: valid token ids are below it.
+    """
+
+    engine_args: dict[str, Any]
+    stop_ids: tuple[int, ...]
+    max_drafts: int
+    num_drafts: int
+    drafting: dict[str, Any]
+    max_model_len: int
+    vocab_size: int
+
+
+def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int) -> LaunchPlan:
+    """Check everything that can be known before an engine starts.
+
+    Raises:
+        UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError.
+    """
+    require_vllm()
+    refuse_lossy(config.extra)
+    model = read_model_config(model_path)
+    text = {**model, **(model.get("text_config") or {})}
+    vocab_size, hidden_size = int(text.get("vocab_size", 0)), int(text.get("hidden_size", text.get("n_embd", 0)))
+    args: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+        "gpu_memory_utilization": config.memory_fraction,
+        "enforce_eager": config.enforce_eager,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "use_tqdm_on_load": False,
+    }
+    if config.transfer == "broadcast":
+        require_transfer()
+        args["weight_transfer_config"] = {"backend": TRANSFER}
+    max_drafts = 0
+    if heads_path:
+        heads = read_heads_config(heads_path, hidden_size, vocab_size)
+        max_drafts = heads.num_heads
+        if config.num_drafts > max_drafts:
+            raise ConfigError(
+                "More drafts than trained heads.",
+                given=f"engine.num_drafts={config.num_drafts}",
+                expected=f"<= {max_drafts}, the heads in {heads_path}",
+                do="Draft fewer tokens or train more heads.",
+            )
+        args["speculative_config"] = {"method": "medusa", "model": str(heads_path), "num_speculative_tokens": max_drafts}
+        _refuse_with_heads(config.extra)
+    if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
+        args["kv_cache_memory_bytes"] = cache_bytes(text, config)
+    if config.sleep_level:
+        if is_cpu_build():
+            logger.warning("engine.sleep_level=%d frees nothing here: vLLM's CPU build keeps its memory.", config.sleep_level)
+        else:
+            args["enable_sleep_mode"] = True
+    args.update(config.extra)
+    sampled = config.draft_temperature > 0
+    drafting = {"sampled": sampled, "draft_temperature": config.draft_temperature if sampled else 1.0, "choose": config.choose_drafts}
+    if config.draft_vocab:
+        drafting["draft_vocab"] = config.draft_vocab
+    num_drafts = max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts)
+    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, num_drafts, drafting, config.max_model_len, vocab_size)
+
+
+def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
+    """Bytes that hold the keys and values of `max_num_seqs` sequences of full length.
+
+    vLLM's CPU build takes a share of the NUMA node's memory less what the process already holds; on machines that report a small
+    node (virtual machines with hot-plugged memory) that is negative, so the size is said outright.
+    """
+    layers = int(text_config.get("num_hidden_layers", text_config.get("n_layer", 1)))
+    heads = int(text_config.get("num_attention_heads", text_config.get("n_head", 1)))
+    width = int(text_config.get("hidden_size", text_config.get("n_embd", 1)))
+    head_dim = int(text_config.get("head_dim") or width // heads)
+    kv_heads = int(text_config.get("num_key_value_heads") or heads)
+    wide = config.dtype == "float32" or (config.dtype == "auto" and "32" in str(text_config.get("dtype", text_config.get("torch_dtype"))))
+    per_token = 2 * layers * kv_heads * head_dim * (4 if wide else 2)
+    blocks = config.max_num_seqs * -(-config.max_model_len // CACHE_BLOCK_TOKENS)
+    return max(MIN_CACHE_BYTES, (blocks + 1) * CACHE_BLOCK_TOKENS * per_token)
+
+
+def read_model_config(model_path: str | Path) -> dict[str, Any]:
+    """The model's config.json, from its folder or (for a hub name) from the hub's cache. ModelError when there is none."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ModelError(
+                "The model folder has no config.json.", given=str(folder), expected="a transformers model folder", do="Check the path."
+            )
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(
+                "The model's config.json is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy the model again."
+            ) from None
+    name = str(model_path)
+    if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
+        raise ModelError(
+            "The model folder does not exist.", given=name, expected="a folder, or a hub name like org/name", do="Check the path."
+        )
+    from transformers import AutoConfig  # Only needed for hub names; the import is slow.
+
+    try:
+        return AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "The model was found neither as a folder nor on the hub.",
+            given=f"{name}: {error}",
+            expected="a folder or a hub name",
+            do="Check the name.",
+        ) from None
+
+
+def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int) -> HeadsConfig:
+    """Sizes of native heads, compared with the actor's; the tensors are checked when vLLM loads them."""
+    path = Path(heads_path) / "config.json"
+    native = "a folder written by heads.checkpoint.save_heads"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        heads = HeadsConfig.from_dict(raw["medusa_ppo"]["heads"])
+    except OSError:
+        raise CheckpointError("There is no heads directory.", given=str(heads_path), expected=native, do="Check the path.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "This is not a native heads directory.", given=f"{path}: {error!r}", expected=native, do="Convert it first."
+        ) from None
+    for name, value, actor in (("hidden_size", heads.hidden_size, hidden_size), ("vocab_size", heads.vocab_size, vocab_size)):
+        if actor and value != actor:
+            raise CheckpointError(
+                "The heads were made for another actor.",
+                given=f"{name} {value} in {heads_path}",
+                expected=f"{name} {actor}, the actor's",
+                do="Use heads that were trained for this actor, or train new ones.",
+            )
+    return heads
+
+
+def refuse_lossy(extra: dict[str, Any]) -> None:
+    """LossyError for settings that change the distribution of the tokens; ConfigError for those that the engine sets itself."""
+    for name, reason in OURS.items():
+        if name in extra:
+            raise ConfigError(f"engine.extra.{name} can't be changed: {reason}.", given=extra[name], expected="unset", do=f"Remove {name}.")
+    speculative = extra.get("speculative_config")
+    if speculative is None:
+        return
+    settings = speculative if isinstance(speculative, dict) else {}
+    method = settings.get("rejection_sample_method", "standard")
+    lossy = [name for name in settings if "typical" in name or "posterior" in name or name.startswith("synthetic")]
+    typical = "typical" in str(settings.get("spec_decoding_acceptance_method", settings.get("draft_token_acceptance_method", "")))
+    if method not in LOSSLESS_METHODS or lossy or typical:
+        raise LossyError(
+            "This acceptance rule would change the distribution of the sampled tokens, and PPO would learn from wrong log-probs.",
+            given=f"rejection_sample_method={method}" if method not in LOSSLESS_METHODS else ", ".join(lossy) or "typical acceptance",
+            expected="rejection_sample_method=standard, which is lossless",
+            do="Remove the setting.",
+        )
+    raise ConfigError(
+        "engine.extra.speculative_config can't be set: the engine builds it from the heads.",
+        given=speculative,
+        expected="heads.path and engine.num_drafts",
+        do="Remove speculative_config.",
+    )
+
+
+def _refuse_with_heads(extra: dict[str, Any]) -> None:
+    for name, reason in WITHOUT_MEDUSA.items():
+        if extra.get(name):
+            raise ConfigError(
+                f"engine.extra.{name} can't be combined with draft heads: {reason}.",
+                given=extra[name],
+                expected="unset",
+                do=f"Remove {name}.",
+            )
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if int(extra.get(name, 1)) > 1:
+            raise ConfigError(
+                f"engine.extra.{name} can't be combined with draft heads in this version.",
+                given=extra[name],
+                expected=1,
+                do="Use tensor parallelism.",
+            )
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
+        raise UnsupportedVersionError(
+            "vLLM's V2 model runner has no Medusa.", given="VLLM_USE_V2_MODEL_RUNNER=1", expected="unset", do="Unset the variable."
+        )
+
+
+def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-text ids of generation_config.json and config.json, so that a response ends where transformers would end it."""
+    found: list[int] = []
+    path = Path(model_path) / "generation_config.json"
+    values = [text_config.get("eos_token_id")]
+    if path.is_file():
+        try:
+            values.insert(0, json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        except ValueError as error:
+            raise ModelError(
+                "generation_config.json is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy the model again."
+            ) from None
+    for value in values:
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(v) for v in found))

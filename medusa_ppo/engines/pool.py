@@ -1,0 +1,398 @@
+"""Many engines behind the interface of one: work balanced between them, every version on all of them, lost ones started again.
+
+    generate      pieces of the call (engines/balance.py) go to the engine with the fewest running tokens that is free
+    swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
+    lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
+
+An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
+A pool of one is an engine that is started again when it is lost; what it samples is what the bare engine would.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from heads.errors import DataError, EngineError, SwapError
+from heads.tensorfile import checksum, tensorwise_checksum
+from medusa_ppo.drafting.choice import merge_choices
+from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.balance import Piece, cut, piece_seed
+from medusa_ppo.files import OwnedFolder
+from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+
+logger = logging.getLogger(__name__)
+
+Factory = Callable[[int], base.RolloutEngine]
+MAX_RESTARTS = 3  # Of each engine, between two answers.
+METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
+NAMES = {"heads": "new heads", "actor": "the actor's weights"}
+SUMS = {"heads": checksum, "actor": tensorwise_checksum}
+
+
+@dataclass
+class Seat:
+    """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts in a row."""
+
+    index: int
+    engine: base.RolloutEngine | None
+    restarts: int = 0
+    starting: Future[base.RolloutEngine] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    share: EngineShare = field(default_factory=EngineShare)
+
+
+class EnginePool(base.RolloutEngine):
+    """Engines that answer as one.
+
+    Attributes:
+        shares: what each engine did in the last `generate`.
+        restarts: engines that were started again so far.
+    """
+
+    def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1, on_close: Callable[[], None] = lambda: None) -> None:
+        """Start `count` engines, all at once. Raises what the first one that fails raises, after ending the others.
+
+        Args:
+            factory: starts the engine with a given index; called again for one that is lost.
+            count: engines.
+            smallest_piece: fewest prompts that are worth a call.
+            on_close: called when all engines are closed.
+        """
+        self._factory, self._smallest, self._on_close = factory, smallest_piece, on_close
+        self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
+        self._kept: dict[str, tuple[Path, int, Checked]] = {}
+        self._folder: OwnedFolder | None = None
+        self._settings: dict[str, Any] = {}
+        self.restarts = 0
+        starts = [self._threads.submit(factory, index) for index in range(count)]
+        wait(starts)
+        self._seats = [Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
+        failed = next((error for start in starts if (error := start.exception())), None)
+        if failed is not None:
+            self.close()
+            raise failed
+        engines = self._engines()
+        self.max_drafts = min(engine.max_drafts for engine in engines)
+        self.num_drafts = min(engine.num_drafts for engine in engines)
+        self.heads_version, self.policy_version = engines[0].heads_version, engines[0].policy_version
+        for seat in self._seats:
+            seat.versions = {"heads": self.heads_version, "actor": self.policy_version}
+
+    @property
+    def shares(self) -> tuple[EngineShare, ...]:
+        return tuple(seat.share for seat in self._seats)
+
+    # ---- the engine's methods ---------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        """As `RolloutEngine.generate`. EngineError when no engine is left."""
+        if not prompts:
+            raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
+        started = time.perf_counter()
+        for seat in self._seats:
+            seat.share = EngineShare(seat.index)
+        waiting = list(enumerate(cut(prompts, sampling, len(self._seats), self._smallest)))
+        answers: list[tuple[Piece, Rollouts]] = []
+        running: dict[Future[Rollouts], tuple[Seat, int, Piece]] = {}
+        try:
+            while waiting or running:
+                self._hand_out(waiting, running, prompts, sampling)
+                starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
+                if not running and not starting:
+                    raise self._none_left()
+                awaited: list[Future[Any]] = [*running, *starting]
+                wait(awaited, return_when=FIRST_COMPLETED)
+                for job in [job for job in running if job.done()]:
+                    seat, index, piece = running.pop(job)
+                    error = job.exception()
+                    if error is not None:
+                        self._lost(seat, error)
+                        waiting.insert(0, (index, piece))
+                    else:
+                        answers.append((piece, job.result()))
+                        seat.share, seat.restarts = seat.share.plus(job.result()), 0
+        except Exception:
+            wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
+            raise
+        return self._joined(prompts, sampling, answers, time.perf_counter() - started)
+
+    def _hand_out(
+        self,
+        waiting: list[tuple[int, Piece]],
+        running: dict[Future[Rollouts], tuple[Seat, int, Piece]],
+        prompts: base.Prompts,
+        sampling: Sampling,
+    ) -> None:
+        """Give each free engine the next piece, the one that ran the fewest tokens first."""
+        self._revive()
+        busy = {seat.index for seat, _, _ in running.values()}
+        for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
+            if waiting and seat.index not in busy:
+                index, piece = waiting.pop(0)
+                seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
+                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece.prompts], seeded)] = (seat, index, piece)
+
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
+        receipt = self._deliver("heads", path, version, checked)
+        self.heads_version = version
+        return receipt
+
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        """As `RolloutEngine.sync_actor`, on all engines. SwapError when none took it."""
+        receipt = self._deliver("actor", path, version, checked)
+        self.policy_version = version
+        return receipt
+
+    def set_num_drafts(self, count: int) -> None:
+        base.check_num_drafts(count, self.max_drafts)
+        self._set("num_drafts", count)
+        self.num_drafts = count
+
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        given = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
+        drafting = self._settings.get("drafting", {}) | {name: value for name, value in given.items() if value is not None}
+        self._set("drafting", drafting)
+
+    def checksums(self) -> dict[str, str]:
+        """Those that all engines agree on. EngineError when they don't."""
+        found = [engine.checksums() for engine in self._engines()]
+        if any(sums != found[0] for sums in found):
+            raise EngineError("The engines hold different weights.", given=found, expected="the same in all", do="Swap or sync again.")
+        return found[0]
+
+    def counters(self) -> Counters:
+        return sum((engine.counters() for engine in self._engines()), Counters())
+
+    def choices(self) -> list[dict[str, Any]]:
+        return merge_choices([rows for _, rows in self._everywhere(lambda engine: engine.choices()) if isinstance(rows, list)])
+
+    def plugin_report(self) -> dict[str, Any]:
+        """The first engine's, and under `engines` everyone's."""
+        reports = [engine.plugin_report() for engine in self._engines()]
+        return {**reports[0], "engines": reports}
+
+    def sleep(self, level: int) -> None:
+        self._everywhere(lambda engine: engine.sleep(level))
+
+    def wake(self) -> None:
+        """As `RolloutEngine.wake`. Heads that an engine lost in its sleep come back before its next piece, if the pool has their file."""
+        self._everywhere(lambda engine: engine.wake())
+        self._note_lost_heads()
+
+    def _note_lost_heads(self) -> None:
+        for seat in self._ready():
+            if seat.engine is not None and seat.engine.heads_version < 0:
+                seat.versions["heads"] = -1
+                self.heads_version = self.heads_version if "heads" in self._kept else -1
+
+    def close(self) -> None:
+        # What is being started is waited for: it would outlive the run.
+        for seat in self._seats:
+            if seat.starting is not None:
+                wait([seat.starting])
+                seat.engine = None if seat.starting.exception() else seat.starting.result()
+                seat.starting = None
+        wait([self._threads.submit(engine.close) for engine in self._engines()])
+        self._threads.shutdown()
+        for seat in self._seats:
+            seat.engine = None
+        if self._folder is not None:
+            self._folder.close()
+        self._on_close()
+
+    # ---- asking -------------------------------------------------------------------------------------------------------------
+
+    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        assert seat.engine is not None
+        self._catch_up(seat)
+        return seat.engine.generate(prompts, sampling)
+
+    def _catch_up(self, seat: Seat) -> None:
+        """Bring an engine to the pool's versions and settings."""
+        engine = seat.engine
+        assert engine is not None
+        for what, (path, version, checked) in self._kept.items():
+            if seat.versions.get(what) != version:
+                getattr(engine, METHODS[what])(path, version, checked)
+                seat.versions[what] = version
+        if seat.settings != self._settings:
+            self._settle(engine, self._settings)
+            seat.settings = dict(self._settings)
+
+    @staticmethod
+    def _settle(engine: base.RolloutEngine, settings: dict[str, Any]) -> None:
+        if "num_drafts" in settings:
+            engine.set_num_drafts(settings["num_drafts"])
+        if "drafting" in settings:
+            engine.set_drafting(**settings["drafting"])
+
+    def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
+        by_prompt: dict[int, list[Response]] = {}
+        for piece, part in answers:
+            for response in part.responses:
+                index = piece.prompts[response.prompt_index]
+                by_prompt.setdefault(index, []).append(replace(response, prompt_index=index))
+        responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
+        counters = sum((part.counters for _, part in answers), Counters())
+        shares = self.shares if len(self._seats) > 1 else ()
+        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=shares)
+        return base.with_versions(rollouts, self)
+
+    # ---- the same on all engines ----------------------------------------------------------------------------------------------
+
+    def _deliver(self, what: str, path: str | Path, version: int, checked: Checked | None) -> SwapReceipt:
+        """Heads or actor to all engines at once; the slowest one's seconds. The file is checked here, once, and not by each engine."""
+        started = time.perf_counter()
+        file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
+        try:
+            found = checked or base.check_state(file, NAMES[what], SUMS[what])
+        except SwapError:
+            file.unlink()
+            raise
+        while True:
+            answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version, found))
+            receipts = [(seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)]
+            if receipts or any(isinstance(answer, SwapError) for _, answer in answers):
+                break  # Otherwise all were lost over it; those that are started again are asked again.
+        self._note_lost_heads()
+        if not receipts:
+            file.unlink(missing_ok=True)
+            raise next(
+                (error for _, error in answers if isinstance(error, SwapError)),
+                SwapError(
+                    "No engine took the new weights.", given=f"{what} {version}", expected="one engine", do="Read the engines' logs."
+                ),
+            )
+        self._forget(what)
+        self._kept[what] = (file, version, found)
+        for seat, receipt in receipts:
+            if receipt.checksum == receipts[0][1].checksum:
+                seat.versions[what] = version
+        sums = {receipt.checksum for _, receipt in receipts}
+        if len(sums) > 1:
+            raise SwapError(
+                "The engines hold different weights after one swap.", given=sorted(sums), expected="one checksum", do="Swap again."
+            )
+        return SwapReceipt(version, receipts[0][1].checksum, time.perf_counter() - started)
+
+    def _keep(self, path: str, name: str) -> Path:
+        """The file under a name of the pool's own: writers remove or replace theirs. A hard link where that is possible, else a copy."""
+        file = self._new_file(name)
+        try:
+            os.link(path, file)
+        except OSError:
+            shutil.copyfile(path, file)
+        return file
+
+    def _new_file(self, name: str) -> Path:
+        self._folder = self._folder or OwnedFolder("medusa-ppo-pool-", shared_memory=True)
+        return self._folder.path / f"{name}-{time.monotonic_ns()}.safetensors"
+
+    def _forget(self, what: str) -> None:
+        """Remove the file that was kept until now."""
+        if what in self._kept:
+            self._kept.pop(what)[0].unlink(missing_ok=True)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._settings[name] = value
+        self._everywhere(lambda engine: self._settle(engine, {name: value}))
+        for seat in self._ready():
+            seat.settings = dict(self._settings)
+
+    def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[Seat, Any]]:
+        """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
+        return self._ask_all(self._seated(), call)
+
+    def _seated(self) -> list[Seat]:
+        """The seats that have an engine; waits for one that starts where none has. EngineError when none will."""
+        self._revive()
+        while not self._ready():
+            starting = [seat.starting for seat in self._seats if seat.starting is not None]
+            if not starting:
+                raise self._none_left()
+            wait(starting, return_when=FIRST_COMPLETED)
+            self._revive()
+        return self._ready()
+
+    def _ask_all(
+        self,
+        seats: list[Seat],
+        call: Callable[[base.RolloutEngine], Any],
+        meanwhile: Callable[[], None] = lambda: None,
+        patience_s: float | None = None,
+    ) -> list[tuple[Seat, Any]]:
+        """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it is lost."""
+        jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in seats if seat.engine is not None]
+        meanwhile()
+        done = wait([job for _, job in jobs], patience_s).done
+        answers = []
+        for seat, job in jobs:
+            error = job.exception() if job in done else EngineError("The engine does not answer.", given=f"nothing for {patience_s} s")
+            if isinstance(error, SwapError):
+                logger.warning("Engine %d did not take the new weights. %s", seat.index, error)
+            elif error is not None:
+                self._lost(seat, error)
+            answers.append((seat, error or job.result()))
+        return answers
+
+    # ---- lost engines -----------------------------------------------------------------------------------------------------------
+
+    def _lost(self, seat: Seat, error: BaseException) -> None:
+        """Start a lost engine again in the background. An error that isn't the engine's is raised."""
+        if not isinstance(error, EngineError):
+            raise error
+        logger.warning("Engine %d is lost. %s", seat.index, error)
+        engine, seat.engine = seat.engine, None
+        if seat.restarts < MAX_RESTARTS:
+            seat.restarts += 1
+            self.restarts += 1
+            seat.starting = self._threads.submit(self._start_again, seat.index, engine)
+        elif engine is not None:
+            self._threads.submit(engine.close)
+
+    def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
+        if old is not None:
+            old.close()
+        return self._factory(index)
+
+    def _revive(self) -> None:
+        """Seat the engines whose start is over; they have nothing yet of what the pool holds."""
+        for seat in self._seats:
+            if seat.starting is None or not seat.starting.done():
+                continue
+            error, start, seat.starting = seat.starting.exception(), seat.starting, None
+            if error is not None:
+                self._lost(seat, error)
+            else:
+                seat.engine, seat.versions, seat.settings = start.result(), {}, {}
+
+    def _ready(self) -> list[Seat]:
+        return [seat for seat in self._seats if seat.engine is not None]
+
+    def _engines(self) -> list[base.RolloutEngine]:
+        return [seat.engine for seat in self._seats if seat.engine is not None]
+
+    def _none_left(self) -> EngineError:
+        return EngineError(
+            "No engine of the pool is left.",
+            given=f"{self.restarts} restarts",
+            expected="at least one engine",
+            do="Read the engines' logs.",
+        )

@@ -1,0 +1,348 @@
+"""The rollout engine as the rest of the package sees it, and what its forms share."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from heads.checkpoint import checksum, load_state
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
+from heads.tensorfile import Header, crc
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
+
+logger = logging.getLogger(__name__)
+
+Prompts = Sequence[Sequence[int]]
+
+
+class RolloutEngine(ABC):
+    """Samples responses, and takes new heads and new actor weights while it runs.
+
+    Attributes:
+        max_drafts: drafts per step that it was started for; 0 without heads.
+        num_drafts: drafts per step now.
+        policy_version, heads_version: of the last sync and swap. A heads_version of -1: it has lost its heads, and drafts nothing until
+            some are swapped in.
+        restarts: times that it was lost and started again.
+        elsewhere: it runs on another node.
+    """
+
+    max_drafts: int = 0
+    num_drafts: int = 0
+    policy_version: int = 0
+    heads_version: int = 0
+    restarts: int = 0
+    elsewhere: bool = False
+
+    @abstractmethod
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """Sample `responses_per_prompt` responses to each prompt (token ids), in prompt order.
+
+        The log-probs are those of the distribution that was sampled from; the counters cover this call only.
+        """
+
+    @abstractmethod
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        """Install the heads of a state file (heads.checkpoint.save_state) between two steps. SwapError leaves the old ones.
+
+        Args:
+            checked: what `check_state` found of the file; None: it is checked here.
+        """
+
+    @abstractmethod
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts. `checked`: as for swap_heads."""
+
+    def check_actor(self, entries: Header) -> list[str]:
+        """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of these tensors is none for this engine."""
+        raise _takes_files_only(self)
+
+    def join_transfer(self, place: dict[str, Any]) -> None:
+        """Enter a group that actors are broadcast in; waits until all its ranks are there.
+
+        Args:
+            place: fields of `medusa_ppo.vllm_plugin.transfer.Place`, `rank` being that of this engine's first rank.
+        """
+        raise _takes_files_only(self)
+
+    def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
+        """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.vllm_plugin.transfer.send`). After a SwapError the engine may
+        hold no whole actor: then it answers nothing until it has one."""
+        raise _takes_files_only(self)
+
+    @abstractmethod
+    def set_num_drafts(self, count: int) -> None:
+        """Drafts per step from now on, 0 (no drafting) to `max_drafts`."""
+
+    @abstractmethod
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        """How drafts are made from the next step on.
+
+        Args:
+            sampled: drawn from the heads; else their argmax.
+            draft_temperature: of sampled drafts, times the request's own.
+            choose: the engine chooses the number of drafts for each step.
+            draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
+
+        All of it is lossless; only acceptance and speed differ. What is left out stays as it is.
+        """
+
+    @abstractmethod
+    def checksums(self) -> dict[str, str]:
+        """`heads` and `actor`: checksums of what was loaded last; `actor` is empty before the first sync."""
+
+    @abstractmethod
+    def counters(self) -> Counters:
+        """vLLM's acceptance counters since the engine started."""
+
+    @abstractmethod
+    def plugin_report(self) -> dict[str, Any]:
+        """Proof that our vLLM plug-in is active where the model runs: process id, versions, mends."""
+
+    def choices(self) -> list[dict[str, Any]]:
+        """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
+        return []
+
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must follow `wake`, and for drafts
+                `swap_heads`.
+        """
+        raise _cannot_sleep(self)
+
+    def wake(self) -> None:
+        """Take the memory again, and look which heads are really there (`heads_version`)."""
+        raise _cannot_sleep(self)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine and everything it started; harmless when called again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _cannot_sleep(engine: RolloutEngine) -> EngineError:
+    return EngineError(
+        "This engine can't sleep.", given=type(engine).__name__, expected="a colocated engine", do="Set engine.sleep_level=0."
+    )
+
+
+def _takes_files_only(engine: RolloutEngine) -> EngineError:
+    return EngineError(
+        "This engine takes an actor only from a file.",
+        given=type(engine).__name__,
+        expected="a colocated engine",
+        do="Set engine.transfer=file.",
+    )
+
+
+class WorkerEngine(RolloutEngine):
+    """What engines have in common that reach our worker extension by a call of their own (`_call`)."""
+
+    @abstractmethod
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of the worker extension on all workers; the first answer, after looking for errors in each."""
+
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        try:
+            receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version, checked)
+        except SwapError:
+            self._look_at_heads()
+            raise
+        self.heads_version = version
+        return receipt
+
+    def set_num_drafts(self, count: int) -> None:
+        check_num_drafts(count, self.max_drafts)
+        if self.max_drafts:
+            self._call("medusa_set_num_drafts", count)
+        self.num_drafts = count
+
+    def set_drafting(
+        self,
+        *,
+        sampled: bool | None = None,
+        draft_temperature: float | None = None,
+        choose: bool | None = None,
+        draft_vocab: int | None = None,
+    ) -> None:
+        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
+        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
+
+    def target_changed(self, version: int) -> None:
+        """Another loop has put new actor weights into the engine: what our proposer read from the old ones is read again."""
+        self._call("medusa_target_changed", version)
+        self.policy_version = version
+
+    def checksums(self) -> dict[str, str]:
+        answer = self._call("medusa_checksums")
+        return {"heads": answer["heads"], "actor": answer["actor"]}
+
+    def plugin_report(self) -> dict[str, Any]:
+        return self._call("medusa_plugin_report")
+
+    def choices(self) -> list[dict[str, Any]]:
+        return self._call("medusa_choices")["rows"] if self.max_drafts else []
+
+    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
+        """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
+        return self._call("medusa_probe", hidden, last_ids)["drafts"]
+
+    def _look_at_heads(self) -> None:
+        """Ask the workers which heads they really hold."""
+        if self.max_drafts:
+            self.heads_version = int(self._call("medusa_checksums")["heads_version"])
+
+    def _receipt(self, method: str, path: str, version: int, checked: Checked | None = None) -> SwapReceipt:
+        answer = self._call(method, path, version, *([[checked.checksum, checked.crc]] if checked else []))
+        return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
+
+
+def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int) -> None:
+    """Refuse what vLLM would only refuse half-way. DataError or ConfigError."""
+    if not prompts:
+        raise DataError(
+            "There is no prompt.", given="an empty list", expected="at least one prompt", do="Check the dataset and its filters."
+        )
+    limit = max_model_len - sampling.max_new_tokens
+    for index, prompt in enumerate(prompts):
+        if not prompt or len(prompt) > limit:
+            raise DataError(
+                "A prompt is empty or too long.",
+                given=f"prompt {index} has {len(prompt)} tokens",
+                expected=f"1..{limit} (engine.max_model_len {max_model_len} less max_new_tokens {sampling.max_new_tokens})",
+                do="Raise engine.max_model_len or shorten prompts or responses.",
+            )
+        if vocab_size and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise DataError(
+                "A prompt has a token id outside the vocabulary.",
+                given=f"prompt {index}: {min(prompt)}..{max(prompt)}",
+                expected=f"0..{vocab_size - 1}",
+                do="Use the model's own tokenizer.",
+            )
+    if (
+        sampling.temperature < 0
+        or not 0 < sampling.top_p <= 1
+        or sampling.top_k < 0
+        or sampling.responses_per_prompt < 1
+        or sampling.max_new_tokens < 1
+    ):
+        raise ConfigError(
+            "These sampling settings are not possible.",
+            given=sampling,
+            expected="temperature >= 0, 0 < top_p <= 1, top_k >= 0",
+            do="Correct them.",
+        )
+
+
+def check_num_drafts(count: int, max_drafts: int) -> None:
+    if not 0 <= count <= max_drafts:
+        raise ConfigError(
+            "This number of drafts is not possible.", given=count, expected=f"0..{max_drafts}", do="Restart the engine with more heads."
+        )
+
+
+def check_file(path: str | Path, what: str) -> str:
+    """Absolute path of an existing file. SwapError."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise SwapError(f"There is no file with {what}.", given=str(path), expected="a safetensors file", do="Write it before the swap.")
+    return str(file)
+
+
+def check_state(path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum) -> Checked:
+    """Read a file of weights, look for NaN and infinity, and sum it up (the actor by `tensorwise_checksum`). SwapError."""
+    file = check_file(path, what)
+    try:
+        state = load_state(file)
+    except CheckpointError as error:
+        raise SwapError(
+            f"The file with {what} can't be used; the engines keep what they have.",
+            given=error.problem,
+            expected="a file of save_state",
+            do=str(error.do),
+        ) from error
+    return Checked(sum_up(state), crc(state))
+
+
+def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, Any]:
+    """Arguments of one request under the names of both vLLM's SamplingParams and its HTTP API."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": [] if sampling.ignore_eos else list(stop),
+        "logprobs": 0,
+    }
+
+
+def request_seed(sampling: Sampling, index: int) -> int | None:
+    """Seed of request `index` (prompt-major) of a generate call, or None."""
+    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index) % (1 << 31)
+
+
+def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:
+    """Stamp a call's result with the engine's versions and number of drafts."""
+    return replace(rollouts, policy_version=engine.policy_version, heads_version=engine.heads_version, num_drafts=engine.num_drafts)
+
+
+class NoEngine(RolloutEngine):
+    """Takes heads and remembers which; everything else it has not."""
+
+    def __init__(self) -> None:
+        self._heads = ""
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        raise self._absent("generate")
+
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        self._heads = checksum(load_state(check_file(path, "new heads")))
+        self.heads_version = version
+        return SwapReceipt(version, self._heads, 0.0)
+
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        raise self._absent("sync_actor")
+
+    def set_num_drafts(self, count: int) -> None:
+        check_num_drafts(count, self.max_drafts)
+
+    def set_drafting(self, **settings: Any) -> None:
+        raise self._absent("set_drafting")
+
+    def checksums(self) -> dict[str, str]:
+        return {"heads": self._heads, "actor": ""}
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def plugin_report(self) -> dict[str, Any]:
+        return {"kind": "", "drafter": "", "max_drafts": 0}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @staticmethod
+    def _absent(method: str) -> EngineError:
+        return EngineError("There is no engine here.", given=method, expected="heads to train", do="Generate with vLLM to draft.")

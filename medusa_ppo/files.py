@@ -1,0 +1,111 @@
+"""Files and folders that survive a crash: atomic writes, and temporary folders that go with the process that made them."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write UTF-8 text through a temporary file in the same folder and a rename.
+
+    Raises:
+        OSError: the folder can't be written to; the old file is then unharmed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        # mkstemp makes the file private; a report should be as readable as any other new file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIXES = ("medusa-ppo-", "mppo-")
+LOCK = ".owner"
+"""Locked by the owner for as long as it lives. The kernel frees a lock with its process, across containers too, where numbers of
+processes say nothing."""
+
+
+class OwnedFolder:
+    """A new folder of this process. `close` removes it; harmless when called again."""
+
+    def __init__(self, prefix: str, *, shared_memory: bool = False) -> None:
+        """
+        Args:
+            prefix: begins with one of PREFIXES.
+            shared_memory: in shared memory where there is some; else among the temporary files.
+        """
+        base = SHARED_MEMORY if shared_memory and os.access(SHARED_MEMORY, os.W_OK) else None
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        made = self.path / f"{LOCK}.new"
+        self._lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        made.rename(self.path / LOCK)  # Locked before anybody can find it.
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def keep(self) -> Path:
+        """Leave the folder behind for a reader; nobody sweeps it."""
+        (self.path / LOCK).unlink(missing_ok=True)
+        self._release()
+        return self.path
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def sweep() -> list[Path]:
+    """Remove the folders whose owners are dead. Returns what was removed."""
+    removed = []
+    for base in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for lock in [path for prefix in PREFIXES for path in base.glob(f"{prefix}*/{LOCK}")]:
+            if _is_free(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                removed.append(lock.parent)
+    if removed:
+        logger.info("Removed what %d killed processes had left: %s", len(removed), ", ".join(map(str, removed)))
+    return removed
+
+
+def _is_free(lock: Path) -> bool:
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # It went away, or is another user's.
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(handle)
+
+
+def forget_registration() -> None:
+    """Remove this process's entry of Intel's OpenMP (vLLM's CPU build asks for it), by which the library
+    would find a second copy of itself, now that it has looked.
+
+    It removes the entry itself only where a process ends by returning; Ray ends actors, and faults end engines, otherwise.
+    """
+    (SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)

@@ -1,0 +1,189 @@
+"""TRL's GRPO and RLOO trainers with draft heads: `MedusaGRPOTrainer(..., medusa={...})` in the place of `GRPOTrainer(...)`.
+
+What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of it with the installed package):
+
+    vLLM's start     the trainer builds our subclass of VLLMGeneration, which adds our arguments to its call of `LLM` (TRL has no option)
+    before, after    `VLLMGeneration.generate`, overridden: newer heads go in; tokens and behaviour log-probs come out
+    weight sync      `VLLMGeneration.sync_weights`, overridden: the heads follow
+    log-prob pass    forward hooks on the model itself; rows are known by their tokens
+    step, end        a TrainerCallback
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from heads.errors import ConfigError
+from medusa_ppo.loops import require_loop
+
+require_loop("trl")  # First: another version may not even have what is imported next.
+
+import trl  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
+
+from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
+from medusa_ppo.types import Sampling  # noqa: E402
+from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build  # noqa: E402
+
+__all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class MedusaGeneration(vllm_generation.VLLMGeneration):
+    """TRL's generation with our heads in its vLLM."""
+
+    def __init__(self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any) -> None:
+        _refuse(arguments)
+        self.attachment = attachment
+        self.packed_weights = is_cpu_build()  # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill them.
+        if mode == "server":
+            with _without_communicator() if self.packed_weights else contextlib.nullcontext():
+                super().__init__(model=model, mode=mode, **arguments)
+            attachment.attach_server(model, self.vllm_client.base_url)
+        else:
+            extra = attachment.engine_arguments(model)
+            with replaced(vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)):
+                super().__init__(model=model, mode=mode, **arguments)
+            attachment.attach_llm(self.llm)
+        if self.logprobs is None:
+            self.logprobs = 0  # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them.
+
+    def sync_weights(self) -> None:
+        """The actor's weights into vLLM, and what hangs on them."""
+        if not self.packed_weights:
+            super().sync_weights()
+        elif self.mode == "server":
+            self.attachment.sync_by_file(dict(self._iter_named_params()))
+            return
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+            self.llm.reset_prefix_cache()
+        self.attachment.weights_synced(lost_heads=self.mode == "colocate" and self.enable_sleep_mode)
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        """As TRL's; newer heads go in before, and training rollouts come out to the plugin."""
+        if self.mode == "colocate" and self._llm_weights_sleeping:
+            self.sync_weights()  # TRL would do so a moment later; the heads need awake weights.
+        training = bool(self.model.training)
+        with self.attachment.generation(self.sampling(num_generations)) as generated:
+            answer = super().generate(prompts, images, num_generations, profiler)
+            if training and images is None:
+                generated.append(Generated(prompts, answer[1], _sampled(answer[2])))
+        return answer
+
+    def sampling(self, num_generations: int) -> Sampling:
+        """How this generation samples, in our words."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            max_new_tokens=self.max_completion_length,
+            responses_per_prompt=num_generations,
+        )
+
+
+class MedusaCallback(TrainerCallback):
+    """The trainer's own events: the companion lives as long as the training, and learns of every update."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attachment.begin(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attachment.updated(kwargs["model"], state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attachment.end()
+
+
+class MedusaMixin:
+    """Stands before a TRL trainer in a class's bases. Without `medusa=` the trainer is TRL's, to the bit."""
+
+    medusa: Attachment | None = None
+
+    def __init__(self, *args: Any, medusa: Any = None, **kwargs: Any) -> None:
+        """
+        Args:
+            medusa: a RunConfig, its sections as a mapping, or the path of a YAML file; read are `heads`, `companion`, `engine` (drafting
+                and `extra`) and `seed`. None, or neither drafting nor a companion: TRL's trainer as it is.
+
+        Raises:
+            ConfigError: the trainer does something that can't be combined with draft heads.
+        """
+        config = as_config(medusa)
+        if config is None:
+            super().__init__(*args, **kwargs)
+            return
+        named = [name for name in ("tools", "rollout_func", "environment_factory", "peft_config") if kwargs.get(name)]
+        if named:
+            raise ConfigError(
+                "Draft heads can't learn from this kind of rollout yet.",
+                given=", ".join(named),
+                expected="prompts and single responses of the whole model",
+                do="Leave `medusa` or these arguments out.",
+            )
+        attachment = Attachment(config)
+        module = next(sys.modules[kind.__module__] for kind in type(self).__mro__ if kind.__module__.startswith("trl.trainer."))
+        with replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
+            super().__init__(*args, **kwargs)
+        if not getattr(self, "use_vllm", False):
+            raise ConfigError(
+                "Draft heads need vLLM.", given="use_vllm=False", expected="use_vllm=True", do="Set it in the trainer's args."
+            )
+        self.medusa = attachment
+        attachment.folder = Path(self.args.output_dir) / "medusa"  # type: ignore[attr-defined]
+        self.add_callback(MedusaCallback(attachment))  # type: ignore[attr-defined]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the trainer's, with the plugin's figures beside its own."""
+        figures = self.medusa.figures() if self.medusa is not None else {}
+        super().log({**logs, **figures}, start_time)  # type: ignore[misc]
+
+
+class MedusaGRPOTrainer(MedusaMixin, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with draft heads."""
+
+
+class MedusaRLOOTrainer(MedusaMixin, trl.RLOOTrainer):
+    """`trl.RLOOTrainer` with draft heads."""
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    if arguments["accelerator"].num_processes > 1:
+        raise ConfigError(
+            "Draft heads in TRL were only checked with one training process.",
+            given=f"{arguments['accelerator'].num_processes} processes",
+            expected=1,
+            do="Train with one process, or leave `medusa` out.",
+        )
+    if arguments.get("min_p"):
+        raise ConfigError(
+            "vLLM refuses min_p with speculative decoding.", given=f"min_p={arguments['min_p']}", expected="min_p=0", do="Use top_p."
+        )
+
+
+def _start(llm: Any, extra: dict[str, Any], **arguments: Any) -> Any:
+    return llm(**{**arguments, **extra})
+
+
+def _sampled(logprobs: list[list[list[float | None]]]) -> list[list[float | None]]:
+    """Of each token's log-probs the first, which is the sampled token's."""
+    return [[token[0] for token in sequence] for sequence in logprobs]
+
+
+@contextlib.contextmanager
+def _without_communicator() -> Iterator[None]:
+    """TRL opens a NCCL group to the server as soon as it sees it; on the CPU build there is none, and weights go by file."""
+    client = vllm_generation.VLLMClient
+    with replaced(client, "init_communicator", lambda self, device: None):
+        yield

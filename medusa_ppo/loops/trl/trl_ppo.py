@@ -1,0 +1,115 @@
+"""TRL's PPOTrainer (`trl.experimental.ppo`, up to 1.12), beside which heads are trained: it generates with transformers, without drafts.
+
+What is hooked, and how (TRL 1.12; tests/contracts/test_trl_ppo.py compares all of it with the installed package):
+
+    rollouts         the module function `batch_generation`, replaced for the time of `train`
+    log-prob pass    forward hooks on the policy, in the update's own passes; rows are known by their tokens
+    step, end        a TrainerCallback
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from heads.errors import ConfigError
+from medusa_ppo.loops import require_loop
+
+require_loop("trl.experimental.ppo")  # First: another version may not even have what is imported next.
+
+import torch  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl.experimental.ppo import PPOTrainer, ppo_trainer  # noqa: E402
+
+from medusa_ppo.engines.rollout_engine import NoEngine  # noqa: E402
+from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
+from medusa_ppo.types import Sampling  # noqa: E402
+
+
+class _Events(TrainerCallback):
+    """The policy stands beside the value model in the trainer's `model`."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attachment.begin(kwargs["model"].policy)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attachment.updated(kwargs["model"].policy, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attachment.end()
+
+
+class MedusaPPOTrainer(PPOTrainer):
+    """`trl.experimental.ppo.PPOTrainer` whose rollouts also train draft heads; they are in OUTPUT/medusa/heads-final afterwards."""
+
+    medusa: Attachment | None = None
+    _showing = False
+
+    def __init__(self, *args: Any, medusa: Any = None, **kwargs: Any) -> None:
+        """
+        Args:
+            medusa: as for MedusaGRPOTrainer.
+
+        Raises:
+            ConfigError: the trainer does something that the heads can't learn from.
+        """
+        super().__init__(*args, **kwargs)
+        config = as_config(medusa)
+        if config is None:
+            return
+        if kwargs.get("peft_config") is not None or self.accelerator.num_processes > 1:
+            raise ConfigError(
+                "Heads can't be trained beside this PPOTrainer.",
+                given=f"peft_config={kwargs.get('peft_config')}, {self.accelerator.num_processes} processes",
+                expected="the whole model in one process",
+                do="Leave `medusa` out.",
+            )
+        self.medusa = Attachment(config)
+        self.medusa.folder = Path(self.args.output_dir) / "medusa"
+        self.medusa.engine = NoEngine()
+        self.add_callback(_Events(self.medusa))
+
+    def train(self) -> None:
+        """As TRL's."""
+        if self.medusa is None:
+            super().train()
+            return
+        with replaced(ppo_trainer, "batch_generation", self._generate_and_tell):
+            super().train()
+
+    def generate_completions(self, sampling: bool = False) -> None:
+        """As TRL's: it shows samples of other prompts through the same function, which the heads don't learn from."""
+        self._showing = True
+        try:
+            super().generate_completions(sampling)
+        finally:
+            self._showing = False
+
+    def _generate_and_tell(self, model: Any, queries: torch.Tensor, size: int, pad_token_id: int, settings: Any) -> Any:
+        assert self.medusa is not None, "only replaced with heads"
+        if self._showing:
+            return _generate(model, queries, size, pad_token_id, settings)
+        sampling = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
+        with self.medusa.generation(sampling) as generated:
+            query_responses, logits = _generate(model, queries, size, pad_token_id, settings)
+            generated.append(rows_of(queries, query_responses, logits, pad_token_id))
+        return query_responses, logits
+
+
+_generate = ppo_trainer.batch_generation
+
+
+def rows_of(queries_BQ: torch.Tensor, query_responses_BT: torch.Tensor, logits_BRV: torch.Tensor, pad_token_id: int) -> Generated:
+    """TRL's padded generation as rows. The logits are those that were sampled from, the temperature included."""
+    width = queries_BQ.shape[1]
+    responses_BR = query_responses_BT[:, width:]
+    logprobs_BR = logits_BRV.float().log_softmax(-1).gather(2, responses_BR[..., None])[..., 0]
+    kept_BR = responses_BR != pad_token_id
+    return Generated(
+        [row[row != pad_token_id].tolist() for row in queries_BQ],
+        [row[kept].tolist() for row, kept in zip(responses_BR, kept_BR, strict=True)],
+        [row[kept].tolist() for row, kept in zip(logprobs_BR, kept_BR, strict=True)],
+    )

@@ -1,0 +1,233 @@
+"""verl's synchronous PPO trainer with draft heads: `trainer.v1.trainer_mode=medusa_sync +medusa.heads.num_heads=4`.
+
+What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of it with the installed package):
+
+    trainer          registered as `medusa_sync`, a subclass of PPOTrainerSync; loaded by the entry point `verl.plugins`
+    vLLM's start     `actor_rollout_ref.rollout.engine_kwargs.vllm`, which verl spreads last over its own arguments
+    calls into vLLM  our server class, through RolloutReplicaRegistry; verl's own `collective_rpc` gives no answers back
+    log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel replica taps its share of the rows
+    update           `_update_actor`, overridden: lm_head and embedding are gathered for the companion
+    weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed after every sync
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from omegaconf import OmegaConf, open_dict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from medusa_ppo.loops import require_loop
+from medusa_ppo.loops.attachment import as_config
+from medusa_ppo.loops.passes import PassTap, Row, RowTap
+from medusa_ppo.loops.remote import EMBEDDINGS, LM_HEAD, RemoteAttachment, Tables, call_all, refuse, sum_counters
+from medusa_ppo.types import RolloutBatch, Sampling
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "medusa_ppo.loops.verl.verl_worker.MedusaVerlWorker"
+MEGATRON = "megatron"
+STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
+ACTOR_ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
+
+
+class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
+    """verl's actor worker; the first data-parallel replica (with FSDP that is rank 0) taps its own log-prob pass."""
+
+    _medusa_tap: RowTap | None = None
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: Any) -> Any:
+        if self.actor.engine.get_data_parallel_rank() != 0:
+            return super().compute_log_prob(data)
+        if self._medusa_tap is None:
+            self._medusa_tap = engine_tap(self.actor.engine, self.config)
+        rows, kept = rows_of(data)
+        with self._medusa_tap.watch(rows):
+            output = super().compute_log_prob(data)
+        if output is not None:
+            logprobs = response_logprobs(output["log_probs"], data["response_mask"])
+            self._medusa_tap.add_logprobs([logprobs[i] for i in kept])
+        return output
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def medusa_take(self, policy_version: int) -> RolloutBatch | None:
+        """What was tapped since the last call; from the rank that reports only."""
+        return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def medusa_tables(self) -> Tables | None:
+        """lm_head and embedding, gathered from all ranks; from the rank that reports only."""
+        if self.config.actor.strategy == MEGATRON:
+            tap: Any = self._medusa_tap  # Other replicas have none: nothing crosses between replicas.
+            return tap.tables() if tap is not None else None
+        parameters, _ = self.actor.engine.get_per_tensor_param()
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in parameters:  # Each step of it is a collective: every rank walks to the end.
+            if self.rank == 0 and (name == LM_HEAD or name.endswith(EMBEDDINGS)):
+                found["lm_head" if name == LM_HEAD else "embedding"] = tensor.detach().to("cpu", copy=True)
+        return (found.get("lm_head", found["embedding"]), found["embedding"]) if self.rank == 0 else None
+
+
+def engine_tap(engine: Any, config: Any) -> RowTap:
+    """The tap for the engine of an actor worker with this configuration (verl's `actor_rollout_ref`)."""
+    sampling = sampling_of(config.rollout)
+    if config.actor.strategy == MEGATRON:
+        from medusa_ppo.loops.verl.verl_megatron import MegatronEngineTap  # Megatron is only there where it is used.
+
+        return MegatronEngineTap(engine, sampling, int(config.medusa_bytes))
+    return PassTap(engine.module, sampling, int(config.medusa_bytes))
+
+
+def sampling_of(rollout: Any) -> Sampling:
+    """How verl samples its rollouts, in our words."""
+    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0))
+
+
+@register_trainer("medusa_sync")
+class MedusaPPOTrainerSync(PPOTrainerSync):
+    """verl's trainer, with the heads' companion beside it."""
+
+    def __init__(self, config: Any) -> None:
+        require_loop("verl")
+        medusa = as_config(OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True))
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = "sync"  # verl asks for this name in many places; ours is the same mode.
+        self.medusa: RemoteAttachment | None = None
+        if medusa is not None:
+            refuse("verl", unsupported(config))
+            folder = Path(config.trainer.get("default_local_dir") or medusa.out) / "medusa"
+            self.medusa = RemoteAttachment(medusa, config.actor_rollout_ref.model.path, folder)
+            configure(config, self.medusa)
+            RolloutReplicaRegistry.register("vllm", _load_replica)
+        super().__init__(config)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if self.medusa is not None:
+            for role in self.role_worker_mapping:
+                if str(role) in ACTOR_ROLES:
+                    self.role_worker_mapping[role] = ray.remote(MedusaActorRolloutRefWorker)
+
+    def on_init_end(self) -> None:
+        super().on_init_end()  # Wakes the engines and fills them with the actor's weights.
+        if self.medusa is not None:
+            servers = [server for replica in self.llm_server_manager.get_replicas() for server in replica.servers]
+            self.medusa.attach(lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers))
+            self.medusa.start()
+            self.medusa.synced(lost_heads=True)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if self.medusa is not None:
+            sampling = sampling_of(self.config.actor_rollout_ref.rollout)
+            self.medusa.scored(_first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)), sampling)
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._update_actor(batch, metrics)
+        if self.medusa is not None:
+            tables = _first(self.actor_rollout_wg.medusa_tables())
+            assert tables is not None, "the rank that reports gives the tables"
+            self.medusa.tables_changed(tables, self.global_steps)
+            metrics.update(self.medusa.figures())
+        return batch
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        if self.medusa is not None:
+            self.medusa.synced(lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine))
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        try:
+            super().fit(agent_loop_manager)
+        finally:  # verl leaves by more than one door.
+            if self.medusa is not None:
+                self.medusa.end()
+
+
+def unsupported(config: Any) -> dict[str, bool]:
+    """Settings of verl that the heads can't be combined with, and whether they are on."""
+    actor, rollout, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    correction = config.algorithm.get("rollout_correction") or {}
+    kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    megatron = (actor.get("megatron") or {}) if actor.strategy == MEGATRON else {}
+    return {
+        f"actor_rollout_ref.rollout.name={rollout.name} (not vllm)": rollout.name != "vllm",
+        f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": actor.strategy not in STRATEGIES,
+        "actor_rollout_ref.model.use_fused_kernels with Megatron (its logits are never made, so the tap has no output layer)": (
+            actor.strategy == MEGATRON and bool(model.get("use_fused_kernels", False))
+        ),
+        "actor_rollout_ref.actor.megatron.dynamic_context_parallel": bool(megatron.get("dynamic_context_parallel", False)),
+        "actor_rollout_ref.actor.megatron.use_megatron_fsdp": bool(megatron.get("use_megatron_fsdp", False)),
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": int(actor.get("ulysses_sequence_parallel_size", 1)) > 1,
+        "actor_rollout_ref.model.lora_rank > 0": int(model.get("lora_rank", 0)) > 0,
+        "actor_rollout_ref.model.lora.rank > 0": int((model.get("lora") or {}).get("rank", 0)) > 0,
+        "actor_rollout_ref.model.lora_adapter_path": bool(model.get("lora_adapter_path")),
+        "actor_rollout_ref.model.mtp.enable": bool((model.get("mtp") or {}).get("enable", False)),
+        "actor_rollout_ref.rollout.data_parallel_size > 1": int(rollout.get("data_parallel_size", 1)) > 1,
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config": bool(kwargs.get("speculative_config")),
+        "algorithm.rollout_correction.bypass_mode (there is no log-prob pass to tap)": bool(correction.get("bypass_mode", False)),
+        "trainer.nnodes > 1": int(config.trainer.nnodes) > 1,
+    }
+
+
+def configure(config: Any, medusa: RemoteAttachment) -> None:
+    """Write what vLLM and the workers need into verl's own configuration."""
+    with open_dict(config):
+        rollout = config.actor_rollout_ref.rollout
+        kwargs = OmegaConf.to_container(rollout.get("engine_kwargs") or OmegaConf.create({}), resolve=True)
+        assert isinstance(kwargs, dict)
+        kwargs["vllm"] = {**(kwargs.get("vllm") or {}), **medusa.arguments(WORKER_EXTENSION)}
+        rollout.engine_kwargs = kwargs
+        config.actor_rollout_ref.medusa_bytes = medusa.config.companion.queue_bytes
+
+
+def rows_of(data: Any) -> tuple[list[Row], list[int]]:
+    """Prompt and response of those rows of verl's nested batch that the heads can learn from, and which rows these are.
+
+    Left out are rows with tokens between the response's own (tools' answers).
+    """
+    rows, kept = [], []
+    for index, (ids, mask) in enumerate(zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)):
+        if mask.numel() and bool(mask.bool().all()):
+            tokens, first = ids.tolist(), ids.numel() - mask.numel()
+            rows.append((tokens[:first], tokens[first:]))
+            kept.append(index)
+    return rows, kept
+
+
+def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> list[torch.Tensor]:
+    """The response part of verl's log-probs, row by row: they are nested over prompt and response, and one to the left."""
+    pairs = zip(log_probs.unbind(), response_mask.unbind(), strict=True)
+    return [values[values.numel() - mask.numel() - 1 : values.numel() - 1] for values, mask in pairs]
+
+
+def _load_replica() -> type[Any]:
+    from medusa_ppo.loops.verl.verl_server import MedusaReplica  # Imports vLLM, which the driver only needs when it starts servers.
+
+    return MedusaReplica
+
+
+def _first(answers: Any) -> Any:
+    """A worker group answers with a list (or, from rank 0 alone, with the value itself)."""
+    for answer in _each(answers):
+        if answer is not None:
+            return answer
+    return None
+
+
+def _each(answers: Any) -> Iterator[Any]:
+    if isinstance(answers, list):
+        yield from answers
+    else:
+        yield answers

@@ -1,0 +1,210 @@
+"""Other processes: a local Ray, room on its nodes, the signals that stop a run, and what a killed process leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from heads.errors import RunError
+from medusa_ppo.files import OwnedFolder, sweep
+
+logger = logging.getLogger(__name__)
+
+MIB = 1024**2
+START_ATTEMPTS = 3
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
+}
+OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
+    "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+}
+
+
+def quiet_libraries() -> None:
+    """No progress bars of transformers between our own; for commands, which show their progress themselves."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
+    """Ray for the time of the block: the caller's when it is initialised, RAY_ADDRESS's when that is set, else a local one of ours.
+
+    Only what was started here is shut down. A local Ray's folder is removed with it, unless the block failed: then its logs stay.
+
+    Args:
+        cpus: CPUs that the processes of the block ask for; the machine's own number when that is larger.
+        queue_bytes: what is on its way to the companion at most.
+    """
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (RAY_ENVIRONMENT if joins else OWN_RAY_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+    import ray  # After the environment: Ray reads it when it is imported.
+
+    sweep()
+    if ray.is_initialized():
+        yield
+        return
+    if joins:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            yield
+        return
+    folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path may have 107 characters.
+    keep = False
+    try:
+        _start(folder.path, max(os.cpu_count() or 1, cpus, 2), _object_store_bytes(queue_bytes))
+        yield
+    except Exception:
+        keep = True
+        raise
+    finally:
+        ray.shutdown()
+        if keep:
+            logger.error("Ray's logs are kept in %s", folder.keep())
+        else:
+            folder.close()
+
+
+def _start(folder: Path, cpus: int, store_bytes: int) -> None:
+    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError."""
+    import ray
+
+    for left in reversed(range(START_ATTEMPTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=store_bytes,
+                _temp_dir=str(folder),
+            )
+            return
+        except Exception as error:  # Ray raises a bare Exception here, and ValueError and OSError for what it is given
+            ray.shutdown()
+            if not left:
+                given = f"{type(error).__name__}: {error}"
+                do = "Free memory or cores and try again; Ray's logs say more."
+                raise RunError("Ray did not start.", given=given, expected="a local Ray within 30 s", do=do) from error
+            logger.warning("Ray did not start; trying once more: %s", error)
+
+
+def _object_store_bytes(queue_bytes: int) -> int:
+    """Room for what is on its way to the companion, and a little for everything else; never more than a quarter of the free memory."""
+    wanted = queue_bytes + 128 * MIB
+    return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt once; from then on they are ignored, so that the clean-up is not cut short."""
+    signals = StopSignals()
+    signals.install()
+    try:
+        yield signals
+    finally:
+        signals.restore()
+
+
+class StopSignals:
+    """The handlers of SIGINT and SIGTERM. Outside of the main thread it does nothing (Python allows handlers only there)."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[..., object] | int | None] = {}
+        self._main = threading.current_thread() is threading.main_thread()
+        self.stopping = False
+
+    def install(self) -> None:
+        """Put the handlers in place; again after a library (Ray) has put its own."""
+        if not self._main:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def ignore(self) -> None:
+        """From now on (clean-up has begun) further signals are noted and do nothing."""
+        self.stopping = True
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.stopping:
+            logger.warning("Stopping already; a moment, please: engine and companion are being closed.")
+            return
+        self.stopping = True
+        raise KeyboardInterrupt
+
+
+TIMEOUT_S = 180.0
+TOKEN = 0.001  # Of a node's resource: it says where, not how many.
+
+
+def bundle(gpus: float, resource: str) -> dict[str, float]:
+    """What one process asks of its node. CPUs are shared, not reserved; Ray wants a token of something in each bundle."""
+    asked = {name: amount for name, amount in (("GPU", gpus), (resource, TOKEN)) if name and amount}
+    return asked or {"CPU": TOKEN}
+
+
+def reserve(bundles: list[dict[str, float]], layout: str, what: str, timeout_s: float = TIMEOUT_S) -> PlacementGroup:
+    """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
+
+    Args:
+        layout: `pack`, `spread`, `strict_pack` or `strict_spread`.
+        what: whose room it is, for the error.
+
+    Raises:
+        RunError: there is no such room in the cluster.
+    """
+    group = placement_group(bundles, strategy=layout.upper())
+    if not group.wait(timeout_s):
+        remove_placement_group(group)
+        raise RunError(
+            f"The Ray cluster has no room for the {what}.",
+            given=f"{_by_kind(bundles)}, {layout}; free: {_free()}",
+            expected=f"room for all of them within {timeout_s:.0f} s",
+            do="Add nodes, start Ray with the resources named, or ask for fewer processes or another placement.",
+        )
+    return group
+
+
+def release(group: PlacementGroup | None) -> None:
+    """Give the room back; whatever runs in it is ended."""
+    if group is not None and ray.is_initialized():
+        remove_placement_group(group)
+
+
+def place(group: PlacementGroup | None, index: int) -> dict[str, Any]:
+    """Options of the Ray actor that has a place of the group; none without a group."""
+    return {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+
+
+def _by_kind(bundles: list[dict[str, float]]) -> str:
+    kinds = {str(bundle): bundles.count(bundle) for bundle in bundles}
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def _free() -> str:
+    free = {name: amount for name, amount in ray.available_resources().items() if not name.startswith(("node:", "memory", "object_store"))}
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(free.items())) or "nothing"

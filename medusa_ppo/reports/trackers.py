@@ -1,0 +1,219 @@
+"""Which trackers a run has: checked before anything starts, started once Ray is up."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from heads.errors import ConfigError
+from medusa_ppo import metrics
+from medusa_ppo.config import RunConfig
+
+PREFIX = "medusa_ppo_"
+RAY_PREFIX = "ray_"  # Ray puts it before every name that it exports.
+TAGS = ("run", "position")
+
+
+class RayTracker:
+    """One gauge for each name of medusa_ppo/metrics.py that the run has figures for."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._notes = metrics.describe()
+        self._gauges: dict[str, Any] = {}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            name, _, position = key.partition("/")
+            if name in self._notes:
+                self._gauge(name).set(value, tags={"run": self._run, "position": position})
+
+    def close(self) -> None:
+        """Ray keeps the last figures until its nodes are stopped."""
+        self._gauges.clear()
+
+    def _gauge(self, name: str) -> Any:
+        if name not in self._gauges:
+            from ray.util.metrics import Gauge
+
+            self._gauges[name] = Gauge(PREFIX + name, description=self._notes[name], tag_keys=TAGS)
+        return self._gauges[name]
+
+
+def exported_names() -> set[str]:
+    """Every name that Prometheus may see."""
+    return {RAY_PREFIX + PREFIX + name for name in metrics.describe()}
+
+
+class TensorBoardTracker:
+    """Event files in a folder of the run; look with `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        """Points of `first_step` and later, left by a run that was stopped, are hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. A resumed run is a new one in the same group: its name."""
+
+    def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(project=project, name=name, group=name, dir=str(folder), config=dict(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """A trackio run, kept on this machine unless trackio is set up otherwise."""
+
+    def __init__(self, project: str, name: str, config: Mapping[str, Any], *, resumed: bool = False) -> None:
+        import trackio
+
+        self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow" if resumed else "never", embed=False)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """One place that shows figures while a run goes on."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the figures of one step, flat (`flatten`)."""
+
+    def close(self) -> None:
+        """Send what is left; harmless when called again."""
+
+
+class TrackerGroup:
+    """All trackers of a run. One that fails is told in the log once and tried again at the next step; PPO goes on."""
+
+    def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
+        """`trackers`: by the name that the configuration gives them."""
+        self._trackers = dict(trackers or {})
+        self._told: set[str] = set()
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """One step's figures, as they stand in metrics.jsonl."""
+        if not self._trackers:
+            return
+        flat = flatten(values)
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.log(int(values[metrics.STEP]), flat)
+            except Exception as error:  # Libraries and networks fail in any way they like; figures are in metrics.jsonl anyway.
+                self._tell(name, error)
+
+    def close(self) -> None:
+        """Close all; harmless when called again."""
+        trackers, self._trackers = self._trackers, {}
+        for name, tracker in trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # As in `log`.
+                self._tell(name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning("Tracker %s failed, PPO goes on without it: %s: %s", name, type(error).__name__, error)
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers only: a list becomes `name/1` to `name/K`; text, nothing, NaN and infinities are left out."""
+    flat: dict[str, float] = {}
+    for name, given in values.items():
+        value = given.tolist() if hasattr(given, "tolist") else given  # Arrays and tensors, without importing their libraries.
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            flat |= flatten({f"{name}/{index}": item for index, item in enumerate(value, 1)})
+        elif isinstance(value, bool | int | float) and math.isfinite(value):
+            flat[name] = float(value)
+    return flat
+
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "ray": "ray"}
+"""Name in the configuration -> the package that it needs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a tracker is told at its start.
+
+    Attributes:
+        project, name: under which it shows the run.
+        folder: the run's folder.
+        first_step: 0, or the step that a resumed run goes on with.
+        config: the run's configuration as plain data.
+    """
+
+    project: str
+    name: str
+    folder: Path
+    first_step: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+STARTS: dict[str, Callable[[Setting], Tracker]] = {
+    "tensorboard": lambda s: TensorBoardTracker(s.folder / "tensorboard", s.first_step),
+    "wandb": lambda s: WandbTracker(s.project, s.name, s.folder, s.config),
+    "trackio": lambda s: TrackioTracker(s.project, s.name, s.config, resumed=s.first_step > 0),
+    "ray": lambda s: RayTracker(s.name),
+}
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Refuse a tracker whose package is missing, before anything starts. ConfigError."""
+    for name in names:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(
+                f"The tracker {name} needs a package that is not installed.",
+                given=f"report.trackers with {name}",
+                expected=f"the package {PACKAGES[name]}",
+                do=f"pip install {PACKAGES[name]} (or medusa-ppo[trackers]), or leave {name} out.",
+            )
+
+
+def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
+    """Start what `report.trackers` names; Ray must be up for `ray`. ConfigError when one does not start."""
+    report = config.report
+    setting = Setting(report.project, config.name, config.run_dir, first_step, config.model_dump(mode="json"))
+    started: dict[str, Tracker] = {}
+    for name in report.trackers:
+        try:
+            started[name] = STARTS[name](setting)
+        except Exception as error:  # Each library has errors of its own: not logged in, no network, a folder that can't be written.
+            TrackerGroup(started).close()
+            raise ConfigError(
+                f"The tracker {name} did not start.",
+                given=f"{type(error).__name__}: {error}",
+                expected="a tracker that takes figures",
+                do=f"Mend the cause (is {name} set up on this machine?), or leave it out of report.trackers.",
+            ) from error
+    return TrackerGroup(started)

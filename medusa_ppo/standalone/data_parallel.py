@@ -1,0 +1,249 @@
+"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, that sum their gradients before each step.
+
+    the command (no tensors of its own)
+      |  groups of the part            report, tokens
+      +--> worker 0 --+  counts, gradients: summed in place by Gloo
+      +--> worker 1 --+  everything else is the same in all of them
+      +--> ...      --+
+
+Every worker takes the same optimizer steps on the same gradients, so all hold the same heads; the first one judges and saves them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayError
+
+from heads.acceptance import ReplayResult
+from heads.errors import ConfigError, RunError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
+from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.team import GlooTeam, Team, open_place
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport, cosine_schedule
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.processes import local_ray
+from medusa_ppo.standalone.collect import Sample
+from medusa_ppo.standalone.hidden import HiddenReader, HiddenStates, read_all
+from medusa_ppo.standalone.scene import compute_dtype, on_device, training_device
+from medusa_ppo.standalone.train_options import TrainOptions
+
+State = dict[str, torch.Tensor]
+
+
+class Worker:
+    """Trains on groups of sequences; several of them, each with other groups, take every optimizer step together.
+
+    Attributes:
+        groups: number of groups that all the sequences make, the other workers' included.
+        tokens: written tokens of all sequences.
+        lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
+    """
+
+    def __init__(
+        self, options: TrainOptions, training: list[Sample], held_out: list[Sample], *, rank: int = 0, team: Team | None = None
+    ) -> None:
+        """
+        Args:
+            training: all sequences; the groups are the same in every worker.
+            held_out: what heads are judged on; only the first worker reads it.
+            rank, team: which one of several this is, and the others.
+        """
+        self._options, self._rank, self._team = options, rank, team
+        model = on_device(load_actor(options.model, compute_dtype(options.dtype)))
+        reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
+        self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
+        self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
+        self.groups, self.tokens = len(self._states.groups), self._states.tokens
+        self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
+        lm_head_VD, embedding_VD = lm_head_weight(model).detach(), embedding_weight(model).detach()
+        torch.manual_seed(options.seed)
+        self._trainer = HeadsTrainer(
+            MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], options.num_heads, options.kind)),
+            lm_head_VD,
+            CompanionConfig(
+                loss=options.loss,
+                learning_rate=options.learning_rate,
+                batch_positions=options.batch_positions,
+                accumulate=options.accumulate,
+                epochs=1,
+            ),
+            options.seed,
+            embedding_VD=embedding_VD,
+            device=training_device(),
+            schedule=cosine_schedule(options.epochs * -(-self.tokens // options.step_positions)),
+            dtype=compute_dtype(options.dtype),
+            team=team,
+        )
+
+    @property
+    def parts(self) -> int:
+        """Parts that the trainer has seen, whether they were trained or given up."""
+        return self._trainer.batches_trained + self._trainer.batches_skipped
+
+    def train(self, dealt: list[list[int]], number: int) -> tuple[TrainReport, int]:
+        """Train on this worker's groups of a part.
+
+        Args:
+            dealt: groups of each worker.
+            number: of the part, over all epochs.
+
+        Returns:
+            A report, and the written tokens of this worker's groups.
+        """
+        if self._team is not None:
+            # Only the first worker's state is saved: the others' order of positions must follow from the part alone.
+            self._trainer.reseed(((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63)
+        batch = self._states.batch(dealt[self._rank])
+        return self._trainer.train_batch(batch), int(batch.response_ids_M.numel())
+
+    def judge(self) -> ReplayResult:
+        """Replay of the heads on the holdout, with the drafts that their loss aims at."""
+        assert self._holdout is not None, "only the first worker judges"
+        return replay(
+            self._trainer.heads,
+            self._holdout,
+            self._trainer.lm_head_VD,
+            embedding_VD=self._trainer.embedding_VD,
+            draft_temperature=self._options.draft_temperature,
+        )
+
+    def heads(self) -> MedusaHeads:
+        """The heads, to be saved at once."""
+        return self._trainer.heads
+
+    def state_dict(self) -> State:
+        return self._trainer.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._trainer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def deal_parts(groups: int, parts: int, workers: int, seed: int, epoch: int) -> list[list[list[int]]]:
+    """The groups of each part of an epoch, by worker: a function of seed and epoch alone.
+
+    A worker always has the same groups, so that its cache holds what it needs; each epoch has them in a new order.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    shares = []
+    for rank in range(workers):
+        own = torch.arange(rank, groups, workers)
+        shares.append([part.tolist() for part in own[torch.randperm(own.numel(), generator=generator)].tensor_split(parts)])
+    return [[share[part] for share in shares] for part in range(parts)]
+
+
+@contextmanager
+def running_workers(options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> Iterator[Worker | Workers]:
+    """One worker in this process, or several in processes of their own, for the time of the block."""
+    if options.workers == 1:
+        yield Worker(options, training, held_out)
+        return
+    with local_ray(cpus=options.workers):
+        workers = Workers(options, training, held_out)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+class WorkerHost:
+    """What a Ray process holds: meets the others, then is a worker."""
+
+    def __init__(self, rank: int, size: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._rank, self._size = rank, size
+        self._store: dist.Store | None = None
+        self._worker: Worker | None = None
+
+    def meet_here(self) -> tuple[str, int]:
+        """Open the place where the workers find each other; its address."""
+        self._store, place = open_place(ray.util.get_node_ip_address(), self._size)
+        return place
+
+    def start(self, place: tuple[str, int], options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
+        rank, size = self._rank, self._size
+        team = GlooTeam(self._store, rank, size) if self._store else GlooTeam.at(place, rank, size)
+        self._worker = Worker(options, training, held_out, rank=rank, team=team)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Of the worker."""
+        return getattr(self._worker, method)(*arguments)
+
+    def facts(self) -> tuple[int, int, HeadsConfig, torch.Tensor]:
+        assert self._worker is not None, "start comes first"
+        return self._worker.groups, self._worker.tokens, self._worker.heads().config, self._worker.lm_head_VD
+
+    def parts(self) -> int:
+        assert self._worker is not None, "start comes first"
+        return self._worker.parts
+
+
+class Workers:
+    """Several workers that look like one; attributes as `Worker`."""
+
+    def __init__(self, options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
+        size = options.workers
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(WorkerHost)
+        self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
+        place = self._get(self._hosts[0].meet_here.remote())
+        shared = ray.put(training)
+        self._get([host.start.remote(place, options, shared, held_out if not rank else []) for rank, host in enumerate(self._hosts)])
+        self.groups, self.tokens, self._config, self.lm_head_VD = self._get(self._hosts[0].facts.remote())
+        if self.groups < size:
+            expected = f"at most {self.groups}"
+            raise ConfigError("There is too little text for so many workers.", given=size, expected=expected, do="Use fewer --workers.")
+
+    @property
+    def parts(self) -> int:
+        return self._get(self._hosts[0].parts.remote())
+
+    def train(self, dealt: list[list[int]], number: int) -> tuple[TrainReport, int]:
+        done = self._all("train", dealt, number)
+        return done[0][0], sum(tokens for _, tokens in done)
+
+    def judge(self) -> ReplayResult:
+        return self._get(self._hosts[0].call.remote("judge"))
+
+    def heads(self) -> MedusaHeads:
+        heads = MedusaHeads(self._config)
+        state = self.state_dict()
+        heads.load_trainable_state({name[6:]: value for name, value in state.items() if name.startswith("heads.")})
+        return heads
+
+    def state_dict(self) -> State:
+        return self._get(self._hosts[0].call.remote("state_dict"))
+
+    def load_state_dict(self, state: State) -> None:
+        self._all("load_state_dict", ray.put(state))
+
+    def close(self) -> None:
+        """End all processes."""
+        for host in self._hosts:
+            ray.kill(host)
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._get([host.call.remote(method, *arguments) for host in self._hosts])
+
+    def _get(self, references: Any) -> Any:
+        try:
+            return ray.get(references)
+        except RayError as error:
+            raise RunError(
+                "A worker of the training failed.",
+                given=f"{type(error).__name__}: {error}",
+                expected="all workers up to the end",
+                do="The same command goes on from the last save; use fewer --workers if memory was short.",
+            ) from error

@@ -1,0 +1,241 @@
+"""The scene of `train` and `eval`: model, prompts, and an engine that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from heads.errors import DataError
+from medusa_ppo.actors.hf import DTYPES, load_tokenizer
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.data import Row, load_rows, render_prompts, require_column, stream_rows
+from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.processes import local_ray
+from medusa_ppo.reports.records import PROMPT_IDS, RESPONSE_IDS
+from medusa_ppo.standalone.chat import chat_prompt, check_template, is_chat
+
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take many times as long as float32 ones."""
+
+
+def training_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_device(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, moved to where heads are trained."""
+    torch.nn.Module.to(model, training_device())
+    return model
+
+
+def compute_dtype(dtype: str) -> torch.dtype:
+    """The dtype that was asked for, or float32 where the machine can't multiply it. The same on every call, so runs repeat."""
+    wanted = DTYPES[dtype]
+    if wanted == torch.float32 or torch.cuda.is_available() or BFLOAT16_FLAGS & _cpu_flags():
+        return wanted
+    return torch.float32
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
+
+
+MAX_PROMPT_TOKENS = 1024
+MAX_TEXT_TOKENS = 2048
+"""Longer texts are cut into windows: a model's whole context would make its attention the largest part of a forward pass."""
+DEFAULT_CONTEXT = 2048
+MESSAGES, PROMPT = "messages", "prompt"
+"""Columns that are found by their names when neither a template nor a column is given."""
+
+WAYS = "--template (the model answers prompts), --column (full texts or chat messages), a column named messages or prompt, or rollouts"
+
+Kind = Literal["prompts", "texts", "chat", "rollouts"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where tokens come from.
+
+    Attributes:
+        kind: `prompts` that the model answers, full `texts`, `chat` messages with the assistant's turns, or `rollouts` of a PPO run.
+        column: that holds them; empty with a template and for rollouts.
+    """
+
+    kind: Kind
+    column: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both commands need before they start anything heavy.
+
+    Attributes:
+        rows: an iterator when they are streamed.
+        prompts: of source kind `prompts`, else empty.
+        kept: index of each prompt's row.
+        context: longest sequence, in tokens.
+        skipped: prompts left out because they are too long.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    rows: Iterable[Row]
+    source: Source
+    prompts: list[tuple[int, ...]]
+    kept: list[int]
+    context: int
+    skipped: int
+
+    @property
+    def texts(self) -> Iterator[Any]:
+        """The column of full texts or messages; empty fields are passed over."""
+        return (row[self.source.column] for row in self.rows if row.get(self.source.column))
+
+
+def read_setting(
+    model: str,
+    data: str,
+    template: str,
+    max_new_tokens: int,
+    limit: int = 0,
+    *,
+    column: str = "",
+    respond: bool = False,
+    streamed_rows: int = 0,
+) -> Setting:
+    """Load tokenizer and rows, find out what the rows hold, and tokenize the prompts if it is prompts.
+
+    Args:
+        limit: use only the first rows; 0: all.
+        column: with full texts or messages; a column `messages` or `prompt` is found without.
+        respond: messages are prompts: the model answers in place of their last assistant's turn.
+        streamed_rows: read the rows one by one as they are asked for, and of prompts so many; 0: all at once.
+
+    Raises:
+        ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
+    """
+    rows: Iterable[Row]
+    check_one_way(template, column)
+    if streamed_rows:
+        rows = iter(islice(stream_rows(data), limit or None))
+        first = next(rows, None)
+        if first is None:
+            raise DataError("The data holds no rows.", given=data, expected="at least one row", do="Check the file and the split.")
+        rows = chain([first], rows)
+    else:
+        rows = _load(data, limit, bool(template or column))
+        first = rows[0]
+    source = find_source(first, template, column, respond)
+    tokenizer = load_tokenizer(model)
+    context = int(getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None) or DEFAULT_CONTEXT)
+    if source.kind != "prompts":
+        return Setting(tokenizer, rows, source, [], [], context, 0)
+    rows = list(islice(rows, streamed_rows or None))
+    longest = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
+    if longest < 1:
+        raise DataError(
+            "No room for a prompt.", given=f"--max-new-tokens {max_new_tokens}", expected=f"less than {context}", do="Ask for fewer tokens."
+        )
+    every = _tokenized(rows, template, source.column, tokenizer)
+    kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
+    if not kept:
+        raise DataError(
+            "No prompt is usable.", given=f"{len(every)} prompts", expected=f"1 to {longest} tokens each", do="Check --template and --data."
+        )
+    return Setting(tokenizer, rows, source, [every[i] for i in kept], kept, context, len(every) - len(kept))
+
+
+def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
+    """What the rows hold, judged by the first one.
+
+    Raises:
+        DataError: both a template and a column are given, or neither and no column goes by its name; an unknown column.
+    """
+    check_one_way(template, column)
+    if template:
+        return Source("prompts")
+    if not column and PROMPT_IDS in row and RESPONSE_IDS in row:
+        return Source("prompts", PROMPT_IDS) if respond else Source("rollouts")
+    found = column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
+    if not found:
+        raise DataError("Say where the text comes from.", given=f"columns {', '.join(row)}", expected=WAYS, do="Give one of them.")
+    require_column([row], found)
+    if not column and found == PROMPT:
+        return Source("prompts", found)
+    if is_chat(row[found]):
+        return Source("prompts" if respond else "chat", found)
+    return Source("prompts" if respond else "texts", found)
+
+
+def check_one_way(template: str, column: str) -> None:
+    """Raises DataError when both are given; said before anything is read."""
+    if template and column:
+        raise DataError(
+            "Say where the text comes from, in one way.",
+            given=f"--template {template!r}, --column {column!r}",
+            expected=WAYS,
+            do="Give one of the two.",
+        )
+
+
+def _load(data: str, limit: int, said: bool) -> list[Row]:
+    try:
+        return load_rows(data, limit=limit)
+    except DataError as error:
+        if said:
+            raise
+        do = f"{error.do} Then say where the text comes from: --template, --column, or a column named messages or prompt."
+        raise DataError(error.problem, given=error.given, expected=error.expected, do=do) from error
+
+
+def _tokenized(rows: Sequence[Row], template: str, column: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    if column == PROMPT_IDS:
+        return [tuple(row[column]) for row in rows]
+    if column and is_chat(rows[0].get(column)):
+        check_template(tokenizer)
+        texts = [chat_prompt(row[column], tokenizer, number) for number, row in enumerate(rows)]
+        return [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    texts = render_prompts(rows, template=template, column=column)
+    return [tuple(ids) for ids in tokenizer(texts).input_ids]
+
+
+def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, sequences: int = 64) -> EngineConfig:
+    """An engine just large enough for these prompts."""
+    longest = max(len(ids) for ids in prompts) + max_new_tokens
+    return EngineConfig(
+        dtype="auto" if torch.cuda.is_available() else "float32",
+        max_num_seqs=sequences,
+        max_model_len=max(64, longest),
+        memory_fraction=0.6 if torch.cuda.is_available() else 0.1,
+        threads=max(1, torch.get_num_threads()),
+    )
+
+
+@contextmanager
+def running_engine(model: str, heads_path: str, config: EngineConfig, seed: int) -> Iterator[RolloutEngine]:
+    """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards, come what may."""
+    with local_ray(cpus=config.threads), make_engine(model, heads_path, config, seed) as engine:
+        yield engine
+
+
+def out_folder(out: Path) -> Path:
+    """Make the output folder now, so that a path that can't be written fails before the work."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            "The output folder can't be made.", given=f"{out}: {error.strerror}", expected="a writable folder", do="Choose another --out."
+        ) from None
+    return out

@@ -1,0 +1,193 @@
+"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from heads.acceptance import ReplayResult
+from heads.checkpoint import save_heads
+from heads.errors import DataError
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import DTYPES
+from medusa_ppo.companion.trainer import TrainReport
+from medusa_ppo.console import Advance, OfflineProgress
+from medusa_ppo.processes import stop_signals
+from medusa_ppo.standalone.collect import split_samples
+from medusa_ppo.standalone.data_parallel import Worker, Workers, deal_parts, running_workers
+from medusa_ppo.standalone.resume import Position, ResumeFolder
+from medusa_ppo.standalone.samples import gather_samples, train_setting
+from medusa_ppo.standalone.scene import compute_dtype, out_folder
+from medusa_ppo.standalone.train_options import TrainOptions
+
+__all__ = ["LOG_FILE", "TrainOptions", "train_heads"]
+
+LOG_FILE = "train.jsonl"
+HOLDOUT_FRACTION = 0.1
+HOLDOUT_TOKENS = 16_384
+"""Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than the training itself."""
+LOG_STEPS_PER_EPOCH = 4
+PART_TOKENS = 32_768
+"""Most tokens between two log steps, and held at once beside the cache."""
+SAVE_EVERY_S = 30.0
+
+Line = dict[str, Any]
+
+
+def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
+    """Collect sequences, train on their hidden states, keep the best heads by replay on held-out ones.
+
+    Returns:
+        The best line of `train.jsonl`.
+
+    Raises:
+        ConfigError, ModelError, DataError: unusable options, model, data, template or column.
+        CheckpointError: the state of an interrupted training is damaged.
+    """
+    resume = ResumeFolder(options.out, options)
+    if resume.found:
+        progress.say(f"Going on with the interrupted training in {options.out} (--fresh begins anew)")
+    samples = resume.samples()
+    if samples is None:
+        setting = train_setting(options)
+        out_folder(options.out)
+        resume.begin()
+        samples = gather_samples(options, setting, resume, progress)
+    if compute_dtype(options.dtype) != DTYPES[options.dtype]:
+        progress.say(f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32")
+    training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
+    progress.say("Reading the hidden states of the holdout ...")
+    with running_workers(options, training, held_out) as worker:
+        progress.say(f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out")
+        run = _Run(options, worker, resume)
+        try:
+            with stop_signals():  # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process unsaved.
+                run.train(progress)
+        except BaseException:
+            run.save()
+            raise
+    return run.best
+
+
+class _Run:
+    """One training: who does it, where it stands, and its log."""
+
+    def __init__(self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder) -> None:
+        self._options, self._worker, self._resume = options, worker, resume
+        wanted = max(LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers)))
+        self._parts = min(worker.groups // options.workers, wanted)
+        self._log = options.out / LOG_FILE
+        self._saved_at = time.monotonic()
+        self.position = Position()
+        self._lines: list[Line] = []
+        saved = resume.trainer()
+        if saved is not None:
+            state, self.position = saved
+            worker.load_state_dict(state)
+            self._lines = _read_log(self._log, self.position.parts)
+        self._log.write_text("".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8")
+
+    @property
+    def best(self) -> Line:
+        return max(self._lines, key=lambda line: line["replay_mean_acceptance_length"])
+
+    def train(self, progress: OfflineProgress) -> None:
+        """All parts that are left, or until the time is up or the target reached."""
+        total = self._options.epochs * self._parts
+        with progress.phase("Training the heads", total - self.position.parts) as advance, self._log.open("a", encoding="utf-8") as log:
+            while self.position.parts < total:
+                if reason := self._reason_to_stop():
+                    progress.say(reason)
+                    self.save()
+                    return
+                self._one_part(log, advance, progress)
+        self._resume.remove()
+
+    def save(self) -> None:
+        """Write the state, unless the trainer is ahead of the position: then what was saved before stands."""
+        if self._worker.parts == self.position.parts > 0:
+            self._resume.save_trainer(self._worker.state_dict(), self.position)
+            self._saved_at = time.monotonic()
+
+    def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
+        began = time.monotonic()
+        epoch, part = divmod(self.position.parts, self._parts)
+        dealt = deal_parts(self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch)[part]
+        report, tokens = self._worker.train(dealt, self.position.parts)
+        if report.problem:
+            progress.say(report.problem)
+        spent_s = time.monotonic() - began
+        judged = self._worker.judge()
+        wall_s = self.position.wall_s + time.monotonic() - began
+        line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
+        self._lines.append(line)
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+        if line is self.best:
+            _keep_best(self._options.out, self._worker.heads(), self._worker.lm_head_VD, _metadata(self._options, line))
+        self.position = Position(self.position.parts + 1, line["tokens"], wall_s)
+        advance(1, _note(line))
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self.save()
+
+    def _reason_to_stop(self) -> str:
+        if self._lines and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]:
+            return f"The target of {self._options.target_mal} is reached; the same command with a higher one goes on."
+        if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
+            return "The time is up; the best heads so far are kept, and the same command with more minutes goes on."
+        return ""
+
+
+def _keep_best(out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]) -> None:
+    """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log lives in this one.
+
+    The weights come first; a reader between the two replacements finds the checksum in config.json wrong, not a mixture.
+    """
+    with tempfile.TemporaryDirectory(dir=out, prefix=".best-") as folder:
+        save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_VD, metadata=metadata)
+        for file in ("model.safetensors", "config.json"):
+            os.replace(Path(folder) / "heads" / file, out / file)
+
+
+def _read_log(path: Path, count: int) -> list[Line]:
+    """The lines of the parts that the saved state has seen; later ones will be written again."""
+    lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
+    try:
+        found = [json.loads(line) for line in lines]
+    except ValueError as error:
+        found, problem = [], f"{path}: {error}"
+    else:
+        problem = f"{path}: {len(found)} lines"
+    if len(found) != count:
+        raise DataError("The log of the interrupted training is damaged.", given=problem, expected=f"{count} lines", do="Use --fresh.")
+    return found
+
+
+def _log_line(tokens: int, report: TrainReport, judged: ReplayResult, wall_s: float, tokens_per_s: float) -> Line:
+    return {
+        "tokens": tokens,
+        "loss": None if math.isnan(report.loss) else report.loss,
+        "losses": list(report.losses),
+        "replay_mean_acceptance_length": judged.mean_acceptance_length,
+        "acceptance_per_position": list(judged.acceptance_per_position),
+        "tokens_per_s": tokens_per_s,
+        "wall_s": wall_s,
+    }
+
+
+def _note(line: Line) -> str:
+    positions = " ".join(f"{value:.2f}" for value in line["acceptance_per_position"])
+    loss = "no step" if line["loss"] is None else f"loss {line['loss']:.3f}"
+    return f"{loss}, replay {line['replay_mean_acceptance_length']:.3f} ({positions}), {line['tokens_per_s']:.0f} tokens/s"
+
+
+def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
+    replayed = line["replay_mean_acceptance_length"]
+    return {"options": options.settings(), "replay_mean_acceptance_length": replayed, "trained_tokens": line["tokens"]}

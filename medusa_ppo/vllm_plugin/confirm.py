@@ -1,0 +1,149 @@
+"""Before a swap: do the new heads fit? After it, the probe: what the engine would draft now, against the file's heads computed plainly.
+
+The checksum says that the right bytes came, and the read-back that they stand in the parameters. Drafts may still be made of
+something else: packed copies of the heads before, heads in another order. So a few fixed states are drafted for by the path that serves,
+and head by head the draft probabilities are compared with those of the file's tensors, multiplied out here without any code of the
+drafting path. Each head is told the tokens that were really drafted before it, so a near tie changes nothing.
+
+Shape letters: B fixed rows, D hidden, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from heads.errors import SwapError
+from heads.heads_config import HeadsConfig
+from heads.modules import rms_normalise
+from medusa_ppo.drafting.draws import Draft, RequestSampling
+
+ROWS = 4
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
+"""Largest difference of the log-probabilities, root mean square, as a share of their own spread. 16-bit products round at 0.4 %."""
+LEAST_SPREAD = 0.1
+LEAST_PROBABILITY = 1e-9
+"""Below it float32 probabilities say little."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What the plain product needs besides the file's tensors.
+
+    Attributes:
+        lm_head: the engine's product, rows `[B, D]` -> logits `[B, V]`.
+        embed: the engine's lookup, ids `[B]` -> rows `[B, D]`; read for kind hydra only.
+        dtype: what serves the heads.
+        draft_temperature: what the served probabilities were made with.
+        ids_W: draft vocabulary; None: the whole one.
+    """
+
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
+    embed: Callable[[torch.Tensor], torch.Tensor] | None
+    dtype: torch.dtype
+    draft_temperature: float = 1.0
+    ids_W: torch.Tensor | None = None
+
+
+def check_finite(state: Mapping[str, torch.Tensor]) -> None:
+    """For tensors that changed their dtype: a large float32 may become infinite. (load_state has checked the file.)"""
+    for name, tensor in state.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise SwapError(
+                "NaN or infinity in the new heads; the serving ones stay.", given=name, expected="finite numbers", do="Do not publish them."
+            )
+
+
+def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
+    """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
+    missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
+    if missing or unknown:
+        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
+        raise SwapError(
+            "The tensors are not those of the serving heads, which stay.",
+            given=given,
+            expected=f"{len(serving)} tensors",
+            do="Same kind and K.",
+        )
+    for name, shape in serving.items():
+        if tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point():
+            raise SwapError(
+                "A tensor does not fit the serving heads, which stay.",
+                given=f"{name} {tuple(state[name].shape)} {state[name].dtype}",
+                expected=f"{tuple(shape)} floating point",
+                do="Swap in heads of the same sizes.",
+            )
+
+
+def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden_BD and last_ids_B of the probe, the same at every call and on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_BD = torch.randn(ROWS, config.hidden_size, generator=generator)
+    last_ids_B = torch.randint(config.vocab_size, (ROWS,), generator=generator)
+    return hidden_BD.to(device, dtype), last_ids_B.to(device)
+
+
+def greedy_sampling(device: torch.device) -> RequestSampling:
+    """Drafts are the likeliest tokens, and their probabilities are kept."""
+    return RequestSampling(torch.zeros(ROWS, device=device))
+
+
+def find_difference(
+    draft: Draft, state: Mapping[str, torch.Tensor], config: HeadsConfig, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, plain: Plain
+) -> str:
+    """Where the served drafts are not those of `state`, in one sentence; empty when they are.
+
+    Every head is computed, whatever was found before: on tensor-parallel ranks each product is a meeting of all.
+    """
+    assert draft.probs_BKV is not None, "the probe keeps probabilities"
+    limit = TOLERANCE if plain.dtype == torch.float32 else TOLERANCE_16_BIT
+    found = ""
+    for k in range(draft.ids_BK.shape[1]):
+        given_ids = [last_ids_B, *draft.ids_BK[:, :k].unbind(1)]
+        logprobs_BV = _logprobs(state, config, k, hidden_BD, given_ids, plain)
+        apart = _apart(draft.probs_BKV[:, k], logprobs_BV)
+        if not apart <= limit and not found:  # NaN is no agreement either.
+            found = f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at most"
+    return found
+
+
+def _logprobs(
+    state: Mapping[str, torch.Tensor], config: HeadsConfig, k: int, hidden_BD: torch.Tensor, given_ids: list[torch.Tensor], plain: Plain
+) -> torch.Tensor:
+    """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]` each), from the file's tensors alone."""
+    # A CPU without 16-bit units emulates them; float32 is what serves there as well.
+    dtype = torch.float32 if hidden_BD.device.type == "cpu" else plain.dtype
+
+    def tensor(name: str) -> torch.Tensor:
+        return state[name].to(hidden_BD.device, plain.dtype).to(dtype)
+
+    features_BD = hidden_BD.to(dtype)
+    if config.kind == "hydra":
+        assert plain.embed is not None, "hydra heads read embeddings"
+        inputs = [rms_normalise(features_BD), *(rms_normalise(plain.embed(ids_B)).to(dtype) for ids_B in given_ids)]
+        inner_BH = F.silu(torch.cat(inputs, dim=-1) @ tensor(f"mlps.{k}.in.weight").T)
+        features_BD = features_BD + inner_BH @ tensor(f"mlps.{k}.out.weight").T
+    for layer in range(config.num_layers):
+        features_BD = features_BD + F.silu(features_BD @ tensor(f"blocks.{k}.layers.{layer}.weight").T)
+    own = config.lm_head == "own"
+    logits_BV = (features_BD @ tensor(f"lm_heads.{k}.weight").T if own else plain.lm_head(features_BD.to(plain.dtype))).float()
+    if config.kind == "markov":
+        logits_BV = logits_BV + tensor(f"markov.{k}.in.weight")[given_ids[-1]].float() @ tensor(f"markov.{k}.out.weight").T.float()
+    if plain.ids_W is not None:
+        kept_BV = torch.full_like(logits_BV, -torch.inf)
+        logits_BV = kept_BV.index_copy(1, plain.ids_W, logits_BV[:, plain.ids_W])
+    return (logits_BV / plain.draft_temperature).log_softmax(-1)
+
+
+def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
+    """Root mean square of the difference, over the tokens that have a probability, as a share of the log-probabilities' spread."""
+    if not bool(torch.isfinite(served_BV).all()):
+        return math.nan
+    known_BV = logprobs_BV > math.log(LEAST_PROBABILITY)
+    expected, seen = logprobs_BV[known_BV], served_BV[known_BV].log()
+    spread = max(float(expected.std(correction=0)), LEAST_SPREAD)
+    return float((seen - expected).square().mean().sqrt()) / spread

@@ -1,0 +1,387 @@
+"""Our draft proposer in the place of vLLM's Medusa proposer: our heads, the engine's own lm_head, any number of drafts.
+
+A draft folder that heads/checkpoint.py wrote is served by `heads.modules.MedusaHeads` as plain torch parameters; the engine's lm_head and
+embedding are used where they are, so they follow every actor sync. Any other Medusa folder keeps vLLM's module, and only the number
+of drafts may vary.
+
+Shape letters: B requests, K heads, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from heads.checkpoint import checksum, load_heads, load_state
+from heads.errors import CheckpointError, ConfigError, SwapError
+from heads.modules import MedusaHeads
+from heads.tensorfile import crc
+from medusa_ppo.drafting.choice import DraftChooser
+from medusa_ppo.drafting.draft_vocabulary import TokenMap
+from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, draft_tokens
+from medusa_ppo.drafting.packed import PackedHydra
+from medusa_ppo.types import Checked
+from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, greedy_sampling
+from medusa_ppo.vllm_plugin.hooks import (
+    StockMedusaProposer,
+    agreed,
+    agreed_by_all,
+    embedding_module,
+    lm_head_logits,
+    packed_linear,
+    request_sampling,
+)
+from medusa_ppo.vllm_plugin.rpc import other_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def is_native(folder: str | Path) -> bool:
+    """The folder holds heads that heads/checkpoint.py wrote."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        return isinstance(json.loads(path.read_text(encoding="utf-8")).get("medusa_ppo"), dict)
+    except (ValueError, AttributeError):
+        return False
+
+
+class MedusaProposer(StockMedusaProposer):
+    """What vLLM's model runner asks for drafts after each step."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.model: Any = None
+        self.heads: MedusaHeads | None = None
+        self.version = 0
+        self.heads_checksum = ""
+        self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
+        self.num_drafts: int = self.num_speculative_tokens
+        self.sampled = False
+        self.draft_temperature = 1.0
+        self.draft_probs = DraftProbs()
+        self.choose = False
+        self.chooser = DraftChooser(self.num_drafts)
+        self.token_map = TokenMap(0, 0)
+        self._step_began: float | None = None
+        self._target: nn.Module | None = None
+        self._packed: PackedHydra | None = None
+        self._fingerprint: tuple[int, ...] = ()
+        self._last_ids: list[int] = []
+        self._unfinished: list[int] = []
+        self._step_probs_BKV: torch.Tensor | None = None
+
+    # ---- what vLLM calls ----------------------------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        folder = self.spec_config.draft_model_config.model
+        if not is_native(folder):
+            logger.warning("%s is not a native heads folder; vLLM's own Medusa module serves it, without swaps.", folder)
+            super().load_model(target_model)
+            return
+        config = self.vllm_config.model_config
+        heads, metadata = load_heads(folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size())
+        if self.num_speculative_tokens > heads.config.num_heads:
+            raise ConfigError(
+                "More drafts than trained heads.",
+                given=f"num_speculative_tokens={self.num_speculative_tokens}",
+                expected=f"<= {heads.config.num_heads}, the heads in {folder}",
+                do="Draft fewer tokens or train more heads.",
+            )
+        self.heads = heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        self.version, self.heads_checksum = metadata.version, metadata.checksum
+        self.model = self.heads
+        self._target = target_model
+        self._fingerprint = fingerprint(self.heads)
+        self._pack()
+
+    def _pack(self) -> None:
+        """Pack the products of hydra heads as they are now."""
+        if self.heads is not None and self._target is not None and self.heads.config.kind == "hydra":
+            self._packed = PackedHydra(self.heads, embedding_module(self._target), packed_linear, self._draft_dtype())
+
+    def _draft_dtype(self) -> torch.dtype:
+        """What our own products compute in: float32 where the CPU would emulate bfloat16."""
+        emulated = self.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+        return torch.float32 if emulated else self.dtype
+
+    def propose(
+        self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
+    ) -> torch.Tensor:
+        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included.
+
+        Args:
+            target_hidden_states: h_t `[B, D]` of each request, after the last norm.
+        """
+        hidden_BD = target_hidden_states
+        count = min(num_speculative_tokens, self.num_drafts)
+        if self.choose:
+            # Each rank learns by its own clock, and all must draft the same: the first one decides.
+            count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
+        if count == 0 or not self.fed:
+            return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
+        if self.heads is None:
+            blocks = self.model(hidden_BD)[:count]
+            return torch.stack([logits_BV.argmax(-1) for logits_BV in self.model.compute_logits(blocks)], dim=1)
+        sampling = request_sampling(sampling_metadata) if self.sampled and not sampling_metadata.all_greedy else None
+        return self._draft(hidden_BD, count, sampling)
+
+    def dummy_run(self, num_tokens: int) -> None:
+        """Profiling pass: as much memory as the largest real step."""
+        if self.heads is None:
+            super().dummy_run(num_tokens)
+            return
+        batch = self.vllm_config.scheduler_config.max_num_seqs
+        with torch.inference_mode():
+            self._last_ids = [0] * batch
+            self._draft(torch.zeros(batch, self.hidden_size, dtype=self.dtype, device=self.device), self.num_speculative_tokens, None)
+
+    # ---- what the hooks in internals.py call --------------------------------------------------------------------------------
+
+    def before_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
+        """What the step that just ended sampled, before the next drafts are made.
+
+        Args:
+            sampled_token_ids: new tokens by request; none for a request whose prompt isn't finished.
+            drafted: drafts that were verified, by request.
+            scheduled_tokens: tokens that the model computed, prompts included.
+        """
+        self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
+        self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
+        self._step_probs_BKV = None
+        self.token_map.observe(sampled_token_ids)
+        if self.token_map.due:
+            self._refresh_token_map()
+        if self.choose:
+            self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
+
+    def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
+        now = time.perf_counter()
+        began, self._step_began = self._step_began, now
+        self.chooser.observe_acceptance(drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids])
+        only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and not self._unfinished
+        if began is not None and only_decodes and min(drafted) == max(drafted):
+            self.chooser.observe_step(len(drafted), drafted[0], now - began)
+
+    def after_step(self, request_ids: Sequence[str], live_requests: Mapping[str, object]) -> None:
+        """Keep this step's draft probabilities by request until they are verified."""
+        if len(self.draft_probs):
+            self.draft_probs.keep_only(live_requests)
+        if self._step_probs_BKV is not None:
+            self.draft_probs.put(request_ids, self._step_probs_BKV)
+            self._step_probs_BKV = None
+
+    # ---- drafting -----------------------------------------------------------------------------------------------------------
+
+    def _draft(self, hidden_BD: torch.Tensor, count: int, sampling: Any) -> torch.Tensor:
+        draft = self._make_draft(hidden_BD, count, sampling)
+        self._step_probs_BKV = draft.probs_BKV
+        return draft.ids_BK
+
+    def _make_draft(self, hidden_BD: torch.Tensor, count: int, sampling: RequestSampling | None) -> Draft:
+        heads, target = self.heads, self._target
+        assert heads is not None and target is not None, "drafting needs loaded heads"
+        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64, device=hidden_BD.device)
+        if sampling is not None and self._unfinished and sampling.generators:
+            # A seeded request must not draw in a step that it doesn't sample in, or its seed would depend on the chunking.
+            waiting = set(self._unfinished)
+            kept = {i: g for i, g in sampling.generators.items() if i not in waiting}
+            sampling = type(sampling)(sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, kept, sampling.truncate)
+        return draft_tokens(
+            heads,
+            hidden_BD,
+            last_ids_B,
+            count,
+            lambda features_ND: lm_head_logits(target, features_ND),
+            sampling=sampling,
+            draft_temperature=self.draft_temperature,
+            token_map=self.token_map,
+            packed=self._packed,
+        )
+
+    @torch.inference_mode()
+    def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
+        """One-hot drafts for given hidden states: what the heads really draft now."""
+        self._require_heads()
+        self._last_ids = list(last_ids)
+        hidden_BD = torch.tensor(hidden, dtype=self.dtype, device=self.device)
+        return self._draft(hidden_BD, self.num_speculative_tokens, None).tolist()
+
+    # ---- changes while serving ----------------------------------------------------------------------------------------------
+
+    def set_num_drafts(self, count: int) -> int:
+        """Drafts per step from the next step on, 0..num_speculative_tokens."""
+        if not 0 <= count <= self.num_speculative_tokens:
+            raise ConfigError(
+                "This number of drafts is not possible.",
+                given=count,
+                expected=f"0..{self.num_speculative_tokens}, as the engine was started",
+                do="Restart the engine with more drafts.",
+            )
+        self.num_drafts = count
+        return count
+
+    def configure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Change how drafts are made from the next step on; returns what holds now.
+
+        Settings: `num_drafts`; `sampled` (draw drafts instead of taking the argmax); `draft_temperature`; `choose` (find the number of
+        drafts, up to num_drafts, for each step); `draft_vocab` (draft from so many of the most frequent tokens, 0: from all). ConfigError
+        for anything else.
+        """
+        known = ("num_drafts", "sampled", "draft_temperature", "choose", "draft_vocab")
+        temperature = float(settings.get("draft_temperature", self.draft_temperature))
+        if any(name not in known for name in settings) or not 0 < temperature < float("inf"):
+            raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
+        if settings.get("sampled"):
+            self._require_heads()
+        if "draft_vocab" in settings:
+            self._set_draft_vocab(int(settings["draft_vocab"]))
+        if "num_drafts" in settings:
+            self.set_num_drafts(int(settings["num_drafts"]))
+        # What was learned about costs stays when the choice is switched off and on again.
+        self.choose = bool(settings.get("choose", self.choose))
+        self._step_began = None
+        self.sampled = bool(settings.get("sampled", self.sampled))
+        self.draft_temperature = temperature
+        return {
+            "num_drafts": self.num_drafts,
+            "sampled": self.sampled,
+            "draft_temperature": temperature,
+            "choose": self.choose,
+            "draft_vocab": self.token_map.size,
+        }
+
+    def _set_draft_vocab(self, size: int) -> None:
+        config = self._require_heads().config
+        if size and (size < 0 or config.lm_head == "own"):
+            raise ConfigError(
+                "The draft vocabulary can't be truncated so.",
+                given=f"{size} tokens, heads with lm_head={config.lm_head}",
+                expected="a number of tokens, and heads that share the actor's lm_head",
+                do="Leave engine.draft_vocab at 0.",
+            )
+        if size != self.token_map.size:
+            self.token_map = TokenMap(size, config.vocab_size, packed_linear, self._draft_dtype())
+
+    def target_changed(self) -> None:
+        """New actor weights: what was read from them is read again."""
+        self.chooser.heads_changed()
+        self._refresh_token_map()
+
+    @torch.inference_mode()
+    def _refresh_token_map(self) -> None:
+        target = self._target
+        if self.heads is not None and target is not None:
+            self.token_map.refresh(lambda features_ND: lm_head_logits(target, features_ND), self.hidden_size, self.dtype, self.device)
+
+    def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
+        """Put the heads of a state file in the place of the serving ones; nothing is touched unless the file is right.
+
+        Args:
+            checked: what someone else found of the file. Its bytes are confirmed before anything is touched, and the heads after.
+
+        Returns:
+            The checksum of the file's tensors, as heads.checkpoint.checksum gives it.
+
+        Raises:
+            SwapError: the file does not fit the serving heads, which stay; or what drafts now is not what the file holds: then nothing is
+                drafted until heads are fed again.
+        """
+        heads = self._require_heads()
+        try:
+            state = load_state(path, finite=checked is not None)
+        except CheckpointError as error:
+            raise SwapError(
+                "The heads' state file can't be used; the serving heads stay.",
+                given=error.problem,
+                expected="a file of save_state",
+                do=str(error.do),
+            ) from error
+        check_fit(heads.config.tensor_shapes(), state, path)
+        cast = {name: state[name].to(self.dtype) for name in state}
+        check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
+        if checked is not None and crc(state) != checked.crc:
+            raise other_bytes(path)
+        digest = checked.checksum if checked is not None else checksum(state)
+        self.fed = False
+        heads.load_trainable_state(cast)
+        self._pack()
+        self.chooser.heads_changed()
+        self._refresh_token_map()
+        fault = next((f"{name} does not read back" for name, value in heads.trainable_views().items() if not _same(value, cast[name])), "")
+        fault = self._probe_swap(cast) or fault  # Always: on tensor-parallel ranks the probe is a meeting of all.
+        if not agreed_by_all(not fault):
+            raise SwapError(
+                "The engine does not draft with the heads that were swapped in; it drafts nothing now.",
+                given=fault or "what another rank says",
+                expected="the file's values, and the drafts that they make",
+                do="Swap again; should that fail too, restart the engine.",
+            )
+        self.fed, self.version, self.heads_checksum, self._fingerprint = True, version, digest, fingerprint(heads)
+        return digest
+
+    @torch.inference_mode()
+    def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
+        """Why what drafts now are not the heads of `state`; empty when they are."""
+        config, target = self._require_heads().config, self._target
+        hidden_BD, last_ids_B = fixed_inputs(config, self.dtype, self.device)
+        self._last_ids, self._unfinished = last_ids_B.tolist(), []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # Rollouts without a seed draw from the same generator.
+            draft = self._make_draft(hidden_BD, config.num_heads, greedy_sampling(self.device))
+        plain = Plain(
+            lambda rows: lm_head_logits(target, rows),
+            embedding_module(target) if config.kind == "hydra" else None,
+            self.dtype,
+            self.draft_temperature,
+            self.token_map.ids_W,
+        )
+        return find_difference(draft, state, config, hidden_BD, last_ids_B, plain)
+
+    def held_version(self) -> int:
+        """Version of the heads that are really there; -1 when they are gone (a deep sleep, a swap that failed): then nothing is drafted.
+
+        All ranks ask at once, and come to the same answer.
+        """
+        if self.heads is None:
+            return self.version
+        there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
+        if self.fed and not there:
+            logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
+        self.fed = there
+        return self.version if there else -1
+
+    def _require_heads(self) -> MedusaHeads:
+        if self.heads is None:
+            raise SwapError(
+                "The engine does not serve native heads.",
+                given=self.spec_config.draft_model_config.model,
+                expected="a folder written by heads.checkpoint.save_heads",
+                do="Start the engine with such a folder.",
+            )
+        return self.heads
+
+
+def fingerprint(heads: nn.Module) -> tuple[int, ...]:
+    """A sum over the bits of each parameter, taken where it is: enough to notice that memory was thrown away."""
+    return tuple(_sum_of_bits(p.detach().reshape(-1)) for p in heads.parameters())
+
+
+def _sum_of_bits(values_N: torch.Tensor) -> int:
+    """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
+    size = values_N.element_size()
+    words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
+    return int(values_N.view(words).sum(dtype=torch.int64))
+
+
+def _same(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(value.cpu(), expected)

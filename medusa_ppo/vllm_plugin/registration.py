@@ -1,0 +1,52 @@
+"""The entry point that vLLM loads in each of its processes (group `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+import logging
+
+from heads.errors import UnsupportedVersionError
+from medusa_ppo.vllm_plugin.vllm_versions import is_checked, vllm_version
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Mend vLLM's CPU sampler and bring our proposer; harmless when called again.
+
+    With a version of vLLM that was never checked nothing is touched, so that other users of that vLLM are left in peace;
+    our own engines and worker extension refuse to start there (`require_active`).
+    """
+    version = vllm_version()
+    if not is_checked(version):
+        logger.error("medusa-ppo was never checked with vLLM %s; its vLLM plug-in stays out.", version or "(unknown version)")
+        return
+    activate()
+
+
+def activate() -> None:
+    """Install, or say why not. UnsupportedVersionError."""
+    # Imported here because it imports vLLM, which loads this module first.
+    from medusa_ppo.vllm_plugin.hooks import install
+    from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+
+    install(MedusaProposer)
+
+
+def require_active() -> list[str]:
+    """Names of the mends that are active in this process.
+
+    Raises:
+        UnsupportedVersionError: our plug-in isn't active here; vLLM only logs a plug-in that fails to load.
+    """
+    from medusa_ppo.vllm_plugin.hooks import INSTALLED
+    from medusa_ppo.vllm_plugin.vllm_versions import require_vllm
+
+    if INSTALLED.proposer is None:
+        version = require_vllm()  # Where the plug-in is active, its activation has asked.
+        raise UnsupportedVersionError(
+            "The medusa-ppo plug-in is not active in this vLLM process.",
+            given=f"vLLM {version}, plug-in not loaded",
+            expected="the entry point medusa_ppo of vllm.general_plugins",
+            do="Install medusa-ppo into vLLM's environment, and leave VLLM_PLUGINS unset or add medusa_ppo to it.",
+        )
+    return list(INSTALLED.mends)

@@ -1,0 +1,101 @@
+"""Our backend of vLLM's weight-transfer API: each of an engine's ranks takes the actor from a broadcast, and loads it as it comes.
+
+vLLM's session calls it (`init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`). Layers are loaded
+anew one by one, so that what vLLM has packed or fused out of the weights follows; a rank holds a bucket and the layers that are not whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from heads.checkpoint import LM_HEAD_KEY
+from heads.errors import SwapError
+from medusa_ppo.vllm_plugin.transfer import Group, Incoming, Place, read_entries
+
+
+@dataclass
+class BroadcastInit(WeightTransferInitInfo):
+    """`place`: fields of `Place`."""
+
+    place: dict[str, Any]
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):
+    """`entries`: `ActorStream.header` of what comes. `tied`: lm_head is the embedding, and not loaded a second time."""
+
+    entries: dict[str, Any]
+    tied: bool = False
+
+
+class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
+    """One rank's end.
+
+    Attributes:
+        checksum: of the actor that came last.
+        lm_head_V2: two columns of its lm_head, if it had one: what the engine serves afterwards is compared with them.
+    """
+
+    init_info_cls = BroadcastInit
+    update_info_cls = BroadcastUpdate
+    supports_draft_weight_update = False  # Heads are swapped, in one call.
+
+    checksum: str = ""
+    lm_head_V2: torch.Tensor | None = None
+    _group: Group | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
+        """Join the trainer's group. SwapError when not all come."""
+        self.shutdown()
+        place = Place(**init_info.place)
+        self._group = Group(replace(place, rank=place.rank + self.parallel_config.rank))
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the model stays whole until it is known what comes."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's own, which fails where there is no accelerator to wait for."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Load what comes. After a SwapError the model is in order, its weights are not."""
+        if self._group is None:
+            raise SwapError(
+                "The engine is in no group.", given="update_weights()", expected="init_weight_transfer_engine() first", do="Join."
+            )
+        incoming = Incoming(self._group, read_entries(update_info.entries))
+        load: Any = self.model.load_weights
+        initialize_layerwise_reload(self.model)
+        try:
+            load(self._wanted(incoming, update_info.tied))
+        except BaseException:
+            self.shutdown()
+            finalize_layerwise_reload(self.model, self.model_config)
+            raise
+        self.checksum = incoming.checksum
+
+    def finish_weight_update(self) -> None:
+        """Attention layers, and whatever else vLLM computes out of the weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group; harmless without one."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _wanted(self, incoming: Incoming, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        self.checksum, self.lm_head_V2 = "", None
+        for name, tensor in incoming:
+            if name == LM_HEAD_KEY:
+                self.lm_head_V2 = tensor[:, :2].clone()
+            if not (tied and name == LM_HEAD_KEY):
+                yield name, tensor

@@ -1,0 +1,258 @@
+"""The worker extension: named methods inside vLLM's worker that the engines call through `collective_rpc`.
+
+Arguments and results are JSON (paths, numbers, lists), so the same calls work in process, across processes and over HTTP, and nothing is
+pickled. A failure comes back as data (`{"error": ...}`), because vLLM's transports keep only the text of an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from heads.errors import SwapError
+from heads.tensorfile import Header, crc, tensorwise_checksum
+from medusa_ppo.files import forget_registration
+from medusa_ppo.types import Checked
+from medusa_ppo.vllm_plugin import registration as plugin
+from medusa_ppo.vllm_plugin.rpc import other_bytes, reports_errors
+from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
+from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
+
+logger = logging.getLogger(__name__)
+
+LM_HEAD = "lm_head.weight"
+
+
+class MedusaWorker:
+    """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
+
+    @reports_errors
+    def medusa_plugin_report(self) -> dict[str, Any]:
+        """Proof that our plug-in is active in this very process."""
+        mends = plugin.require_active()
+        forget_registration()  # Every engine of ours asks for this report when it starts.
+        drafter = self._medusa_drafter()
+        heads = getattr(drafter, "heads", None)
+        return {
+            "pid": os.getpid(),
+            "vllm": vllm_version(),
+            "torch": str(torch.__version__),
+            "mends": mends,
+            "drafter": type(drafter).__name__ if drafter is not None else "",
+            "kind": heads.config.kind if heads is not None else "",
+            "max_drafts": drafter.num_speculative_tokens if drafter is not None else 0,
+            "num_drafts": drafter.num_drafts if drafter is not None else 0,
+            "threads": torch.get_num_threads(),
+        }
+
+    @reports_errors
+    def medusa_swap_heads(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
+        """Swap the serving heads in place; see `MedusaProposer.swap`. vLLM runs it between two steps."""
+        started = time.perf_counter()
+        digest = self._medusa_require_drafter().swap(path, int(version), Checked(*checked) if checked else None)
+        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+
+    @reports_errors
+    def medusa_sync_actor(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
+        """Load the actor's weights (safetensors of HF names) into the running model, prepacked copies included.
+
+        The caller must have no running requests and must reset the prefix cache afterwards.
+        """
+        started = time.perf_counter()
+        names = self._medusa_check_entries(_header(Path(path)), path)
+        digest = _confirmed(path, Checked(*checked)) if checked else _checked(path)
+        with torch.inference_mode():
+            self.reload_weights(weights_iterator=_tensors(path, names))  # type: ignore[attr-defined]
+        if LM_HEAD in names:
+            with safe_open(path, "pt") as file:
+                self._medusa_check_lm_head(file.get_slice(LM_HEAD)[:, :2], path)
+        return self._medusa_took_actor(version, digest, started)
+
+    @reports_errors
+    def medusa_check_actor(self, entries: dict[str, list[Any]]) -> dict[str, Any]:
+        """Whether an actor of these tensors (`ActorStream.header`) is one for this model; nothing is changed."""
+        read_entries(entries)
+        self._medusa_check_entries({name: (code, tuple(shape)) for name, (code, shape) in entries.items()}, "the broadcast")
+        return {"device": device_id(self.device)}  # type: ignore[attr-defined]
+
+    @reports_errors
+    def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
+        """Enter the group in which the trainer broadcasts; see `medusa_ppo.vllm_plugin.transfer.Place`."""
+        self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
+        return {}
+
+    @reports_errors
+    def medusa_receive_actor(self, entries: dict[str, list[Any]], version: int) -> dict[str, Any]:
+        """One session of vLLM's weight-transfer API, as one call between two steps, while the trainer sends.
+
+        The caller must have no running requests and must reset the prefix cache afterwards. Version -1: it broke off half-way.
+        """
+        started = time.perf_counter()
+        self._medusa_actor = (-1, "")
+        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            self.start_weight_update()  # type: ignore[attr-defined]
+            self.update_weights({"entries": entries, "tied": tied})  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        came = self.weight_transfer_engine  # type: ignore[attr-defined]
+        if came.lm_head_V2 is not None and not tied:
+            self._medusa_check_lm_head(came.lm_head_V2, "the broadcast")
+        return self._medusa_took_actor(version, came.checksum, started)
+
+    @reports_errors
+    def medusa_target_changed(self, version: int) -> dict[str, Any]:
+        """Another loop has loaded the actor's weights by its own means; its checksum isn't known here."""
+        self._medusa_require_drafter().target_changed()
+        self._medusa_actor = (int(version), "")
+        return {"version": int(version)}
+
+    @reports_errors
+    def medusa_checksums(self) -> dict[str, Any]:
+        """Checksums of what was loaded last; empty for an actor that was never synced (it is the model folder's), and for heads that
+        are gone (version -1)."""
+        drafter = self._medusa_drafter()
+        version, actor = getattr(self, "_medusa_actor", (0, ""))
+        held = drafter.held_version() if drafter is not None else 0
+        return {
+            "heads": drafter.heads_checksum if drafter is not None and held >= 0 else "",
+            "heads_version": held,
+            "actor": actor,
+            "actor_version": version,
+        }
+
+    @reports_errors
+    def medusa_set_drafting(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Change how drafts are made from the next step on; see `MedusaProposer.configure`."""
+        return self._medusa_require_drafter().configure(settings)
+
+    @reports_errors
+    def medusa_set_num_drafts(self, count: int) -> dict[str, Any]:
+        """Drafts per step from the next step on, 0 included."""
+        return {"num_drafts": self._medusa_require_drafter().set_num_drafts(int(count))}
+
+    @reports_errors
+    def medusa_choices(self) -> dict[str, Any]:
+        """How many drafts the steps since the last call had; see `DraftChooser.take_report`."""
+        return {"rows": self._medusa_require_drafter().chooser.take_report()}
+
+    @reports_errors
+    def medusa_probe(self, hidden: list[list[float]], last_ids: list[int]) -> dict[str, Any]:
+        """What the serving heads draft for given hidden states (one-hot)."""
+        return {"drafts": self._medusa_require_drafter().probe(hidden, last_ids)}
+
+    # ---- parts --------------------------------------------------------------------------------------------------------------
+
+    def _medusa_drafter(self) -> Any:
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        return drafter if drafter is not None and hasattr(drafter, "set_num_drafts") else None
+
+    def _medusa_require_drafter(self) -> Any:
+        plugin.require_active()
+        drafter = self._medusa_drafter()
+        if drafter is None:
+            raise SwapError(
+                "The engine runs without draft heads.",
+                given="no Medusa drafter",
+                expected="heads",
+                do="Start the engine with a heads folder.",
+            )
+        return drafter
+
+    def _medusa_took_actor(self, version: int, digest: str, started: float) -> dict[str, Any]:
+        """What follows new weights in the model, however they came."""
+        drafter = self._medusa_drafter()
+        if drafter is not None:
+            drafter.target_changed()
+        self._medusa_actor = (int(version), digest)
+        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+
+    def _medusa_check_entries(self, given: Header, source: str) -> list[str]:
+        """Names to load, after comparing names, shapes and kinds of numbers with the model folder's own files."""
+        model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
+        expected: Header = {}
+        for part in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
+            expected.update(_header(part))
+        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
+        missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD)]
+        unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD)]
+        wrong = [f"{name} {given[name]}" for name in given if name in expected and not _alike(given[name], expected[name])]
+        if missing or unknown or wrong:
+            raise SwapError(
+                "The actor's weights are not those of the serving model, which stays as it is.",
+                given=f"{source}: missing {missing[:3]}, unknown {unknown[:3]}, other shape or kind {wrong[:3]}",
+                expected=f"the {len(expected)} tensors of {model}",
+                do="Sync the state_dict of the same architecture.",
+            )
+        # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
+        return [name for name in given if not (tied and name == LM_HEAD)]
+
+    def _medusa_check_lm_head(self, weight_V2: torch.Tensor, source: str) -> None:
+        """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
+        prepacked copy does not."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
+        processor = getattr(model, "logits_processor", None)
+        if processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
+            return
+        with torch.inference_mode():
+            width = runner.model_config.get_hidden_size()
+            served_2V = model.compute_logits(torch.eye(2, width, dtype=runner.dtype, device=self.device)).float()  # type: ignore[attr-defined]
+            expected_2V = weight_V2.to(served_2V.device, runner.dtype).T.float()
+        if not torch.allclose(served_2V, expected_2V[:, : served_2V.shape[1]], rtol=1e-2, atol=1e-3):
+            raise SwapError(
+                "The engine still serves the old lm_head after the sync.", given=source, expected="the new one", do="Restart the engine."
+            )
+
+
+def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:
+    """The same shape, and both floating point or neither; the width of floats is the engine's business."""
+    return given[1] == expected[1] and ("F" in given[0]) == ("F" in expected[0])
+
+
+def _header(path: Path) -> Header:
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise SwapError(
+            "The weights' file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Write it again."
+        ) from error
+
+
+def _checked(path: str) -> str:
+    """The file's checksum, after comparing every number with infinity."""
+    state = dict(_tensors(path, list(_header(Path(path)))))
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SwapError(
+                "NaN or infinity in the actor's weights; the old ones stay.",
+                given=name,
+                expected="finite numbers",
+                do="Lower the step size.",
+            )
+    return tensorwise_checksum(state)
+
+
+def _confirmed(path: str, checked: Checked) -> str:
+    """The checksum that someone else took, after confirming that the bytes here are those that he read."""
+    if crc(dict(_tensors(path, list(_header(Path(path)))))) != checked.crc:
+        raise other_bytes(path)
+    return checked.checksum
+
+
+def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, "pt") as file:
+        for name in names:
+            yield name, file.get_tensor(name)
+
+
+# vLLM imports this module in the worker, before the model runner is built, and does not swallow what goes wrong here.
+plugin.activate()

@@ -1,0 +1,32 @@
+"""The doctor: every finding has a next step, and a version that was never checked is a fault."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from medusa_ppo.cli import doctor
+
+
+def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
+    checks = list(doctor.run_checks(quick=True))
+    assert {"Python", "Memory", "vLLM", "Plug-in registered", "torch", "ray"} <= {check.name for check in checks}
+    assert all(check.found for check in checks)
+    assert [check.name for check in checks if not check.ok] == []
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.30.1", "1.0.0"])
+def test_another_vllm_is_a_fault_with_a_next_step(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(doctor, "vllm_version", lambda: version)
+    check = next(c for c in doctor.run_checks(quick=True) if c.name == "vLLM")
+    assert not check.ok and version in check.found and "make setup" in check.do
+
+
+def test_a_package_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    faults = {check.name for check in doctor.run_checks(quick=True) if not check.ok}
+    assert {"torch", "ray", "transformers", "datasets", "vLLM"} <= faults

@@ -1,0 +1,72 @@
+"""Training from nothing: it learns, it repeats itself, it goes on where it was, and it leaves the process as it found it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from medusa_ppo.demo import demo_actor as pretrain
+from medusa_ppo.demo.demo_actor import PretrainStatus, Recipe, train_actor
+from medusa_ppo.demo.task import build_tokenizer
+
+MICRO = Recipe(steps=24, batch_size=4, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, learning_rate=1e-2, warmup_steps=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return build_tokenizer()
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_the_loss_falls_and_progress_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+    seen: list[PretrainStatus] = []
+    train_actor(MICRO, tokenizer, progress=seen.append)
+    assert [status.done for status in seen] == list(range(1, MICRO.steps + 1))
+    assert {status.total for status in seen} == {MICRO.steps}
+    assert seen[-1].eta_s == 0.0 and seen[0].eta_s > 0.0
+    assert seen[-1].loss < 0.8 * seen[0].loss
+
+
+def test_the_same_recipe_gives_the_same_actor_and_spares_global_state(tokenizer: PreTrainedTokenizerBase) -> None:
+    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    first = train_actor(MICRO, tokenizer, threads=threads + 1)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(99)
+    second = train_actor(MICRO, tokenizer, threads=threads + 1)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_an_interrupted_training_ends_with_the_same_actor(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrain, "SAVE_EVERY_S", 0.0)
+    partial = tmp_path / "actor.partial"
+
+    def stop_after_ten(status: PretrainStatus) -> None:
+        if status.done == 10:
+            raise _Stop
+
+    with pytest.raises(_Stop):
+        train_actor(MICRO, tokenizer, progress=stop_after_ten, partial=partial)
+    assert partial.is_file()
+    seen: list[PretrainStatus] = []
+    resumed = train_actor(MICRO, tokenizer, progress=seen.append, partial=partial)
+    assert seen[0].done == 11
+    straight = train_actor(MICRO, tokenizer)
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "])
+def test_an_unreadable_unfinished_training_is_started_again(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, content: bytes) -> None:
+    partial = tmp_path / "actor.partial"
+    partial.write_bytes(content)
+    seen: list[PretrainStatus] = []
+    train_actor(Recipe(**{**vars(MICRO), "steps": 2}), tokenizer, progress=seen.append, partial=partial)
+    assert [status.done for status in seen] == [1, 2]

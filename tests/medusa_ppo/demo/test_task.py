@@ -1,0 +1,92 @@
+"""The generated problems: right, repeatable, and in streams that share nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from heads.errors import DataError
+from medusa_ppo.demo.demo_actor import Recipe, _encode_pool
+from medusa_ppo.demo.task import LARGEST, SPLITS, build_tokenizer, demo_rows, problem, split_of
+from medusa_ppo.ppo.rewards import exact_answer
+
+_SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ")
+_OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+def _sums(solution: str) -> list[tuple[int, str, int, int]]:
+    return [(int(left), sign, int(right), int(result)) for left, sign, right, result in _SUM.findall(solution)]
+
+
+def test_every_step_is_right_and_the_last_one_is_the_answer() -> None:
+    for index in range(500):
+        found = problem(index, seed=3)
+        sums = _sums(found.solution)
+        assert 2 <= len(sums) <= 3
+        assert all(_OPERATIONS[sign](left, right) == result for left, sign, right, result in sums)
+        assert all(1 <= result <= LARGEST for *_, result in sums)
+        assert all(before[3] == after[0] for before, after in itertools.pairwise(sums))
+        assert found.solution.endswith(f"#### {sums[-1][3]}")
+        assert found.answer == str(sums[-1][3])
+
+
+def test_the_solution_follows_from_the_question() -> None:
+    for index in range(200):
+        found = problem(index, seed=4)
+        numbers = [int(number) for number in re.findall(r"\d+", found.question)]
+        sums = _sums(found.solution)
+        assert numbers == [sums[0][0], sums[0][2], *(right for _, _, right, _ in sums[1:])]
+        clauses = found.question.split(". ")[:-1]
+        assert all(clause in found.solution for clause in clauses)
+
+
+def test_a_problem_is_a_function_of_index_seed_and_split() -> None:
+    assert problem(7, seed=1) == problem(7, seed=1)
+    assert len({problem(7, seed=seed).question for seed in range(20)}) == 20
+    assert len({problem(index, seed=1).question for index in range(200)}) > 190
+
+
+def test_the_splits_share_no_question() -> None:
+    questions = {split: {row["question"] for seed in range(3) for row in demo_rows(split, seed, 400)} for split in SPLITS}
+    for split in SPLITS:
+        assert all(split_of(question) == split for question in questions[split])
+        assert not any(questions[split] & questions[other] for other in SPLITS if other != split)
+
+
+def test_an_unknown_split_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(DataError, match="eval"):
+        problem(0, seed=0, split="test")
+
+
+def test_rows_are_what_the_reward_reads() -> None:
+    rows = demo_rows("train", seed=5, limit=100)
+    assert len(rows) == 100
+    for row, other in itertools.pairwise(rows):
+        assert row["prompt"] == f"Question: {row['question']}\nAnswer:"
+        assert exact_answer(row["prompt"], row["solution"], row) == 1.0
+        wrong = other["solution"]
+        assert exact_answer(row["prompt"], wrong, row) == float(other["answer"] == row["answer"])
+
+
+def test_slips_change_the_answer_at_their_rate_and_nothing_else() -> None:
+    wrong = 0
+    for index in range(600):
+        exact, slipped = problem(index, 6), problem(index, 6, slip_rate=0.6)
+        assert slipped.question == exact.question
+        assert slipped.solution.rsplit("\n", 1)[0] == exact.solution.rsplit("\n", 1)[0]
+        sums = _sums(slipped.solution)
+        assert exact.answer == str(sums[-1][3])
+        assert slipped.answer in (exact.answer, str(sums[-2][3])) and slipped.solution.endswith(f"#### {slipped.answer}")
+        wrong += slipped.answer != exact.answer
+    assert 0.55 < wrong / 600 < 0.65
+
+
+def test_the_first_part_of_the_training_has_no_slips() -> None:
+    recipe = Recipe(steps=32, slips_from=0.5, slip_rate=1.0)
+    tokenizer = build_tokenizer()
+    for pool, slips in ((0, False), (1, False), (2, True), (3, True)):
+        answers = [tokenizer.decode(response[:-1]) for _, response in _encode_pool(recipe, tokenizer, pool)]
+        right = [int(a.split("=")[-1].split()[0]) == int(a.split("####")[1]) for a in answers]
+        assert not any(right) if slips else all(right)

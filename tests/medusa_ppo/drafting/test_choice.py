@@ -1,0 +1,191 @@
+"""The chooser finds the best number of drafts on machines whose costs are known, and follows when they change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medusa_ppo.drafting.choice import FIRST_STEPS, DraftChooser, StepCosts
+
+K = 4
+RNG = np.random.default_rng(0)
+
+
+def cost_of(batch: int, drafts: int, costs: tuple[float, ...]) -> float:
+    """Seconds of a step; what a machine is not said to cost is free."""
+    return sum(cost * value for cost, value in zip(costs, StepCosts.features(batch, drafts), strict=False))
+
+
+def run(chooser: DraftChooser, batch: int, keep: float, costs: tuple[float, ...], steps: int) -> tuple[list[int], float, float]:
+    """Serve `steps` steps; (choices, tokens, seconds). Each draft is accepted with probability `keep` after accepted ones."""
+    choices, tokens, seconds = [], 0.0, 0.0
+    for _ in range(steps):
+        k = chooser.choose(batch)
+        took = cost_of(batch, k, costs) * RNG.uniform(0.95, 1.05)
+        accepted = np.minimum(RNG.geometric(1 - keep, size=batch) - 1, k) if keep < 1 else np.full(batch, k)
+        chooser.observe_step(batch, k, took)
+        chooser.observe_acceptance([k] * batch, accepted.tolist())
+        choices.append(k)
+        tokens += batch + float(accepted.sum())
+        seconds += took
+    return choices, tokens, seconds
+
+
+def usual(choices: list[int]) -> int:
+    tail = choices[FIRST_STEPS + 20 :]
+    return max(set(tail), key=tail.count)
+
+
+@pytest.mark.parametrize(
+    ("keep", "costs", "expected"),
+    [
+        (0.9, (10.0, 0.01, 0.01), {4}),  # a fixed cost and good heads: all drafts
+        (0.02, (1.0, 1.0, 0.1), {0}),  # rows cost and heads are always wrong: none
+        (0.5, (40.0, 1.0, 0.0), {1, 2}),  # in between
+        (0.5, (2.0, 0.01, 0.01, 8.0), {0}),  # to draft at all costs more than it brings
+    ],
+)
+def test_the_best_number_is_found(keep: float, costs: tuple[float, ...], expected: set[int]) -> None:
+    choices, _, _ = run(DraftChooser(K), 16, keep, costs, 400)
+    assert usual(choices) in expected
+
+
+def test_heads_that_are_always_wrong_cost_little() -> None:
+    costs = (2.0, 0.5, 0.05)
+    _, tokens, seconds = run(DraftChooser(K), 32, 0.0, costs, 2000)
+    plain = 32 / cost_of(32, 0, costs)
+    assert tokens / seconds > 0.96 * plain
+
+
+def test_it_follows_heads_that_improve() -> None:
+    chooser, costs = DraftChooser(K), (4.0, 0.3, 0.02)
+    assert usual(run(chooser, 16, 0.02, costs, 400)[0]) == 0
+    chooser.heads_changed()
+    assert usual(run(chooser, 16, 0.99, costs, 400)[0]) == 4
+
+
+def test_heads_that_are_new_all_the_time_and_always_wrong_cost_little() -> None:
+    """A loop that swaps and syncs before every short rollout."""
+    chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05)
+    run(chooser, 8, 0.02, costs, 100)
+    tokens = seconds = 0.0
+    for _ in range(40):
+        chooser.heads_changed()  # The new actor, and the new heads.
+        chooser.heads_changed()
+        _, some, took = run(chooser, 8, 0.02, costs, 50)
+        tokens, seconds = tokens + some, seconds + took
+    assert tokens / seconds > 0.96 * 8 / cost_of(8, 0, costs)
+
+
+def test_the_tail_of_a_rollout_drafts_again() -> None:
+    """Costs learned at one batch size carry over to another: few sequences left, so drafts are nearly free."""
+    chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
+    assert usual(run(chooser, 64, 0.5, costs, 300)[0]) == 0
+    assert usual(run(chooser, 1, 0.5, costs, 300)[0]) >= 2
+
+
+def test_pauses_are_not_taken_for_steps() -> None:
+    chooser = DraftChooser(K)
+    for _ in range(20):
+        chooser.observe_step(8, 0, 0.01)
+    before = chooser.costs.predict(8, [0])[0]
+    chooser.observe_step(8, 0, 5.0)
+    assert chooser.costs.predict(8, [0])[0] == pytest.approx(before)
+
+
+def test_a_machine_that_became_slower_is_believed() -> None:
+    chooser = DraftChooser(K)
+    for _ in range(20):
+        chooser.observe_step(8, 0, 0.01)
+    for _ in range(2000):
+        chooser.observe_step(8, 0, 0.1)
+    assert chooser.costs.predict(8, [0])[0] == pytest.approx(0.1, rel=0.2)
+
+
+def test_slow_first_steps_do_not_decide_for_good() -> None:
+    """The first steps without drafts were slow (a process warms up): that drafting does not pay is found all the same."""
+    chooser, costs = DraftChooser(K), (2.0, 0.5, 0.05, 4.0)
+    for _ in range(FIRST_STEPS):
+        k = chooser.choose(4)
+        chooser.observe_step(4, k, cost_of(4, k, costs) * (8.0 if k == 0 else 1.0))
+        chooser.observe_acceptance([k] * 4, [min(k, 2)] * 4)
+    assert usual(run(chooser, 4, 0.55, costs, 600)[0][200:]) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_jumps_that_no_formula_has_are_learned(batch: int) -> None:
+    """Rows cost nothing up to 16 of them and then all at once; drafting pays for few sequences and not for many."""
+    chooser = DraftChooser(K)
+
+    def seconds(sequences: int, k: int) -> float:
+        rows = sequences * (k + 1)
+        return 0.004 + 0.0004 * k + (0.0 if rows <= 16 else 0.0006 * rows)
+
+    choices: list[int] = []
+    for turn in range(1200):
+        sequences = batch if turn % 2 else (1, 4, 16, 64)[turn // 2 % 4]  # Other numbers of sequences pull the formula elsewhere.
+        k = chooser.choose(sequences)
+        accepted = np.minimum(RNG.geometric(0.5, size=sequences) - 1, k)
+        chooser.observe_step(sequences, k, seconds(sequences, k) * RNG.uniform(0.9, 1.1))
+        chooser.observe_acceptance([k] * sequences, accepted.tolist())
+        if sequences == batch:
+            choices.append(k)
+    gains = [(1 + sum(0.5**j for j in range(1, k + 1))) / seconds(batch, k) for k in range(K + 1)]
+    assert gains[usual(choices)] >= 0.94 * max(gains)
+
+
+def test_the_report_says_what_was_chosen_for_how_many_sequences() -> None:
+    chooser, costs = DraftChooser(K), (8.0, 1.0, 0.02)
+    run(chooser, 64, 0.5, costs, 100)
+    run(chooser, 5, 0.5, costs, 50)
+    rows = chooser.take_report()
+    assert [row["running"] for row in rows] == [4, 64]
+    assert [sum(row["steps"]) for row in rows] == [50, 100]
+    assert rows[0]["speedup"] > rows[1]["speedup"] == 1.0
+    assert chooser.take_report() == []
+
+
+def test_a_number_of_sequences_not_seen_before_is_learned_at_little_cost() -> None:
+    """At 64 sequences each row costs, which steps of one sequence could not show; heads are nearly always wrong."""
+    chooser = DraftChooser(K)
+
+    def seconds(sequences: int, k: int) -> float:
+        return 0.02 + 0.0002 * max(0, sequences * (k + 1) - 8)
+
+    def serve(sequences: int, steps: int) -> tuple[float, float]:
+        tokens = took = 0.0
+        for _ in range(steps):
+            k = chooser.choose(sequences)
+            accepted = np.minimum(RNG.geometric(0.94, size=sequences) - 1, k)
+            spent = seconds(sequences, k) * RNG.uniform(0.95, 1.05)
+            chooser.observe_step(sequences, k, spent)
+            chooser.observe_acceptance([k] * sequences, accepted.tolist())
+            tokens, took = tokens + sequences + float(accepted.sum()), took + spent
+        return tokens, took
+
+    serve(1, 200)
+    tokens, took = serve(64, 100)
+    assert tokens / took > 0.95 * 64 / seconds(64, 0)
+
+
+def served_on_an_uneven_machine(seed: int) -> float:
+    """Tokens per second of what is chosen over those of no drafts, by true costs; rollouts of 16 sequences that end one by one."""
+    rng, chooser = np.random.default_rng(seed), DraftChooser(K)
+    plain = took = pace = 0.0
+    for turn in range(800):
+        batch = 16 - turn // 12 % 16
+        k = chooser.choose(batch)
+        accepted = np.minimum(rng.geometric(0.5, size=batch) - 1, k)
+        pace = 0.95 * pace + 0.1 * rng.standard_normal()
+        alone = 0.004 + 0.0014 * batch
+        seconds = alone * (1 + 0.6 * k)
+        chooser.observe_step(batch, k, seconds * float(np.exp(pace + 0.2 * rng.standard_normal())))
+        chooser.observe_acceptance([k] * batch, accepted.tolist())
+        got = batch + float(accepted.sum())
+        plain, took = plain + got * alone / batch, took + seconds
+    return plain / took
+
+
+def test_a_machine_that_is_fast_and_slow_by_turns_is_not_taken_for_a_gain() -> None:
+    """Drafting loses here, by 6 % with one draft; the machine's pace moves by a third all the time."""
+    assert np.mean([served_on_an_uneven_machine(seed) for seed in range(8)]) > 0.97

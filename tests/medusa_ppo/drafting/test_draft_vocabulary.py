@@ -1,0 +1,95 @@
+"""The truncated draft vocabulary: the most frequent tokens, lm_head's own rows, and a q of the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.draft_vocabulary import TokenMap
+from medusa_ppo.drafting.draws import RequestSampling, draft_tokens
+
+D, V, K, B, W = 8, 40, 3, 6, 5
+
+
+def counted(size: int, frequent: list[int]) -> TokenMap:
+    token_map = TokenMap(size, V)
+    token_map.observe([frequent * 4, [-1, 0], []])
+    return token_map
+
+
+def refreshed(token_map: TokenMap, lm_head_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> TokenMap:
+    token_map.refresh(lambda f: F.linear(f, lm_head_VD, bias_V), D, lm_head_VD.dtype, torch.device("cpu"))
+    return token_map
+
+
+def test_the_map_is_the_most_frequent_tokens_and_follows_the_rollouts() -> None:
+    lm_head_VD = torch.randn(V, D)
+    token_map = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
+    assert token_map.ids_W is not None and token_map.ids_W.tolist() == [3, 9, 11, 30, 31]
+    token_map.observe([[5, 6, 7, 8, 39] * 20])
+    assert refreshed(token_map, lm_head_VD).ids_W.tolist() == [5, 6, 7, 8, 39]
+
+
+def test_no_map_before_enough_was_counted_and_none_for_a_whole_vocabulary() -> None:
+    lm_head_VD = torch.randn(V, D)
+    few = TokenMap(W, V)
+    few.observe([[1, 2, 3]])
+    assert refreshed(few, lm_head_VD).ids_W is None
+    for size in (0, V, V + 1):
+        assert refreshed(counted(size, [3, 9]), lm_head_VD).ids_W is None
+
+
+def test_the_first_map_is_due_once_enough_was_counted() -> None:
+    token_map = TokenMap(W, V)
+    token_map.observe([[1] * (2 * W - 1)])
+    assert not token_map.due
+    token_map.observe([[2, -1]])
+    assert token_map.due
+    refreshed(token_map, torch.randn(V, D))
+    token_map.observe([[3] * 50])
+    assert not token_map.due and not TokenMap(0, V).due, "later ones come with new heads and actors"
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> None:
+    torch.manual_seed(0)
+    token_map = counted(W, [3, 9, 11, 30, 31])
+    for _ in range(2):  # the second time after an actor sync
+        lm_head_VD, bias_V = torch.randn(V, D, dtype=torch.float64), torch.randn(V, dtype=torch.float64) if with_bias else None
+        refreshed(token_map, lm_head_VD, bias_V)
+        features_ND = torch.randn(7, D, dtype=torch.float64)
+        whole_NV = F.linear(features_ND, lm_head_VD, bias_V)
+        assert torch.allclose(token_map.logits(features_ND), whole_NV[:, token_map.ids_W], atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_drafts_come_from_the_map_and_q_is_exact_over_the_whole_vocabulary(kind: str) -> None:
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(D, V, K, kind=kind, rank=4)).double().requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter))
+    hidden_BD, lm_head_VD, table_VD = (torch.randn(n, D, dtype=torch.float64) for n in (B, V, V))
+    last_B = torch.randint(V, (B,))
+    token_map = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
+    ids_W = token_map.ids_W
+
+    def drafted(sampling: RequestSampling | None):
+        return draft_tokens(
+            heads, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T, embedding_VD=table_VD, sampling=sampling, token_map=token_map
+        )
+
+    def whole(ids_BK: torch.Tensor) -> torch.Tensor:
+        condition_BK = torch.cat([last_B[:, None], ids_BK[:, :-1]], dim=1)
+        return heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table_VD)[..., ids_W]
+
+    best = drafted(None)
+    assert torch.equal(best.ids_BK, ids_W[whole(best.ids_BK).argmax(-1)])
+    drawn = drafted(RequestSampling(torch.tensor([0.7] * (B - 1) + [0.0])))
+    assert drawn.probs_BKV.shape == (B, K, V) and torch.isin(drawn.ids_BK, ids_W).all()
+    q_BKW = (whole(drawn.ids_BK) / torch.tensor([0.7] * (B - 1) + [1.0], dtype=torch.float64)[:, None, None]).softmax(-1)
+    assert torch.allclose(drawn.probs_BKV[..., ids_W].double(), q_BKW, atol=1e-5)
+    assert torch.allclose(drawn.probs_BKV.sum(-1), torch.ones(B, K), atol=1e-5)
+    assert torch.equal(drawn.ids_BK[-1, 0], ids_W[whole(drawn.ids_BK)[-1, 0].argmax()])

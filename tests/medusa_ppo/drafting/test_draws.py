@@ -1,0 +1,91 @@
+"""Drafting from the heads: the same tokens as the teacher-forced heads, drawn from the q that is handed on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.draws import DraftProbs, RequestSampling, draft_tokens, draw
+
+D, V, K, B = 8, 12, 3, 5
+
+
+def random_heads(kind: str, lm_head: str = "shared") -> MedusaHeads:
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(D, V, K, kind=kind, lm_head=lm_head, rank=4)).double().requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter))
+    return heads
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_drafts_are_those_of_the_teacher_forced_heads(kind: str, lm_head: str) -> None:
+    heads = random_heads(kind, lm_head)
+    hidden_BD, lm_head_VD, table_VD = (torch.randn(n, D, dtype=torch.float64) for n in (B, V, V))
+    last_B = torch.randint(V, (B,))
+    draft = draft_tokens(heads, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T, embedding_VD=table_VD)
+    condition_BK = torch.cat([last_B[:, None], draft.ids_BK[:, :-1]], dim=1)
+    logits_BKV = heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table_VD)
+    assert torch.equal(draft.ids_BK, logits_BKV.argmax(-1))
+    assert draft.probs_BKV is None
+    fewer = draft_tokens(heads, hidden_BD, last_B, 1, lambda f: f @ lm_head_VD.T, embedding_VD=table_VD)
+    assert torch.equal(fewer.ids_BK, draft.ids_BK[:, :1])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_sampled_drafts_come_from_the_q_that_is_handed_on(kind: str) -> None:
+    heads = random_heads(kind)
+    trials = 20_000
+    hidden_BD, lm_head_VD, table_VD = (torch.randn(n, D, dtype=torch.float64) for n in (1, V, V))
+    sampling = RequestSampling(torch.full((trials,), 0.9))
+    torch.manual_seed(5)
+    draft = draft_tokens(
+        heads,
+        hidden_BD.expand(trials, D),
+        torch.zeros(trials, dtype=torch.int64),
+        K,
+        lambda f: f @ lm_head_VD.T * 0.3,
+        embedding_VD=table_VD,
+        sampling=sampling,
+        draft_temperature=1.5,
+    )
+    expected_V = draft.probs_BKV.double().mean(0)
+    for k in range(K):
+        q_V = draft.probs_BKV[:, k].double()
+        seen_V = torch.bincount(draft.ids_BK[:, k], minlength=V).double()
+        likely = expected_V[k] * trials > 5
+        observed, mean = seen_V[likely], q_V.sum(0)[likely]
+        assert chisquare(observed.numpy(), (mean * observed.sum() / mean.sum()).numpy()).pvalue > 0.005
+
+
+def test_greedy_requests_in_a_sampled_batch_draft_their_argmax() -> None:
+    logits_BV = torch.randn(4, V)
+    ids_B = draw(logits_BV, logits_BV.softmax(-1), torch.rand(4, dtype=torch.float64), torch.tensor([True, False, True, False]))
+    assert ids_B[[0, 2]].tolist() == logits_BV.argmax(-1)[[0, 2]].tolist()
+
+
+def test_draft_probs_wait_for_their_request_and_are_used_once() -> None:
+    store = DraftProbs()
+    probs = torch.rand(2, 2, V)
+    store.put(["a", "b"], probs)
+    # Only b is scheduled: a's drafts stay with their scheduler, and so must a's q.
+    assert torch.equal(store.take(["b"], [2], torch.tensor([1, 2]), V), probs[1])
+    store.put(["b"], torch.rand(1, 2, V))
+    assert torch.equal(store.take(["a"], [1], torch.tensor([3]), V), probs[0, :1])
+    assert store.take(["a"], [1], torch.tensor([3]), V) is None
+    store.keep_only({})
+    assert len(store) == 0
+
+
+def test_drafts_without_an_entry_are_one_hot_beside_sampled_ones() -> None:
+    store = DraftProbs()
+    probs = torch.rand(1, 1, V)
+    store.put(["a"], probs)
+    taken = store.take(["a", "zeros", "padded"], [1, 1, 1], torch.tensor([4, 0, -1]), V)
+    assert torch.equal(taken[0], probs[0, 0])
+    assert taken[1].tolist() == [1.0] + [0.0] * (V - 1)
+    assert taken[2].sum() == 0

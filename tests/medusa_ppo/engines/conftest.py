@@ -1,0 +1,85 @@
+"""One real engine for all engine tests of this folder, on the shared actor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import load_state, save_heads, save_state
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines.colocated import ColocatedEngine
+
+HEADS = 4
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The shared actor: its folder, the transformers model in float32, 64 GSM8K prompts, and untrained heads for it."""
+
+    path: Path
+    model: Any
+    prompts: list[list[int]]
+    heads_path: Path
+
+    @property
+    def lm_head_VD(self) -> torch.Tensor:
+        return self.model.lm_head.weight.detach()
+
+    def random_heads(self, seed: int, scale: float = 0.05, kind: str = "medusa") -> MedusaHeads:
+        torch.manual_seed(seed)
+        sizes = HeadsConfig(self.model.config.hidden_size, self.model.config.vocab_size, HEADS, kind=kind)
+        heads = MedusaHeads(sizes).requires_grad_(False)
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+        return heads
+
+
+@pytest.fixture(scope="session")
+def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = shared_dir / "actors" / "gsm8k-4m"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    lines = (shared_dir / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
+    texts = [f"<|endoftext|>Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
+    prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+    heads_path = tmp_path_factory.mktemp("native") / "heads"
+    heads = MedusaHeads(HeadsConfig(model.config.hidden_size, model.config.vocab_size, HEADS))
+    save_heads(heads_path, heads, lm_head_VD=model.lm_head.weight)
+    return Actor(path, model, prompts, heads_path)
+
+
+@pytest.fixture(scope="session")
+def engine_config() -> EngineConfig:
+    return EngineConfig(dtype="float32", max_num_seqs=64, max_model_len=512, threads=1, memory_fraction=0.05)
+
+
+@pytest.fixture(scope="session")
+def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[ColocatedEngine]:
+    with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> Iterator[ColocatedEngine]:
+    """The shared engine, put back as it was started when the test is over."""
+    yield shared_engine
+    shared_engine.wake()
+    shared_engine.set_num_drafts(HEADS)
+    shared_engine.set_drafting(sampled=False, draft_temperature=1.0, draft_vocab=0)
+    state = {name: torch.zeros_like(value) for name, value in actor.random_heads(0).trainable_state().items()}
+    save_state(tmp_path / "zeros.safetensors", state)
+    shared_engine.swap_heads(tmp_path / "zeros.safetensors", 0)
+    if shared_engine.policy_version:
+        save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
+        shared_engine.sync_actor(tmp_path / "actor.safetensors", 0)
+    assert load_state(tmp_path / "zeros.safetensors").keys() == state.keys()

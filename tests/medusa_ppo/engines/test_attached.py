@@ -1,0 +1,85 @@
+"""An engine that another loop drives: what is fed reaches every worker, and comes back after the loop threw it away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import checksum, load_state, save_state
+from heads.errors import EngineError, SwapError
+from medusa_ppo.engines.attached import AttachedEngine
+from medusa_ppo.types import Sampling
+
+
+class Workers:
+    """Two workers behind one call, as `collective_rpc` answers."""
+
+    def __init__(self, kind: str = "medusa") -> None:
+        self.kind = kind
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.broken = False
+
+    def __call__(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.calls.append((method, args))
+        if method == "medusa_plugin_report":
+            return [{"kind": self.kind, "drafter": "MedusaProposer", "max_drafts": 3}] * 2
+        if method == "medusa_checksums":
+            return [{"heads": "", "heads_version": 0, "actor": ""}] * 2
+        if method == "medusa_swap_heads":
+            good = {"version": args[1], "checksum": checksum(load_state(args[0])), "seconds": 0.0}
+            return [
+                good,
+                {"error": {"kind": "SwapError", "problem": "no", "do": "", "given": None, "expected": None}} if self.broken else good,
+            ]
+        return [{}] * 2
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> tuple[Path, Path]:
+    """The state that the engine starts with, and a newer one."""
+    first, second = tmp_path / "kept.safetensors", tmp_path / "published.safetensors"
+    save_state(first, {"w": torch.zeros(2)})
+    save_state(second, {"w": torch.ones(2)})
+    return first, second
+
+
+def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(states: tuple[Path, Path]):
+    kept, published = states
+    workers = Workers()
+    engine = AttachedEngine(workers, kept)
+    assert engine.feed_again().checksum == checksum({"w": torch.zeros(2)})
+
+    engine.swap_heads(published, 4)
+    published.unlink()
+
+    assert engine.feed_again().checksum == checksum({"w": torch.ones(2)})
+    assert workers.calls[-1] == ("medusa_swap_heads", (str(kept.resolve()), 4)) and engine.heads_version == 4
+
+
+def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
+    kept, published = states
+    workers = Workers()
+    engine = AttachedEngine(workers, kept)
+    workers.broken = True
+    with pytest.raises(SwapError):
+        engine.swap_heads(published, 4)
+    assert torch.equal(load_state(kept)["w"], torch.zeros(2)) and engine.heads_version == 0
+
+
+def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: tuple[Path, Path]):
+    workers = Workers()
+    engine = AttachedEngine(workers, states[0], num_drafts=2, drafting={"sampled": True, "draft_temperature": 0.8})
+    engine.target_changed(7)
+    assert ("medusa_set_num_drafts", (2,)) in workers.calls
+    assert ("medusa_set_drafting", ({"sampled": True, "draft_temperature": 0.8},)) in workers.calls
+    assert workers.calls[-1] == ("medusa_target_changed", (7,)) and engine.policy_version == 7
+
+
+def test_an_engine_without_our_heads_and_a_call_to_generate_are_refused(states: tuple[Path, Path]):
+    with pytest.raises(EngineError, match="does not draft with native heads"):
+        AttachedEngine(Workers(kind=""), states[0])
+    with pytest.raises(EngineError, match="belongs to another loop"):
+        AttachedEngine(Workers(), states[0]).generate([[1]], Sampling())

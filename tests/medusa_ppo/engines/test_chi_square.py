@@ -1,0 +1,116 @@
+"""The real engine's tokens at a fixed prefix against the model's own joint distribution, 250,000 sampled tokens over the cases.
+
+A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells, so nothing hides in a mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import truncate
+from medusa_ppo.types import Sampling
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500
+PROMPT = [1, 4, 2, 0, 5, 3, 3]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=2 * D,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=["medusa", "hydra"])
+def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedEngine]:
+    folder = tmp_path_factory.mktemp("toy")
+    model.save_pretrained(folder / "model")
+    torch.manual_seed(3)
+    heads = MedusaHeads(HeadsConfig(D, V, 3, kind=request.param)).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.2)
+    save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
+    config = EngineConfig(max_num_seqs=256, max_model_len=32, threads=1, memory_fraction=0.02)
+    with ColocatedEngine(folder / "model", folder / "heads", config) as started:
+        yield started
+
+
+def joint(model: Any, sampling: Sampling) -> torch.Tensor:
+    """Probability of each of the V ** LENGTH continuations, float64, in lexicographic order."""
+    rows = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(V), repeat=LENGTH)])
+    logits = model(input_ids=rows).logits[:, len(PROMPT) - 1 : -1].double()
+    flat = truncate(logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
+    steps = flat.reshape(-1, LENGTH, V).gather(2, rows[:, len(PROMPT) :, None]).squeeze(2)
+    return steps.sum(1).exp()
+
+
+def p_value(engine: ColocatedEngine, model: Any, sampling: Sampling) -> float:
+    rollouts = engine.generate([PROMPT], sampling)
+    assert rollouts.generated_tokens == REQUESTS * LENGTH
+    assert rollouts.counters.accepted > REQUESTS / 20
+    ids = torch.tensor([response.token_ids for response in rollouts.responses])
+    cells = (ids * torch.tensor([V**3, V**2, V, 1])).sum(1)
+    observed = torch.bincount(cells, minlength=V**LENGTH).double()
+    expected = joint(model, sampling) * REQUESTS
+    assert float(observed[expected == 0].sum()) == 0
+    # Rare cells together, so that each has the five expected counts that the test asks for.
+    rare = expected < 5
+    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    keep = expected > 0
+    return float(chisquare(observed[keep].numpy(), (expected[keep] * observed.sum() / expected.sum()).numpy()).pvalue)
+
+
+CASES = {
+    "one-hot T=1": (False, 1.0, Sampling(1.0)),
+    "sampled T=1": (True, 1.0, Sampling(1.0)),
+    "sampled T=0.7, draft 0.6": (True, 0.6, Sampling(0.7)),
+    "sampled top-p": (True, 0.8, Sampling(1.0, top_p=0.8)),
+    "sampled top-k": (True, 1.0, Sampling(1.0, top_k=3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: Any, case: str) -> None:
+    sampled, draft_temperature, wanted = CASES[case]
+    engine.set_drafting(sampled=sampled, draft_temperature=draft_temperature)
+    sampling = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, REQUESTS, None, True)
+    torch.manual_seed(1)
+    assert p_value(engine, model, sampling) > 0.01
+
+
+def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    honest = drafter.draft_probs.put
+
+    def dishonest(request_ids: list[str], probs_BKV: torch.Tensor) -> None:
+        honest(request_ids, (probs_BKV**0.25) / (probs_BKV**0.25).sum(-1, keepdim=True))
+
+    engine.set_drafting(sampled=True, draft_temperature=1.0)
+    monkeypatch.setattr(drafter.draft_probs, "put", dishonest)
+    assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4

@@ -1,0 +1,197 @@
+"""Bad input is refused before an engine starts, with a sentence that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import save_heads
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines import rollout_engine as engine
+from medusa_ppo.engines.http_server import free_port, parse_counters, server_arguments
+from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.types import Counters, Sampling
+from medusa_ppo.vllm_plugin import rpc
+from medusa_ppo.vllm_plugin import vllm_versions as versions
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "eos_token_id": [3, 4]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    return folder
+
+
+def heads_folder(path: Path, hidden: int = 8, vocab: int = 16, count: int = 3) -> Path:
+    save_heads(path, MedusaHeads(HeadsConfig(hidden, vocab, count)), lm_head_VD=torch.zeros(vocab, hidden))
+    return path
+
+
+def test_plan(model: Path, tmp_path: Path) -> None:
+    plan = plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(num_drafts=2), seed=7)
+    assert plan.stop_ids == (5, 3, 4)
+    assert (plan.max_drafts, plan.num_drafts) == (3, 2)
+    assert plan.engine_args["speculative_config"]["num_speculative_tokens"] == 3
+    assert plan.engine_args["logprobs_mode"] == "processed_logprobs"
+    plain = plan_launch(model, None, EngineConfig(), seed=7)
+    assert (plain.max_drafts, plain.num_drafts) == (0, 0)
+    assert "speculative_config" not in plain.engine_args
+
+
+def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(transfer="broadcast")
+    assert plan_launch(model, None, config, 0).engine_args["weight_transfer_config"] == {"backend": "medusa_ppo"}
+    assert "weight_transfer_config" not in plan_launch(model, None, EngineConfig(), 0).engine_args
+    with pytest.raises(ConfigError, match="transfer says it"):
+        plan_launch(model, None, EngineConfig(extra={"weight_transfer_config": {}}), 0)
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.31.0")
+    with pytest.raises(UnsupportedVersionError, match="transfer=file"):
+        plan_launch(model, None, config, 0)
+
+
+@pytest.mark.parametrize("path", ["no/such/folder", "./nothing", "nowhere"])
+def test_missing_model(path: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        plan_launch(path, None, EngineConfig(), 0)
+    assert caught.value.exit_code == 2
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        plan_launch(tmp_path, None, EngineConfig(), 0)
+
+
+@pytest.mark.parametrize(("hidden", "vocab", "name"), [(4, 16, "hidden_size 4"), (8, 32, "vocab_size 32")])
+def test_heads_of_another_actor(model: Path, tmp_path: Path, hidden: int, vocab: int, name: str) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        plan_launch(model, heads_folder(tmp_path / "heads", hidden, vocab), EngineConfig(), 0)
+
+
+def test_missing_and_foreign_heads(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no heads directory"):
+        plan_launch(model, tmp_path / "nothing", EngineConfig(), 0)
+    (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
+    with pytest.raises(CheckpointError, match="not a native"):
+        plan_launch(model, tmp_path, EngineConfig(), 0)
+
+
+def test_more_drafts_than_heads(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="More drafts"):
+        plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(num_drafts=4), 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3},
+        {"synthetic_acceptance_rates": [0.9]},
+        {"rejection_sample_method": "typical"},
+        {"posterior_threshold": 0.1},
+        {"spec_decoding_acceptance_method": "typical_acceptance_sampler"},
+    ],
+)
+def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(LossyError, match="distribution") as caught:
+        plan_launch(model, None, EngineConfig(extra={"speculative_config": settings}), 0)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
+        ({"worker_extension_cls": "a.B"}, "worker_extension_cls"),
+        ({"async_scheduling": True}, "async_scheduling"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
+)
+def test_what_cannot_be_combined_is_named(model: Path, tmp_path: Path, extra: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
+
+
+def test_vllms_v2_runner_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its list of what it can't run names Medusa; forced, it breaks later."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedVersionError, match="V2"):
+        plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(), 0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "word"),
+    [([], "no prompt"), ([[]], "empty or too long"), ([[1] * 60], "empty or too long"), ([[1, 99]], "outside the vocabulary")],
+)
+def test_requests_that_vllm_would_refuse_halfway(prompts: list[list[int]], word: str) -> None:
+    with pytest.raises(DataError, match=word):
+        engine.check_request(prompts, Sampling(max_new_tokens=10), max_model_len=64, vocab_size=16)
+
+
+def test_impossible_sampling() -> None:
+    with pytest.raises(ConfigError):
+        engine.check_request([[1]], Sampling(top_p=0.0, max_new_tokens=4), max_model_len=64, vocab_size=16)
+
+
+def test_request_seeds_differ_and_repeat() -> None:
+    seeds = [engine.request_seed(Sampling(seed=3), i) for i in range(100)]
+    assert len(set(seeds)) == 100
+    assert seeds == [engine.request_seed(Sampling(seed=3), i) for i in range(100)]
+    assert engine.request_seed(Sampling(), 0) is None
+
+
+def test_errors_cross_the_transport_as_data() -> None:
+    class Worker:
+        @rpc.reports_errors
+        def fails(self) -> dict[str, Any]:
+            raise CheckpointError("Broken.", given=3, expected="4", do="Mend it.")
+
+    answer = json.loads(json.dumps(Worker().fails()))
+    with pytest.raises(CheckpointError, match="Broken") as caught:
+        rpc.first_of([answer])
+    assert (caught.value.given, caught.value.do) == ("3", "Mend it.")
+    with pytest.raises(EngineError):
+        rpc.raise_reported({"error": {"kind": "__import__", "problem": "x", "given": None, "expected": None, "do": ""}})
+
+
+def test_taken_port_is_named() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EngineError, match="port"):
+            free_port("127.0.0.1", taken.getsockname()[1])
+    assert free_port("127.0.0.1", 0) > 0
+
+
+def test_server_arguments(model: Path) -> None:
+    arguments = server_arguments(plan_launch(model, None, EngineConfig(enforce_eager=False), 1), "127.0.0.1", 1234)
+    assert "--no-enforce-eager" in arguments
+    assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"
+
+
+def test_counters_page_is_summed_over_engines() -> None:
+    page = "\n".join(
+        [
+            "# HELP vllm:spec_decode_num_drafts_total x",
+            'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0',
+            'vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 5.0',
+            'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0',
+            'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 7.0',
+            'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 5.0',
+            'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0',
+            'vllm:spec_decode_num_accepted_tokens_created{engine="0"} 1.7e9',
+        ]
+    )
+    assert parse_counters(page) == Counters(15, 30, 7, (5, 2))
+    assert issubclass(EngineError, MedusaError)

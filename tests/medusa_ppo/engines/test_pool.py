@@ -1,0 +1,495 @@
+"""The pool: who gets what, everyone on one version, and engines that are lost. Engines are stand-ins but in the last test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from heads.checkpoint import checksum, load_state, save_state
+from heads.errors import ConfigError, DataError, EngineError, SwapError
+from heads.tensorfile import crc
+from medusa_ppo.config import EngineConfig, build_config
+from medusa_ppo.drafting.choice import merge_choices
+from medusa_ppo.engines import ray_engine
+from medusa_ppo.engines.balance import cut, expected_tokens
+from medusa_ppo.engines.make_engine import make_engine, replica
+from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
+from medusa_ppo.engines.ray_engine import EngineHost, RayEngine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
+
+if TYPE_CHECKING:
+    from tests.medusa_ppo.engines.conftest import Actor
+
+PROMPTS = [[index + 1] * (1 + index % 7) for index in range(40)]
+SAMPLING = Sampling(max_new_tokens=8, responses_per_prompt=2, seed=3)
+
+
+class StandIn(RolloutEngine):
+    """Answers a prompt with its own tokens; slow, refusing or dead on demand. Real engines are tested on their own."""
+
+    def __init__(self, index: int, pace_s: float = 0.0) -> None:
+        self.index, self.pace_s = index, pace_s
+        self.max_drafts = self.num_drafts = 4
+        self.calls: list[list[list[int]]] = []
+        self.seeds: list[int | None] = []
+        self.versions_at_call: list[tuple[int, int, int]] = []
+        self.dies_at_call = 0
+        self.refuses_swaps = False
+        self.closed = False
+        self.sums = {"heads": "", "actor": ""}
+        self.drafting: dict[str, Any] = {}
+        self.inside = 0
+
+    def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        self.inside += 1
+        assert self.inside == 1, "an engine was asked while it was busy"
+        self.calls.append([list(p) for p in prompts])
+        self.seeds.append(sampling.seed)
+        self.versions_at_call.append((self.heads_version, self.policy_version, self.num_drafts))
+        time.sleep(self.pace_s * len(prompts))
+        self.inside -= 1
+        if self.dies_at_call == len(self.calls):
+            raise EngineError("The engine's process died.")
+        responses = tuple(
+            Response(i, tuple(p), (-1.0,) * len(p), "stop") for i, p in enumerate(prompts) for _ in range(sampling.responses_per_prompt)
+        )
+        counters = Counters(len(prompts), 4 * len(prompts), self.index * len(prompts), (self.index * len(prompts),))
+        return Rollouts(tuple(map(tuple, prompts)), responses, counters, 0.5, sampling)
+
+    def _take(self, what: str, path: Any, version: int) -> SwapReceipt:
+        if self.refuses_swaps:
+            raise SwapError("The engine refused the file.")
+        self.sums[what] = checksum(load_state(path))
+        return SwapReceipt(version, self.sums[what], 0.0)
+
+    def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
+        receipt = self._take("heads", path, version)
+        self.heads_version = version
+        return receipt
+
+    def sync_actor(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
+        receipt = self._take("actor", path, version)
+        self.policy_version = version
+        return receipt
+
+    def set_num_drafts(self, count: int) -> None:
+        self.num_drafts = count
+
+    def set_drafting(self, **settings: Any) -> None:
+        self.drafting |= settings
+
+    def checksums(self) -> dict[str, str]:
+        return dict(self.sums)
+
+    def counters(self) -> Counters:
+        return Counters(1, 4, self.index, (self.index,))
+
+    def plugin_report(self) -> dict[str, Any]:
+        return {"pid": self.index}
+
+    def sleep(self, level: int) -> None:
+        self.sums["heads"], self.heads_version = ("", -1) if level == 2 else (self.sums["heads"], self.heads_version)
+
+    def wake(self) -> None:
+        if self.closed:
+            raise EngineError("The engine is closed.")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Factory:
+    """Starts stand-ins, and remembers them."""
+
+    def __init__(self, *paces_s: float) -> None:
+        self.paces_s, self.started = paces_s, list[StandIn]()
+        self.fails: set[int] = set()
+        self.gate: threading.Event | None = None
+
+    def __call__(self, index: int) -> StandIn:
+        if self.gate is not None:
+            self.gate.wait(10)
+        if index in self.fails:
+            raise EngineError(f"Engine {index} does not start.")
+        self.started.append(StandIn(index, self.paces_s[index]))
+        return self.started[-1]
+
+    def of(self, index: int) -> list[StandIn]:
+        return [engine for engine in self.started if engine.index == index]
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., tuple[EnginePool, Factory]]]:
+    pools = []
+
+    def make(*paces_s: float, smallest_piece: int = 1) -> tuple[EnginePool, Factory]:
+        factory = Factory(*paces_s)
+        pools.append(EnginePool(factory, len(paces_s), smallest_piece=smallest_piece))
+        return pools[-1], factory
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def state_file(folder: Path, value: float) -> Path:
+    path = folder / f"{value}.safetensors"
+    save_state(path, {"x": torch.full((3,), value)})
+    return path
+
+
+# ---- pieces -----------------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
+    pieces = cut(PROMPTS, SAMPLING, 3)
+    order = [index for piece in pieces for index in piece.prompts]
+    assert sorted(order) == list(range(len(PROMPTS)))
+    lengths = [len(PROMPTS[index]) for index in order]
+    assert lengths == sorted(lengths, reverse=True)
+    assert [piece.tokens for piece in pieces] == [sum(expected_tokens(PROMPTS[i], SAMPLING) for i in piece.prompts) for piece in pieces]
+    sizes = [piece.tokens for piece in pieces]
+    assert sizes[0] == max(sizes) and sizes[-1] < sizes[0] / 3 and len(pieces) > 6
+
+
+def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
+    assert min(len(piece.prompts) for piece in cut(PROMPTS, SAMPLING, 2, smallest=5)[:-1]) == 5
+    assert [len(piece.prompts) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
+
+
+# ---- generating -------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_stand_in_prompt_order_and_counters_add_up(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0, 0.0)
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert [r.prompt_index for r in rollouts.responses] == [i for i in range(len(PROMPTS)) for _ in range(2)]
+    assert all(list(r.token_ids) == PROMPTS[r.prompt_index] for r in rollouts.responses)
+    assert rollouts.counters.drafts == len(PROMPTS)
+    assert sum(share.counters.accepted for share in rollouts.engines) == rollouts.counters.accepted
+    assert sum(share.generated_tokens for share in rollouts.engines) == rollouts.generated_tokens
+    for share in rollouts.engines:
+        assert share.counters.mean_acceptance_length == (1 + share.index if share.pieces else 1)
+    seeds = [seed for engine in factory.started for seed in engine.seeds]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_same_call_is_cut_and_seeded_alike_whoever_is_quick(make_pool: Any) -> None:
+    found = []
+    for paces in ((0.0, 0.002), (0.002, 0.0)):
+        pool, factory = make_pool(*paces)
+        pool.generate(PROMPTS, SAMPLING)
+        found.append(sorted((seed, tuple(map(tuple, call))) for e in factory.started for seed, call in zip(e.seeds, e.calls, strict=True)))
+    assert found[0] == found[1]
+
+
+def test_a_slow_engine_gets_less(make_pool: Any) -> None:
+    pool, factory = make_pool(0.001, 0.02)
+    pool.generate(PROMPTS, SAMPLING)
+    quick, slow = (sum(len(call) for call in factory.of(index)[0].calls) for index in (0, 1))
+    assert quick > slow > 0
+    assert len(factory.of(0)[0].calls) > len(factory.of(1)[0].calls)
+
+
+def test_a_wrong_request_is_the_callers(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    with pytest.raises(DataError):
+        pool.generate([], SAMPLING)
+    factory.of(0)[0].generate = lambda *_: (_ for _ in ()).throw(DataError("The prompt is too long."))  # type: ignore[method-assign]
+    factory.of(1)[0].generate = factory.of(0)[0].generate  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="too long"):
+        pool.generate(PROMPTS, SAMPLING)
+    assert pool.restarts == 0
+
+
+# ---- versions ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0, 0.0)
+    meet = threading.Barrier(3, timeout=10)
+    for engine in factory.started:
+        take = engine._take
+        engine._take = lambda *given, take=take: (meet.wait(), take(*given))[1]  # type: ignore[method-assign,misc]
+    file = state_file(tmp_path, 1.0)
+    receipt = pool.swap_heads(file, 5)
+    assert receipt.checksum == checksum(load_state(file)) and receipt.version == 5
+    assert [engine.heads_version for engine in factory.started] == [5, 5, 5] and pool.heads_version == 5
+    pool.sync_actor(state_file(tmp_path, 2.0), 7)
+    assert [engine.policy_version for engine in factory.started] == [7, 7, 7]
+    assert pool.checksums() == factory.started[0].sums
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert (rollouts.heads_version, rollouts.policy_version) == (5, 7)
+
+
+def test_a_file_is_checked_once_and_engines_get_what_was_found(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    seen: list[Any] = []
+    for engine in factory.started:
+        swap = engine.swap_heads
+        engine.swap_heads = lambda path, version, checked, swap=swap: (seen.append(checked), swap(path, version))[1]  # type: ignore[method-assign,misc]
+    file = state_file(tmp_path, 1.0)
+    assert pool.swap_heads(file, 1).checksum == checksum(load_state(file))
+    assert seen == [Checked(checksum(load_state(file)), crc(load_state(file)))] * 2
+    save_file({"x": torch.full((3,), torch.nan)}, tmp_path / "bad")
+    with pytest.raises(SwapError, match="can't be used"):
+        pool.swap_heads(tmp_path / "bad", 2)
+    assert len(seen) == 2 and pool.heads_version == 1, "no engine was asked"
+    assert len(list(pool._folder.path.glob("*.safetensors"))) == 1, "the refused file is not kept"
+
+
+def test_an_engine_that_missed_a_swap_gets_it_before_its_next_piece(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.01)
+    late = factory.of(0)[0]
+    late.refuses_swaps = True
+    file = state_file(tmp_path, 1.0)
+    pool.swap_heads(file, 2)
+    file.unlink()  # Writers remove their files: the pool has its own.
+    assert (late.heads_version, pool.heads_version) == (0, 2)
+    late.refuses_swaps = False
+    pool.generate(PROMPTS, SAMPLING)
+    assert late.heads_version == 2 and all(versions[0] == 2 for versions in late.versions_at_call)
+    assert len(set(pool.checksums().values()) - {""}) == 1
+
+
+def test_a_version_that_nobody_takes_is_an_error_and_forgotten(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    for engine in factory.started:
+        engine.refuses_swaps = True
+    with pytest.raises(SwapError, match="refused"):
+        pool.swap_heads(state_file(tmp_path, 2.0), 2)
+    with pytest.raises(SwapError, match="no file"):
+        pool.swap_heads(tmp_path / "nothing", 3)
+    assert pool.heads_version == 1
+    pool.generate(PROMPTS, SAMPLING)
+    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {1}
+
+
+def test_engines_that_disagree_are_found(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    factory.of(1)[0]._take = lambda what, path, version: SwapReceipt(version, "other", 0.0)  # type: ignore[method-assign]
+    with pytest.raises(SwapError, match="different weights"):
+        pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    with pytest.raises(EngineError, match="different weights"):
+        pool.checksums()
+
+
+def test_settings_reach_all(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.set_num_drafts(2)
+    pool.set_drafting(sampled=True)
+    pool.set_drafting(draft_temperature=0.7)
+    for engine in factory.started:
+        assert engine.num_drafts == 2 and engine.drafting == {"sampled": True, "draft_temperature": 0.7}
+    with pytest.raises(ConfigError):
+        pool.set_num_drafts(9)
+    assert pool.counters() == Counters(2, 8, 1, (1,))
+    assert [report["pid"] for report in pool.plugin_report()["engines"]] == [0, 1]
+
+
+# ---- lost engines -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.002, 0.002)
+    pool.swap_heads(state_file(tmp_path, 1.0), 4)
+    pool.sync_actor(state_file(tmp_path, 2.0), 6)
+    pool.set_num_drafts(3)
+    (first,) = factory.of(1)
+    first.dies_at_call = 2
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert [r.prompt_index for r in rollouts.responses] == [i for i in range(len(PROMPTS)) for _ in range(2)]
+    assert rollouts.counters.drafts == len(PROMPTS)
+    for _ in range(20):
+        pool.generate(PROMPTS, SAMPLING)
+        if len(factory.of(1)) == 2 and factory.of(1)[1].calls:
+            break
+    second = factory.of(1)[1]
+    assert first.closed and pool.restarts == 1
+    assert second.versions_at_call and set(second.versions_at_call) == {(4, 6, 3)}
+    assert pool.checksums() == second.sums
+
+
+def test_generation_goes_on_while_an_engine_starts(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    factory.gate = threading.Event()
+    factory.of(1)[0].dies_at_call = 1
+    for _ in range(3):
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    assert len(factory.of(1)) == 1
+    factory.gate.set()
+
+
+def test_the_last_engine_is_waited_for_and_then_given_up(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0)
+    factory.of(0)[0].dies_at_call = 1
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    factory.fails = {0}
+    factory.of(0)[-1].dies_at_call = len(factory.of(0)[-1].calls) + 1
+    with pytest.raises(EngineError, match="No engine of the pool is left"):
+        pool.generate(PROMPTS, SAMPLING)
+    assert pool.restarts == 1 + MAX_RESTARTS, "one before the answer, and then as many as may follow each other"
+
+
+def test_restarts_are_counted_between_answers(make_pool: Any) -> None:
+    """An engine that dies once a day is started again for ever."""
+    pool, factory = make_pool(0.0)
+    for _ in range(MAX_RESTARTS + 2):
+        engine = factory.of(0)[-1]
+        engine.dies_at_call = len(engine.calls) + 1
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    assert pool.restarts == MAX_RESTARTS + 2
+
+
+def test_a_pool_of_one_samples_what_its_engine_would(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0)
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert factory.of(0)[0].calls == [PROMPTS] and factory.of(0)[0].seeds == [SAMPLING.seed]
+    assert rollouts.engines == () and rollouts.counters.drafts == len(PROMPTS)
+
+
+def test_a_single_engine_that_dies_over_a_sync_is_started_again_and_synced(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0)
+    heads, actor = state_file(tmp_path, 1.0), state_file(tmp_path, 2.0)
+    pool.swap_heads(heads, 4)
+
+    def die(what: str, path: Any, version: int) -> SwapReceipt:
+        raise EngineError("The engine's process died.")
+
+    factory.of(0)[0]._take = die  # type: ignore[method-assign]
+    assert pool.sync_actor(actor, 6).checksum == checksum(load_state(actor))
+    second = factory.of(0)[1]
+    assert factory.of(0)[0].closed and second.policy_version == pool.policy_version == 6
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    assert second.versions_at_call == [(4, 6, 4)] and rollouts.heads_version == 4
+    factory.fails = {0}
+    second._take = die  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="No engine of the pool is left"):
+        pool.sync_actor(actor, 7)
+
+
+def test_an_engine_that_dies_over_a_question_does_not_end_the_run(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0)
+
+    def die() -> list[dict[str, Any]]:
+        raise EngineError("The engine's process died.")
+
+    factory.of(0)[0].choices = die  # type: ignore[method-assign]
+    assert pool.choices() == []
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS) and pool.restarts == 1
+
+
+def test_heads_lost_in_a_deep_sleep_come_back_before_the_next_piece(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.sleep(2)
+    pool.wake()
+    assert pool.heads_version == -1, "the pool never had the file of the first heads"
+    pool.swap_heads(state_file(tmp_path, 1.0), 4)
+    pool.sleep(1)
+    pool.wake()
+    assert pool.heads_version == 4 and all(engine.sums["heads"] for engine in factory.started)
+    pool.sleep(2)
+    pool.wake()
+    assert pool.heads_version == 4 and not any(engine.sums["heads"] for engine in factory.started)
+    pool.generate(PROMPTS, SAMPLING)
+    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {4}
+    assert pool.checksums()["heads"] == checksum(load_state(tmp_path / "1.0.safetensors"))
+
+
+def test_a_failed_start_ends_the_others() -> None:
+    factory = Factory(0.0, 0.0)
+    factory.fails = {1}
+    with pytest.raises(EngineError, match="Engine 1 does not start"):
+        EnginePool(factory, 2)
+    assert factory.of(0)[0].closed
+
+
+def test_replicas_have_addresses_of_their_own() -> None:
+    config = EngineConfig(backend="server", url="http://a:1, http://b:2", replicas=2)
+    assert [replica(config, i).url for i in range(2)] == ["http://a:1", "http://b:2"]
+    assert [replica(EngineConfig(replicas=2, port=8000), i).port for i in range(2)] == [8000, 8001]
+    assert replica(EngineConfig(replicas=2), 1).port == 0
+    with pytest.raises(ConfigError, match="address"):
+        build_config({"engine": {"backend": "server", "url": "http://a:1", "replicas": 2}})
+
+
+# ---- engines on other nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
+    host = EngineHost("model", None, {}, 0, None)
+    host._engine = engine = StandIn(0)  # type: ignore[assignment]
+    file = state_file(tmp_path, 3.0)
+    status, receipt, state = host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 7, None)
+    assert status == "result" and receipt == SwapReceipt(7, checksum(load_state(file)), 0.0)
+    assert state["heads_version"] == engine.heads_version == 7
+    engine.refuses_swaps = True
+    assert host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8, None)[0] == "error"
+    assert not list(Path("/dev/shm").glob("medusa-ppo-received-*"))
+
+
+def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    puts: list[int] = []
+    monkeypatch.setattr(ray_engine.ray, "put", lambda array: puts.append(array.nbytes) or len(puts))
+    ray_engine._put_file.cache_clear()
+    file = str(state_file(tmp_path, 1.0))
+    assert [ray_engine._file_in_store(file, 1, 2, "job") for _ in range(3)] == [1, 1, 1]
+    assert ray_engine._file_in_store(file, 1, 3, "job") == 2 and len(puts) == 2
+    ray_engine._put_file.cache_clear()
+
+
+# ---- real engines -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
+    config = engine_config.model_copy(update={"replicas": 2, "max_num_seqs": 8})
+    with make_engine(actor.path, actor.heads_path, config, seed=0) as pool:
+        assert isinstance(pool, EnginePool)
+        pids = [report["pid"] for report in pool.plugin_report()["engines"]]
+        assert len(set(pids)) == 2
+        state = actor.random_heads(seed=2).trainable_state()
+        save_state(tmp_path / "heads.safetensors", state)
+        assert pool.swap_heads(tmp_path / "heads.safetensors", 3).checksum == checksum(state)
+        sampling = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=4)
+        rollouts = pool.generate(actor.prompts[:24], sampling)
+        assert [r.prompt_index for r in rollouts.responses] == [i for i in range(24) for _ in range(2)]
+        assert all(share.counters.drafts > 0 for share in rollouts.engines)
+        assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
+        # The second engine is treated as if it were on another node: the heads come through Ray's object store.
+        far = pool._seats[1].engine
+        assert isinstance(far, RayEngine) and not far.elsewhere
+        far.elsewhere = True
+        state = actor.random_heads(seed=3).trainable_state()
+        save_state(tmp_path / "heads.safetensors", state)
+        pool.swap_heads(tmp_path / "heads.safetensors", 4)
+        assert pool.checksums()["heads"] == checksum(state)
+        # One engine dies: the rollouts come, and its successor drafts with the same heads.
+        os.kill(int(pids[1]), signal.SIGKILL)
+        assert len(pool.generate(actor.prompts[:24], sampling).responses) == 48
+        deadline = time.monotonic() + 300
+        while len(pool._ready()) < 2 and time.monotonic() < deadline:
+            pool.generate(actor.prompts[:4], sampling)
+        again = pool.generate(actor.prompts[:24], sampling)
+        assert len(again.responses) == 48 and pool.restarts == 1
+        assert pool.checksums()["heads"] == checksum(state)
+        assert {report["pid"] for report in pool.plugin_report()["engines"]} != set(pids)
+
+
+def test_what_the_engines_chose_is_added_up() -> None:
+    first = [{"running": 1, "steps": [1, 3], "speedup": 1.4}]
+    second = [{"running": 1, "steps": [3, 1], "speedup": 1.2}, {"running": 8, "steps": [5, 0], "speedup": 1.0}]
+    assert merge_choices([first, second]) == [{"running": 1, "steps": [4, 4], "speedup": pytest.approx(1.3)}, second[1]]

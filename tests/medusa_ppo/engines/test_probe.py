@@ -1,0 +1,33 @@
+"""The statistic that the doctor trusts: small for honest samples, large for a wrong temperature, top-k or top-p."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa_ppo.engines.probe import honesty_z, truncate
+from medusa_ppo.types import Sampling
+
+
+def draw(logits_MV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    probs_MV = torch.softmax(truncate(logits_MV / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
+    return torch.multinomial(probs_MV, 1, generator=torch.Generator().manual_seed(1))[:, 0]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(0.9, top_k=5), Sampling(0.8, 0.9, 10)]
+)
+def test_honest_samples_pass_and_dishonest_ones_do_not(sampling: Sampling) -> None:
+    logits_MV = 2 * torch.randn(4000, 50, generator=torch.Generator().manual_seed(0))
+    ids_M = draw(logits_MV, sampling)
+    assert abs(honesty_z(logits_MV, ids_M, sampling)) < 3
+    hotter_M = draw(logits_MV, Sampling(sampling.temperature * 1.25, sampling.top_p, sampling.top_k))
+    assert honesty_z(logits_MV, hotter_M, sampling) < -4
+
+
+def test_truncation_keeps_the_likeliest_token_and_the_smallest_sufficient_set() -> None:
+    logits_MV = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    assert torch.isfinite(truncate(logits_MV, 0, 0.4)).tolist() == [[True, False, False, False]]
+    assert torch.isfinite(truncate(logits_MV, 0, 0.6)).tolist() == [[True, True, False, False]]
+    assert torch.isfinite(truncate(logits_MV, 3, 1.0)).tolist() == [[True, True, True, False]]
+    assert torch.isfinite(truncate(logits_MV, 3, 0.6)).tolist() == [[True, True, False, False]]

@@ -1,0 +1,120 @@
+"""The engine inside a Ray actor: same answers, our own errors, and a clear one when the process dies."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import ray
+import torch
+
+from heads.checkpoint import checksum, save_heads, save_state
+from heads.errors import CheckpointError, ConfigError, EngineError, SwapError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.probe import honesty_z, sampled_rows
+from medusa_ppo.engines.ray_engine import RayEngine
+from medusa_ppo.types import Sampling
+
+if TYPE_CHECKING:
+    from tests.medusa_ppo.engines.conftest import Actor
+
+pytestmark = pytest.mark.engine
+
+
+def test_start_up_errors_come_before_a_process(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        RayEngine(actor.path, tmp_path / "nothing", engine_config)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text((actor.heads_path / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(CheckpointError):
+        RayEngine(actor.path, tmp_path / "broken", engine_config)
+
+
+def test_rollouts_swaps_errors_and_death(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
+    with make_engine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
+        assert isinstance(engine, RayEngine)
+        report = engine.plugin_report()
+        assert report["pid"] != os.getpid()
+        assert report["threads"] == engine_config.threads
+        assert (engine.max_drafts, engine.num_drafts) == (4, 4)
+        sampling = Sampling(1.0, max_new_tokens=16, responses_per_prompt=2, seed=4)
+        first = engine.generate(actor.prompts[:8], sampling)
+        assert len(first.responses) == 16
+        assert first.counters.drafts > 0
+        assert first.responses == engine.generate(actor.prompts[:8], sampling).responses
+        state = actor.random_heads(seed=2).trainable_state()
+        save_state(tmp_path / "heads.safetensors", state)
+        assert engine.swap_heads(tmp_path / "heads.safetensors", 3).checksum == checksum(state)
+        assert engine.heads_version == 3
+        assert engine.generate(actor.prompts[:2], sampling).heads_version == 3
+        (tmp_path / "bad.safetensors").write_text("nothing")
+        with pytest.raises(SwapError) as caught:
+            engine.swap_heads(tmp_path / "bad.safetensors", 4)
+        assert type(caught.value) is SwapError
+        with pytest.raises(ConfigError):
+            engine.set_num_drafts(9)
+        engine.set_num_drafts(0)
+        assert engine.generate(actor.prompts[:2], sampling).counters.drafts == 0
+        save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
+        engine.sync_actor(tmp_path / "actor.safetensors", 2)
+        assert engine.policy_version == 2
+        os.kill(int(str(report["pid"])), signal.SIGKILL)
+        with pytest.raises(EngineError, match="died"):
+            engine.generate(actor.prompts[:2], sampling)
+    with pytest.raises(EngineError, match="closed"):
+        engine.counters()
+
+
+@pytest.mark.parametrize("kind", ["hydra"])
+def test_conditioned_heads_draft_step_by_step(
+    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(actor.lm_head_VD.shape[1], actor.lm_head_VD.shape[0], 3, kind=kind)).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.05)
+    save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
+    config = engine_config.model_copy(update={"draft_temperature": 0.8, "choose_drafts": True})
+    with RayEngine(actor.path, tmp_path / "heads", config) as engine:
+        assert engine.plugin_report()["kind"] == kind
+        hidden_BD, last_B = torch.randn(5, actor.lm_head_VD.shape[1]), torch.tensor([5, 900, 17, 3, 1999])
+        table_VD = actor.model.get_input_embeddings().weight.detach()
+        drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
+        condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
+        expected = heads(hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=table_VD).argmax(-1)
+        assert torch.equal(drafts_BK, expected)
+        # The engine's embedding and lm_head are used where they are: a synced actor changes what the same heads draft.
+        moved = copy.deepcopy(actor.model)
+        for parameter in moved.parameters():
+            parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
+        save_state(tmp_path / "moved.safetensors", moved.state_dict())
+        engine.sync_actor(tmp_path / "moved.safetensors", 1)
+        drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
+        condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
+        new_table_VD = moved.get_input_embeddings().weight
+        logits_BKV = heads(hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=new_table_VD)
+        assert torch.equal(drafts_BK, logits_BKV.argmax(-1))
+        assert not torch.equal(drafts_BK, heads(hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=table_VD).argmax(-1))
+        save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
+        engine.sync_actor(tmp_path / "actor.safetensors", 2)
+        sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True, seed=6)
+        rollouts = engine.generate(actor.prompts[:40], sampling)
+        assert rollouts.counters.drafts > 0
+        assert abs(honesty_z(*sampled_rows(actor.model, rollouts), sampling)) < 3
+        greedy = Sampling(0.0, max_new_tokens=40, ignore_eos=True)
+        chosen = engine.generate(actor.prompts[:16], greedy)
+        engine.set_num_drafts(0)
+        assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [r.token_ids for r in chosen.responses]
+
+
+def test_without_ray(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(EngineError, match=r"ray\.init"):
+        RayEngine(actor.path, actor.heads_path, engine_config)

@@ -1,0 +1,529 @@
+"""The real engine: greedy equality, honest sampling, swaps and syncs that show in what is drafted and sampled."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from heads.checkpoint import checksum, save_state
+from heads.errors import ConfigError, EngineError, SwapError
+from heads.modules import MedusaHeads
+from heads.tensorfile import tensorwise_checksum
+from medusa_ppo import files
+from medusa_ppo.drafting.draws import draft_tokens
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import honesty_z, sampled_rows
+from medusa_ppo.engines.rollout_engine import check_state
+from medusa_ppo.types import Checked, Counters, Rollouts, Sampling
+from medusa_ppo.vllm_plugin import hooks as internals
+from medusa_ppo.vllm_plugin import registration as plugin
+
+if TYPE_CHECKING:
+    from tests.medusa_ppo.engines.conftest import Actor
+
+pytestmark = pytest.mark.engine
+GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+
+
+def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in rollouts.responses]
+
+
+def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, version: int) -> str:
+    save_state(path, state)
+    receipt = engine.swap_heads(path, version)
+    assert receipt.version == version
+    assert receipt.checksum == checksum(state) == engine.checksums()["heads"]
+    return receipt.checksum
+
+
+def drafted(actor: Actor, heads: object, hidden_BD: torch.Tensor) -> list[list[int]]:
+    """What these heads must draft, computed outside the engine."""
+    return draft_tokens(
+        heads, hidden_BD, torch.zeros(len(hidden_BD), dtype=torch.int64), 4, lambda f: f @ actor.lm_head_VD.T
+    ).ids_BK.tolist()
+
+
+def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
+    report = engine.plugin_report()
+    assert report["pid"] == os.getpid()
+    assert report["drafter"] == "MedusaProposer"
+    assert {"temperatures of drafts", "top-k without drafts", "small AMX products"} <= set(report["mends"])
+
+
+def test_greedy_tokens_are_the_same_with_and_without_drafting(engine: ColocatedEngine, actor: Actor) -> None:
+    drafting = engine.generate(actor.prompts, GREEDY)
+    engine.set_num_drafts(0)
+    results = {0: engine.generate(actor.prompts, GREEDY)}
+    engine.set_num_drafts(2)
+    engine.set_drafting(sampled=True)
+    results[2] = engine.generate(actor.prompts[:16], GREEDY)
+    assert tokens(drafting) == tokens(results[0])
+    assert tokens(results[2]) == tokens(results[0])[:16]
+    assert sum(len(t) for t in tokens(drafting)) == 64 * 64
+    assert drafting.counters.accepted > 50
+    assert drafting.counters.accepted == sum(drafting.counters.accepted_per_position)
+    assert results[0].counters == Counters(accepted_per_position=(0, 0, 0, 0))
+    assert results[2].counters.draft_tokens == 2 * results[2].counters.drafts
+    assert results[2].counters.accepted_per_position[2:] == (0, 0)
+    assert (drafting.num_drafts, results[0].num_drafts) == (4, 0)
+
+
+@contextmanager
+def unmended() -> Iterator[None]:
+    """vLLM as it comes, under the running engine; our proposer stays with its heads."""
+    internals.uninstall()
+    try:
+        yield
+    finally:
+        plugin.register()
+
+
+SETTINGS = {
+    "T=1": Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=11),
+    "T=0.7": Sampling(0.7, max_new_tokens=48, ignore_eos=True, seed=12),
+    "top-p": Sampling(1.0, top_p=0.8, max_new_tokens=48, ignore_eos=True, seed=13),
+    "top-k": Sampling(0.9, top_k=10, max_new_tokens=48, ignore_eos=True, seed=14),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampling_with_drafts_is_honest(engine: ColocatedEngine, actor: Actor, name: str, sampled: bool) -> None:
+    sampling = SETTINGS[name]
+    engine.set_drafting(sampled=sampled)
+    rollouts = engine.generate(actor.prompts[:40], sampling)
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert rollouts.counters.drafts > 1000
+    assert abs(honesty_z(logits_MV, ids_M, sampling)) < 3
+    if name in ("T=1", "T=0.7"):
+        expected_M = torch.log_softmax(logits_MV / sampling.temperature, -1).gather(1, ids_M[:, None])[:, 0]
+        seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
+        assert float((expected_M - seen_M).abs().max()) < 1e-3
+
+
+def test_without_the_mend_the_same_statistic_fails(engine: ColocatedEngine, actor: Actor) -> None:
+    sampling = SETTINGS["T=0.7"]
+    sampling = Sampling(sampling.temperature, max_new_tokens=32, ignore_eos=True)
+    with unmended():
+        rollouts = engine.generate(actor.prompts[:32], sampling)
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert abs(honesty_z(logits_MV, ids_M, sampling)) > 10
+    again = engine.generate(actor.prompts[:32], sampling)
+    assert abs(honesty_z(*sampled_rows(actor.model, again), sampling)) < 4
+
+
+def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: Actor) -> None:
+    """Only the guard is taken out, at the place where vLLM calls it."""
+    original = internals.INSTALLED.originals["vllm.v1.sample.rejection_sampler.apply_sampling_constraints"]
+    metadata = type("M", (), {"all_greedy": False, "temperature": torch.ones(2), "top_k": torch.tensor([3, 3]), "top_p": None})()
+    empty, ends = torch.empty(0, 8), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError):
+        original(empty.clone(), ends, metadata)
+    assert internals.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (0, 8)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, actor: Actor, sampled: bool) -> None:
+    engine.set_drafting(sampled=sampled)
+    seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
+    first, second = engine.generate(actor.prompts[:10], seeded), engine.generate(actor.prompts[:10], seeded)
+    assert first.responses == second.responses
+    assert [r.prompt_index for r in first.responses] == [i for i in range(10) for _ in range(2)]
+    assert all(a.token_ids != b.token_ids for a, b in zip(first.responses[::2], first.responses[1::2], strict=True))
+    free = Sampling(1.0, max_new_tokens=24)
+    assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(engine.generate(actor.prompts[:8], free))
+
+
+def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:
+    """More prompt tokens than one step takes: on the CPU build a seeded request there dies without the mend."""
+    long = [prompt * 4 for prompt in actor.prompts if len(prompt) < 100][:24]
+    limit = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert sum(map(len, long)) > limit
+    sampling = Sampling(1.0, max_new_tokens=8, seed=9)
+    first = engine.generate(long, sampling)
+    engine._llm.reset_prefix_cache()
+    assert first.responses == engine.generate(long, sampling).responses
+
+
+def test_responses_end_where_the_model_ends(engine: ColocatedEngine, actor: Actor) -> None:
+    rollouts = engine.generate(actor.prompts[:12], Sampling(0.7, max_new_tokens=200, seed=1))
+    reasons = {response.finish_reason for response in rollouts.responses}
+    assert "stop" in reasons
+    for response in rollouts.responses:
+        assert (response.token_ids[-1] == 0) == (response.finish_reason == "stop")
+        assert 0 not in response.token_ids[:-1]
+        assert len(response.logprobs) == len(response.token_ids)
+        assert max(response.logprobs) <= 0
+
+
+def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(engine: ColocatedEngine, actor: Actor) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=1.0, max_tokens=40, min_tokens=40, repetition_penalty=1.3, stop_token_ids=[0], detokenize=False, seed=3
+    )
+    requests = [{"prompt_token_ids": prompt} for prompt in actor.prompts[:16]]
+    outputs = engine._llm.generate(requests, params, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
+    repeated = engine._llm.generate(requests, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in repeated]
+
+
+def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    hidden_BD = torch.randn(6, actor.lm_head_VD.shape[1])
+    before = engine.generate(actor.prompts[:16], GREEDY)
+    zero_drafts = engine.probe(hidden_BD.tolist(), [0] * 6)
+    other = actor.random_heads(seed=8)
+    swap(engine, other.trainable_state(), tmp_path / "a.safetensors", 1)
+    assert engine.probe(hidden_BD.tolist(), [0] * 6) == drafted(actor, other, hidden_BD) != zero_drafts
+    during = engine.generate(actor.prompts[:16], GREEDY)
+    trained = heads_that_know(actor, before)
+    swap(engine, trained.trainable_state(), tmp_path / "b.safetensors", 2)
+    after = engine.generate(actor.prompts[:16], GREEDY)
+    assert tokens(before) == tokens(during) == tokens(after)
+    assert after.counters.mean_acceptance_length > 1.5
+    assert after.counters.mean_acceptance_length > before.counters.mean_acceptance_length + 0.3
+    assert during.counters != before.counters
+    assert (before.heads_version, during.heads_version, after.heads_version) == (0, 1, 2)
+    zeros = {name: torch.zeros_like(value) for name, value in trained.trainable_state().items()}
+    swap(engine, zeros, tmp_path / "c.safetensors", 3)
+    assert engine.probe(hidden_BD.tolist(), [0] * 6) == zero_drafts
+    assert engine.generate(actor.prompts[:16], GREEDY).counters == before.counters
+
+
+def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
+    """Heads trained for a few seconds on exactly these responses."""
+    heads = actor.random_heads(0, scale=0.0).requires_grad_(True)
+    hidden, targets = [], []
+    with torch.no_grad():
+        for response in rollouts.responses:
+            row = torch.tensor([[*rollouts.prompts[response.prompt_index], *response.token_ids]])
+            states = actor.model.model(input_ids=row).last_hidden_state[0]
+            start = len(rollouts.prompts[response.prompt_index]) - 1
+            for t in range(start, row.shape[1] - 5):
+                hidden.append(states[t])
+                targets.append(row[0, t + 2 : t + 6])
+    hidden_ND, targets_NK = torch.stack(hidden), torch.stack(targets)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=5e-3)
+    torch.manual_seed(0)
+    for _ in range(60):
+        rows = torch.randperm(len(hidden_ND))[:256]
+        logits_NKV = heads(hidden_ND[rows], actor.lm_head_VD)
+        loss = torch.nn.functional.cross_entropy(logits_NKV.flatten(0, 1), targets_NK[rows].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return heads.requires_grad_(False)
+
+
+def in_flight(engine: ColocatedEngine, actor: Actor, change: Callable[[int], object]) -> list[tuple[int, ...]]:
+    """16 greedy responses of an engine that is stepped by hand; `change` is called at every third step, between two steps."""
+    from vllm import SamplingParams
+
+    core = engine._llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(actor.prompts[:16]):
+        core.add_request(f"flight-{i}", {"prompt_token_ids": prompt}, params)
+    finished, steps = {}, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                finished[int(output.request_id.split("-")[1])] = tuple(output.outputs[0].token_ids)
+        steps += 1
+        if steps % 3 == 0:
+            change(steps // 3)
+    assert steps > 12
+    return [finished[i] for i in range(16)]
+
+
+def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    reference = engine.generate(actor.prompts[:16], GREEDY)
+    files = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for i, file in enumerate(files):
+        save_state(file, actor.random_heads(seed=i).trainable_state())
+    assert in_flight(engine, actor, lambda number: engine.swap_heads(files[number % 2], number)) == tokens(reference)
+
+
+def test_an_actor_synced_in_flight_ends_no_request(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    """Running requests go on with the new weights, their keys and values computed anew; the aliased lm_head drafts on."""
+    reference = engine.generate(actor.prompts[:16], GREEDY)
+    moved = copy.deepcopy(actor.model)
+    torch.manual_seed(3)
+    for parameter in moved.parameters():
+        parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    same, new = tmp_path / "same.safetensors", tmp_path / "new.safetensors"
+    save_state(same, actor.model.state_dict())
+    save_state(new, moved.state_dict())
+    before = engine.counters()
+    assert in_flight(engine, actor, lambda number: engine.sync_actor(same, number)) == tokens(reference)
+    after = engine.counters()
+    assert after.drafts > before.drafts and after.accepted > before.accepted
+    changed = in_flight(engine, actor, lambda number: engine.sync_actor(new, number))
+    assert changed != tokens(reference) and all(len(response) == 64 for response in changed)
+    assert engine.counters().drafts > after.drafts
+    with torch.no_grad():  # What came after the first sync is what the new weights say.
+        for prompt, response in zip(actor.prompts[:16], changed, strict=True):
+            logits_TV = moved(input_ids=torch.tensor([[*prompt, *response]])).logits[0, -33:-1]
+            best_T = logits_TV.max(-1).values
+            taken_T = logits_TV.gather(1, torch.tensor(response[-32:])[:, None])[:, 0]
+            assert float((best_T - taken_T).max()) < 1e-3
+
+
+@pytest.mark.parametrize("refreshed", [False, True])
+def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, refreshed: bool
+) -> None:
+    plain = engine.generate(actor.prompts[:8], GREEDY)
+    engine.set_drafting(sampled=True, draft_vocab=40)
+    engine.generate(actor.prompts[:40], SETTINGS["T=1"])  # Enough tokens for the first map.
+    if refreshed:
+        swap(engine, actor.random_heads(seed=3, scale=0.02).trainable_state(), tmp_path / "s.safetensors", 1)
+    hidden = torch.randn(200, actor.lm_head_VD.shape[1])
+    seen = {token for row in engine.probe(hidden.tolist(), [0] * 200) for token in row}
+    assert 1 < len(seen) <= 40
+    rollouts = engine.generate(actor.prompts[:40], SETTINGS["T=1"])
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert abs(honesty_z(logits_MV, ids_M, SETTINGS["T=1"])) < 3
+    assert rollouts.counters.accepted > 50 and len(set(ids_M.tolist())) > 40
+    assert tokens(engine.generate(actor.prompts[:8], GREEDY)) == tokens(plain)
+    engine.set_drafting(sampled=False, draft_vocab=0)
+    with pytest.raises(ConfigError, match="draft vocabulary"):
+        engine.set_drafting(draft_vocab=-3)
+
+
+def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    good = actor.random_heads(seed=4)
+    swap(engine, good.trainable_state(), tmp_path / "good.safetensors", 5)
+    hidden = torch.randn(3, actor.lm_head_VD.shape[1])
+    state = good.trainable_state()
+    name = "blocks.1.layers.0.weight"
+    nan = {**state, name: torch.full_like(state[name], torch.nan)}
+    cases = {
+        "missing": {key: value for key, value in state.items() if key != name},
+        "unknown": {**state, "blocks.9.layers.0.weight": state[name].clone()},
+        "shape": {**state, name: state[name][:-1].clone()},
+        "dtype": {**state, name: state[name].to(torch.int32)},
+    }
+    for case, bad in cases.items():
+        save_state(tmp_path / f"{case}.safetensors", bad)
+        with pytest.raises(SwapError):
+            engine.swap_heads(tmp_path / f"{case}.safetensors", 6)
+    from safetensors.torch import save_file
+
+    save_file(nan, tmp_path / "nan.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes((tmp_path / "good.safetensors").read_bytes()[:-100])
+    (tmp_path / "text.safetensors").write_text("no tensors here")
+    for case in ("nan", "torn", "text", "absent"):
+        with pytest.raises(SwapError):
+            engine.swap_heads(tmp_path / f"{case}.safetensors", 6)
+    assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
+    assert engine.heads_version == 5
+    assert engine.checksums()["heads"] == checksum(state)
+
+
+def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    good, other = actor.random_heads(seed=7), actor.random_heads(seed=8)
+    hidden = torch.randn(3, actor.lm_head_VD.shape[1])
+    swap(engine, good.trainable_state(), tmp_path / "good", 1)
+    save_state(tmp_path / "other", other.trainable_state())
+    found = check_state(tmp_path / "other", "new heads")
+    wrong = Checked(found.checksum, found.crc ^ 1)
+    with pytest.raises(SwapError, match="not the one that was checked"):
+        engine.swap_heads(tmp_path / "other", 2, wrong)
+    assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
+    assert engine.swap_heads(tmp_path / "other", 2, found).checksum == checksum(other.trainable_state()) == engine.checksums()["heads"]
+    assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, other, hidden)
+
+    save_state(tmp_path / "actor", actor.model.state_dict())
+    found = check_state(tmp_path / "actor", "the actor's weights", tensorwise_checksum)
+    with pytest.raises(SwapError, match="not the one that was checked"):
+        engine.sync_actor(tmp_path / "actor", 1, Checked(found.checksum, found.crc ^ 1))
+    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == tensorwise_checksum(actor.model.state_dict())
+
+
+def drafter_of(engine: ColocatedEngine) -> object:
+    return engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy puts the heads in another order, and the read-back reads them in that order too: only what is drafted shows it."""
+    reference = engine.generate(actor.prompts[:8], GREEDY)
+    good = actor.random_heads(seed=4)
+    save_state(tmp_path / "heads.safetensors", good.trainable_state())
+    views = MedusaHeads.trainable_views
+
+    def turned(self: MedusaHeads) -> dict[str, torch.Tensor]:
+        found = views(self)
+        return dict(zip(found, reversed(found.values()), strict=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaHeads, "trainable_views", turned)
+        with pytest.raises(SwapError, match="does not draft with the heads") as caught:
+            engine.swap_heads(tmp_path / "heads.safetensors", 3)
+    assert "head 1" in str(caught.value)
+    assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
+    without = engine.generate(actor.prompts[:8], GREEDY)
+    assert without.counters.drafts == 0 and without.heads_version == -1 and tokens(without) == tokens(reference)
+    swap(engine, good.trainable_state(), tmp_path / "heads.safetensors", 4)
+    assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0 and engine.heads_version == 4
+
+
+def test_the_probe_leaves_the_engines_random_numbers_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    state = actor.random_heads(seed=4).trainable_state()
+    engine.set_drafting(sampled=True)
+    before = torch.get_rng_state()
+    swap(engine, state, tmp_path / "heads.safetensors", 4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """Everything is vLLM's own but the allocator: its CPU build keeps all memory, so the test throws away what CUDA's would."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def throw_away(self: CPUWorker, level: int = 1) -> None:
+        for parameter in self.model_runner.drafter.heads.parameters() if level == 2 else ():
+            parameter.data.fill_(7.0)
+
+    monkeypatch.setattr(CPUWorker, "sleep", throw_away)
+    state = actor.random_heads(seed=4).trainable_state()
+    swap(engine, state, tmp_path / "heads.safetensors", 3)
+    reference = engine.generate(actor.prompts[:8], GREEDY)
+    engine.sleep(level)
+    for call in (lambda: engine.generate(actor.prompts[:1], GREEDY), engine.checksums, lambda: engine.set_num_drafts(1)):
+        with pytest.raises(EngineError, match="asleep"):
+            call()
+    engine.wake()
+    engine.wake()
+    if level == 2:
+        assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
+        with pytest.raises(EngineError, match="no whole actor"):
+            engine.generate(actor.prompts[:1], GREEDY)
+        save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
+        engine.sync_actor(tmp_path / "actor.safetensors", 1)
+        without = engine.generate(actor.prompts[:8], GREEDY)
+        assert without.counters.drafts == 0 and tokens(without) == tokens(reference)
+        swap(engine, state, tmp_path / "heads.safetensors", 3)
+    assert engine.heads_version == 3
+    again = engine.generate(actor.prompts[:8], GREEDY)
+    assert tokens(again) == tokens(reference) and again.counters == reference.counters
+
+
+def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(engine: ColocatedEngine, actor: Actor) -> None:
+    """The hook around CUDA's worker, with this engine's worker in the place of one that has just been woken."""
+    worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+    wake_up = internals._with_heads_looked_at(lambda self, tags: "woken")
+    assert wake_up(worker) == "woken" and drafter_of(engine).fed
+    next(drafter_of(engine).heads.parameters()).data.fill_(7.0)
+    wake_up(worker, ["kv_cache"])
+    assert drafter_of(engine).fed, "the weights still sleep"
+    wake_up(worker, ["weights"])
+    assert not drafter_of(engine).fed
+    assert engine.generate(actor.prompts[:2], GREEDY).counters.drafts == 0
+
+
+def test_no_entry_of_openmp_is_left_in_shared_memory(engine: ColocatedEngine) -> None:
+    entry = files.SHARED_MEMORY / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}"
+    entry.touch()  # As the library makes it where it is loaded before torch.
+    engine.plugin_report()
+    assert not entry.exists()
+
+
+def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    moved = copy.deepcopy(actor.model)
+    for parameter in moved.parameters():
+        parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    greedy_before = engine.generate(actor.prompts[:12], GREEDY)
+    hidden = torch.randn(4, actor.lm_head_VD.shape[1])
+    save_state(tmp_path / "actor.safetensors", moved.state_dict())
+    receipt = engine.sync_actor(tmp_path / "actor.safetensors", 1)
+    assert receipt.checksum == tensorwise_checksum(moved.state_dict()) == engine.checksums()["actor"]
+    assert engine.policy_version == 1
+    sampling = Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=2)
+    rollouts = engine.generate(actor.prompts[:24], sampling)
+    logits_MV, ids_M = sampled_rows(moved, rollouts)
+    seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
+    new_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+    old_M = sampled_rows(actor.model, rollouts)[0].log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+    assert float((new_M - seen_M).abs().max()) < 1e-3
+    assert float((old_M - seen_M).abs().mean()) > 0.05
+    assert tokens(engine.generate(actor.prompts[:12], GREEDY)) != tokens(greedy_before)
+    # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every head.
+    assert engine.probe(hidden.tolist(), [0] * 4) == [[int(i)] * 4 for i in (hidden @ moved.lm_head.weight.T).argmax(-1)]
+
+
+def test_a_foreign_or_broken_actor_file_is_refused(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    state = actor.model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    for case, bad in {"missing": {k: v for k, v in state.items() if k != name}, "shape": {**state, name: state[name][:8].clone()}}.items():
+        save_state(tmp_path / f"{case}.safetensors", bad)
+        with pytest.raises(SwapError):
+            engine.sync_actor(tmp_path / f"{case}.safetensors", 1)
+    from safetensors.torch import save_file
+
+    save_file({**state, name: torch.full_like(state[name], torch.inf)}, tmp_path / "inf.safetensors")
+    with pytest.raises(SwapError, match="NaN or infinity"):
+        engine.sync_actor(tmp_path / "inf.safetensors", 1)
+    assert engine.policy_version == 0
+    first = engine.generate(actor.prompts[:4], GREEDY)
+    expected = [
+        actor.model.generate(torch.tensor([p]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(p) :]
+        for p in actor.prompts[:4]
+    ]
+    assert [t[:12] for t in tokens(first)] == [tuple(row.tolist()) for row in expected]
+
+
+def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
+    for count in (-1, 5):
+        with pytest.raises(ConfigError):
+            engine.set_num_drafts(count)
+
+
+def test_stock_vllm_drafts_the_same_from_a_native_folder(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    """vLLM without our plug-in loads the folder as method=medusa, and its greedy counters are those of our own proposer."""
+    from heads.checkpoint import save_heads
+
+    heads = actor.random_heads(seed=21, scale=0.02)
+    save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
+    swap(engine, heads.trainable_state(), tmp_path / "s.safetensors", 1)
+    ours = engine.generate(actor.prompts[:16], GREEDY)
+    env = os.environ | {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    arguments = [
+        sys.executable,
+        str(Path(__file__).with_name("stock_medusa.py")),
+        str(actor.path),
+        str(tmp_path / "heads"),
+        json.dumps(actor.prompts[:16]),
+    ]
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stock = json.loads(done.stdout.splitlines()[-1])
+    assert stock["drafter"] == "vllm.v1.spec_decode.medusa"
+    assert [tuple(t) for t in stock["tokens"]] == tokens(ours)
+    assert tuple(stock["accepted"]) == ours.counters.accepted_per_position
+    assert stock["drafts"] == ours.counters.drafts
+
+
+def test_a_closed_engine_says_so(actor: Actor, engine_config: object) -> None:
+    closed = object.__new__(ColocatedEngine)
+    closed._llm, closed.max_drafts, closed._asleep = None, 4, False
+    with pytest.raises(EngineError, match="closed"):
+        closed.counters()
+    closed.close()

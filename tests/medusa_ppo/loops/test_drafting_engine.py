@@ -1,0 +1,89 @@
+"""A loop of its own that knows nothing of us but the class of its engine: heads are fed, and switched off it learns the same to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import load_heads
+from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.config import build_config
+from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.loops.drafting_engine import DraftingEngine
+from medusa_ppo.processes import local_ray
+from medusa_ppo.types import Rollouts, Sampling
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]
+ENGINE = {"max_num_seqs": 32, "threads": 1, "enforce_eager": True}
+
+
+def scored(actor: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loop's own pass: log-probs of all tokens, and which of them are the responses'."""
+    rows = [(*rollouts.prompts[r.prompt_index], *r.token_ids) for r in rollouts.responses]
+    width = max(map(len, rows))
+    ids_BT, attention_BT, mask_BT = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    for row, (tokens, response) in enumerate(zip(rows, rollouts.responses, strict=True)):
+        ids_BT[row, : len(tokens)] = torch.tensor(tokens)
+        attention_BT[row, : len(tokens)] = 1
+        mask_BT[row, len(tokens) - len(response.token_ids) : len(tokens)] = 1
+    logits_BTV = actor(input_ids=ids_BT, attention_mask=attention_BT).logits
+    return logits_BTV[:, :-1].log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0], mask_BT[:, 1:]
+
+
+def loop(engine: Any, actor: Any, steps: int) -> list[dict[str, Any]]:
+    """A policy-gradient loop. Nothing in it names the plug-in, but for the figures at the end."""
+    optimizer, figures = torch.optim.AdamW(actor.parameters(), lr=1e-4), []
+    with ActorSync(engine) as sync:
+        for step in range(steps):
+            rollouts = engine.generate(PROMPTS, Sampling(max_new_tokens=24, responses_per_prompt=8, seed=step))
+            logprobs_BT, mask_BT = scored(actor, rollouts)
+            rewards_B = torch.tensor([float(len(r.token_ids) % 2) + r.token_ids[0] % 3 for r in rollouts.responses])
+            loss = -((rewards_B - rewards_B.mean())[:, None] * logprobs_BT * mask_BT).sum() / mask_BT.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            sync(actor, step + 1)
+            figures.append({"reward": rewards_B.mean().item()} | (engine.metrics() if hasattr(engine, "metrics") else {}))
+    return figures
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_heads_are_fed_while_the_loop_runs(chain_actor: Path, tmp_path: Path, ray_session: None):
+    companion = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
+    config = build_config({"heads": {"num_heads": 2}, "companion": companion, "engine": ENGINE})
+    with DraftingEngine(config, load_actor(chain_actor), chain_actor, tmp_path / "run") as engine:
+        figures = loop(engine, engine._actor, 4)
+
+    assert figures[0][names.HEADS_VERSION] == 0 and figures[-1][names.HEADS_VERSION] >= 2
+    assert figures[-1][names.MAL_SERVING] > figures[0][names.MAL_SERVING] + 0.2
+    saved, metadata = load_heads(tmp_path / "run" / "heads-final")
+    assert saved.config.num_heads == 2 and metadata.version >= 2
+    assert not engine._actor._forward_hooks and not engine._actor._forward_pre_hooks
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_switched_off_it_is_the_plain_engine_to_the_bit(chain_actor: Path, tmp_path: Path, ray_session: None):
+    config = build_config({"companion": {"enabled": False}, "engine": {**ENGINE, "num_drafts": 0}})
+    learned, rewards = [], []
+    for arm in ("off", "plain"):
+        actor = load_actor(chain_actor)
+        with local_ray():
+            if arm == "off":
+                engine: Any = DraftingEngine(config, actor, chain_actor, tmp_path / "off")
+                assert engine.plugin is None and engine.engine.max_drafts == 0
+            else:
+                engine = make_engine(chain_actor, None, config.engine, config.seed)
+            with engine:
+                rewards.append([step["reward"] for step in loop(engine, actor, 3)])
+        learned.append({name: value.clone() for name, value in actor.state_dict().items()})
+    start = load_actor(chain_actor).state_dict()
+    assert rewards[0] == rewards[1]
+    assert all(torch.equal(value, learned[1][name]) for name, value in learned[0].items())
+    assert not all(torch.equal(value, learned[0][name]) for name, value in start.items()), "nothing was learned"

@@ -1,0 +1,91 @@
+"""The whole run with a Megatron actor on two processes, a companion in Ray and a pool of two vLLM engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from heads.tensorfile import tensorwise_checksum
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.engines.pool import EnginePool
+from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.session import RunSession
+from medusa_ppo.reports.store import read_run
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1500)]
+SHIM = Path(__file__).parents[2] / "actors"
+REWARD = """
+def even(prompt, response, row):
+    return float(len(response) % 2 == 0)
+"""
+
+
+def settings(actor: Path, out: Path, steps: int) -> RunConfig:
+    return build_config(
+        {
+            "name": "run",
+            "out": str(out),
+            "model": {"path": str(actor)},
+            "actor": {"backend": "megatron", "tensor_parallel": 2, "imports": "megatron_on_cpu", "bucket_bytes": 65536},
+            "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+            "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
+            "engine": {"replicas": 2, "max_num_seqs": 8, "max_model_len": 128, "threads": 1, "num_drafts": 3},
+            "heads": {"num_heads": 3, "kind": "hydra"},
+            # Waiting makes the number of published versions certain; that PPO never waits otherwise is the plugin's own test.
+            "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2, "workers": 2},
+            "ppo": {
+                "steps": steps,
+                "prompts_per_step": 8,
+                "micro_batch_size": 16,
+                "actor_learning_rate": 1e-4,
+                "reward": "even_reward:even",
+                "checkpoint_every": 0,
+                "threads": 1,
+            },
+            "report": {"speed_every": 0},
+        }
+    )
+
+
+def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(SHIM), prepend=os.pathsep)  # Ray's workers have the environment that it was started in.
+    config = settings(chain_actor, tmp_path, steps=6)
+    with RunSession(config, NullProgress()) as session:
+        parts, position, writer = session.prepare(resume=False)
+        loop = PPOLoop(config, parts, NullProgress(), position)
+        loop.run(writer)
+        engine, learner = parts.engine, parts.learner
+        assert isinstance(engine, EnginePool) and len({report["pid"] for report in engine.plugin_report()["engines"]}) == 2
+        sums = engine.checksums()  # An error when the engines differ.
+        held = dict(learner.actor.tensors(torch.float32))  # type: ignore[union-attr]
+        assert sums["actor"] == tensorwise_checksum(held), "both engines have what the ranks have"
+        assert parts.plugin is not None and parts.plugin._installer.installed is not None
+        installed = parts.plugin._installer.installed
+        assert sums["heads"] == installed.checksum and engine.heads_version == installed.version
+        session.finish(parts, loop.position)
+    assert not ray.is_initialized()
+
+    steps = read_run(config.run_dir).steps
+    assert len(steps) == 6 and [s[names.POLICY_VERSION] for s in steps] == list(range(6))
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "engines and ranks compute the same policy after every sync"
+    assert steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    assert all(generated > 0 for generated in steps[-1][names.TOKENS_PER_ENGINE]) and len(steps[-1][names.TOKENS_PER_ENGINE]) == 2
+    assert all(0.0 <= s[names.REWARD_MEAN] <= 1.0 for s in steps)
+    assert all(0 < s[names.SYNC_COLLECT_S] <= s[names.SYNC_S] for s in steps)
+    assert steps[-1][names.SYNC_BYTES] > sum(tensor.numel() * 4 for tensor in held.values())
+    assert "New actor weights" in (config.run_dir / "report.md").read_text()
+
+    trained, first = (AutoModelForCausalLM.from_pretrained(path) for path in (config.run_dir / "actor", chain_actor))
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(parameter, held[name]), name
+    assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)

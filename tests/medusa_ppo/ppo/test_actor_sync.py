@@ -1,0 +1,54 @@
+"""The actor's way into the engine: the right names, nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.errors import SwapError
+from medusa_ppo.engines.actor_sync import ActorSync, actor_state
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_are_those_of_a_checkpoint(tiny_actor, tmp_path: Path, tied: bool):
+    from safetensors import safe_open
+
+    actor = tiny_actor(tied=tied)
+    actor.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert actor_state(actor).keys() == set(file.keys())
+        for name, tensor in actor_state(actor).items():
+            torch.testing.assert_close(file.get_tensor(name), tensor, rtol=0, atol=0)
+    assert all(t.dtype == torch.bfloat16 for t in actor_state(actor, torch.bfloat16).values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_engine_gets_the_weights_and_the_version(tiny_actor, sampling_engine, tied: bool):
+    actor = tiny_actor(tied=tied)
+    engine = sampling_engine(actor)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.add_(0.1)
+    with ActorSync(engine) as sync:
+        assert sync(actor, 7).version == 7
+        folder = sync._folder.path
+        assert folder.is_dir() and not list(folder.glob("*.safetensors")), "the file goes as soon as the engine has read it"
+    assert not folder.exists()
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(engine.actor(ids).logits, actor(ids).logits, rtol=0, atol=0)
+    assert engine.policy_version == 7
+
+
+def test_a_failing_engine_leaves_no_file(tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch):
+    engine = sampling_engine(tiny_actor())
+
+    def refuse(path, version):
+        raise SwapError("no")
+
+    monkeypatch.setattr(engine, "sync_actor", refuse)
+    with ActorSync(engine) as sync:
+        with pytest.raises(SwapError):
+            sync(tiny_actor(), 1)
+        assert not list(sync._folder.path.glob("*.safetensors"))

@@ -1,0 +1,91 @@
+"""What a watcher sees: one line a step without a terminal, a live bar with one."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from medusa_ppo import metrics as names
+from medusa_ppo.ppo import run_progress as progress
+from medusa_ppo.ppo.run_progress import LineProgress, LiveProgress, NullProgress, StepClock, make_progress, step_line
+
+VALUES = {
+    names.STEP: 3,
+    names.REWARD_MEAN: 0.5,
+    names.CORRECT_FRAC: 0.5,
+    names.TOKENS_PER_S: 1234.4,
+    names.MAL_SERVING: 1.789,
+    names.HEADS_VERSION: 2,
+    names.PAIR_SPEEDUP: 1.4,
+}
+
+
+def play(sink: NullProgress) -> None:
+    with sink:
+        sink.phase_started(progress.ACTOR)
+        sink.phase_advanced(50, 200, "loss 0.5")
+        sink.phase_finished(progress.ACTOR, 1.0)
+        sink.run_started("demo", 3, 5)
+        for step in (3, 4):
+            sink.phase_started(progress.GENERATE, step)
+            sink.phase_finished(progress.GENERATE, 0.5)
+            sink.step_finished({**VALUES, names.STEP: step})
+        sink.note("done")
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=160)
+
+
+def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LineProgress, "ANNOUNCE_S", 0.0)
+    out = console(terminal=False)
+    sink = make_progress(out)
+    assert isinstance(sink, LineProgress)
+    play(sink)
+    lines = out.file.getvalue().splitlines()
+    assert lines[:3] == ["prepare the actor ...", "  prepare the actor: 25%  loss 0.5", "demo: steps 3 to 4"]
+    assert lines[3].startswith("step   3  reward 0.500  right 50%  acceptance length 1.79  heads v2  1234 tokens/s  speed-up 1.40  left ")
+    assert lines[4].endswith("left 0:00") and lines[5] == "done"
+    assert "\x1b" not in out.file.getvalue()
+
+
+def test_the_live_bar_shows_step_speed_acceptance_and_time_left():
+    out = console(terminal=True)
+    sink = make_progress(out)
+    assert isinstance(sink, LiveProgress)
+    play(sink)
+    text = out.file.getvalue()
+    for part in ("demo", "5/5", "1234 tokens/s", "acceptance length 1.79", "left 0:00", "step   4", "done"):
+        assert part in text, part
+
+
+def test_a_line_leaves_out_what_is_not_known():
+    assert step_line({names.STEP: 0, names.REWARD_MEAN: 1.0, names.CORRECT_FRAC: None}) == "step   0  reward 1.000"
+
+
+def test_silence():
+    play(NullProgress())
+
+
+def test_time_left(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    clock = StepClock()
+    clock.start(2, 12)
+    assert clock.left_text() == "?"
+    for _ in range(4):
+        now[0] += 15
+        clock.finished()
+    assert clock.left_text() == "1:30"
+
+
+def test_time_left_is_known_after_the_first_step() -> None:
+    clock = StepClock()
+    clock.start(0, 5)
+    assert clock.left_text() == "?"
+    clock.finished()
+    assert re.fullmatch(r"\d+:\d\d", clock.left_text())

@@ -1,0 +1,56 @@
+"""Folders of a living process stay, those of a killed one go."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_ppo import files as folders
+from medusa_ppo.files import OwnedFolder, sweep
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from medusa_ppo import files as folders
+folders.SHARED_MEMORY = Path(sys.argv[1])
+print(folders.OwnedFolder("medusa-ppo-test-", shared_memory=True).path, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other runs of this machine are left alone."""
+    monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "tmp").mkdir()
+
+
+def test_the_folder_of_a_killed_process_is_swept(tmp_path: Path) -> None:
+    mine = OwnedFolder("mppo-")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "shm")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        assert folder.parent == tmp_path / "shm" and sweep() == [] and folder.is_dir()
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert sweep() == [folder] and not folder.exists() and mine.path.is_dir()
+    finally:
+        owner.kill()
+        owner.wait()
+    mine.close()
+    mine.close()
+    assert not mine.path.exists()
+
+
+def test_what_is_no_owners_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "shm" / "medusa-ppo-old").mkdir()
+    (tmp_path / "shm" / "other" / folders.LOCK).mkdir(parents=True)
+    kept = OwnedFolder("mppo-").keep()
+    assert sweep() == [] and kept.is_dir() and not list(kept.iterdir())

@@ -1,0 +1,112 @@
+"""The probe after a swap: silent for what the file's heads draft, whatever their kind and dtype; not for anything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.draft_vocabulary import TokenMap
+from medusa_ppo.drafting.draws import draft_tokens
+from medusa_ppo.drafting.packed import PackedHydra
+from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, greedy_sampling
+
+D, V, K = 32, 60, 3
+CPU = torch.device("cpu")
+
+
+class Scene:
+    """Heads that draft as in the engine, and the probe's verdict on them."""
+
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, lm_head: str = "shared", layers: int = 1) -> None:
+        torch.manual_seed(0)
+        self.config = HeadsConfig(D, V, K, kind=kind, lm_head=lm_head, num_layers=layers, rank=4)
+        self.dtype = dtype
+        self.lm_head_VD, self.table_VD = torch.randn(V, D).to(dtype), torch.randn(V, D).to(dtype)
+        self.heads = self.random(1)
+        self.token_map: TokenMap | None = None
+
+    def random(self, seed: int, scale: float = 0.1) -> MedusaHeads:
+        torch.manual_seed(seed)
+        heads = MedusaHeads(self.config).to(self.dtype).requires_grad_(False)
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+        return heads
+
+    def logits(self, features_ND: torch.Tensor) -> torch.Tensor:
+        return features_ND @ self.lm_head_VD.T
+
+    def embed(self, ids_B: torch.Tensor) -> torch.Tensor:
+        return self.table_VD[ids_B]
+
+    def verdict(self, state: dict[str, torch.Tensor], packed_from: MedusaHeads | None = None, temperature: float = 1.0) -> str:
+        hidden_BD, last_ids_B = fixed_inputs(self.config, self.dtype, CPU)
+        hydra = self.config.kind == "hydra"
+        draft = draft_tokens(
+            self.heads,
+            hidden_BD,
+            last_ids_B,
+            K,
+            self.logits,
+            sampling=greedy_sampling(CPU),
+            draft_temperature=temperature,
+            token_map=self.token_map,
+            packed=PackedHydra(packed_from or self.heads, self.embed, dtype=torch.float32) if hydra else None,
+        )
+        ids_W = self.token_map.ids_W if self.token_map else None
+        plain = Plain(self.logits, self.embed if hydra else None, self.dtype, temperature, ids_W)
+        return find_difference(draft, state, self.config, hidden_BD, last_ids_B, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
+    scene = Scene(kind, dtype, layers=2)
+    state = scene.heads.trainable_state()
+    assert scene.verdict(state) == "" == scene.verdict(state, temperature=0.5)
+    assert "head 1" in scene.verdict(scene.random(2).trainable_state())
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
+    scene = Scene(kind)
+    state = scene.heads.trainable_state()
+    name = "blocks.2.layers.0.weight"
+    assert "head 3" in scene.verdict(state | {name: state[name] * 1.05})
+
+
+def test_heads_in_another_order_are_found() -> None:
+    scene = Scene("medusa")
+    state = scene.heads.trainable_state()
+    names = sorted(state)
+    assert scene.verdict(dict(zip(names, [state[name] for name in reversed(names)], strict=True)))
+
+
+def test_products_packed_from_the_heads_before_are_found() -> None:
+    scene = Scene("hydra")
+    assert scene.verdict(scene.heads.trainable_state(), packed_from=scene.random(7))
+
+
+def test_heads_that_start_at_zero_all_draft_alike_and_are_known() -> None:
+    scene = Scene("medusa")
+    scene.heads = scene.random(0, scale=0.0)
+    assert scene.verdict(scene.heads.trainable_state()) == ""
+
+
+def test_own_lm_heads_and_a_draft_vocabulary() -> None:
+    own = Scene("medusa", lm_head="own")
+    assert own.verdict(own.heads.trainable_state()) == ""
+    mapped = Scene("markov")
+    mapped.token_map = TokenMap(10, V)
+    mapped.token_map.observe([list(range(10)) * 3])
+    mapped.token_map.refresh(mapped.logits, D, torch.float32, CPU)
+    assert mapped.verdict(mapped.heads.trainable_state()) == ""
+    assert mapped.verdict(mapped.random(2).trainable_state())
+
+
+def test_drafts_that_are_no_numbers_are_found() -> None:
+    scene = Scene("medusa")
+    state = scene.heads.trainable_state()
+    scene.lm_head_VD[0, 0] = torch.nan
+    assert "head 1" in scene.verdict(state)

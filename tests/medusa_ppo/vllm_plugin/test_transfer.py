@@ -1,0 +1,165 @@
+"""The broadcast by itself: real gloo groups on loopback, a thread for each rank; no vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.errors import CheckpointError, SwapError
+from heads.tensorfile import tensorwise_checksum
+from medusa_ppo.vllm_plugin.transfer import (
+    LOOPBACK,
+    ActorStream,
+    Group,
+    Incoming,
+    Place,
+    choose_backend,
+    open_place,
+    read_entries,
+    send,
+)
+
+TIMEOUT_S = 5.0
+
+
+def state_of(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Sizes that are no multiple of the alignment, types of every width, and a tensor that no bucket holds."""
+    torch.manual_seed(seed)
+    return {
+        "b": torch.randn(3, 5),
+        "a": torch.randn(7).bfloat16(),
+        "large": torch.randn(40, 11),
+        "steps": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "c": torch.randn(1, 1, 2),
+    }
+
+
+def stream_of(state: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> ActorStream:
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    return ActorStream(entries, lambda: state.items() if tensors is None else tensors, lambda path: None, bucket_bytes=100)
+
+
+def in_a_group(work: Callable[[Group], Any], ranks: int = 3, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """What each rank's `work` gave or raised."""
+    store, port = open_place(LOOPBACK, timeout_s)
+
+    def run(rank: int) -> Any:
+        group = Group(Place(LOOPBACK, port, ranks, rank, "gloo", timeout_s), None if rank else store)
+        try:
+            return work(group)
+        except Exception as error:
+            return error
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def receive(group: Group, stream: ActorStream) -> tuple[dict[str, torch.Tensor], str]:
+    incoming = Incoming(group, read_entries(stream.header()))
+    return dict(incoming), incoming.checksum
+
+
+def is_trainer(group: Group) -> bool:
+    return group._place.rank == 0
+
+
+def test_all_ranks_get_all_tensors_and_one_checksum() -> None:
+    state = state_of()
+    stream = stream_of(state)
+    sent, *received = in_a_group(lambda group: send(group, stream) if is_trainer(group) else receive(group, stream))
+    assert sent == tensorwise_checksum(state) != tensorwise_checksum(state_of(1))
+    for tensors, checksum in received:
+        assert checksum == sent and tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[name], state[name]) and tensors[name].dtype == state[name].dtype for name in state)
+
+
+def test_the_order_of_tensors_does_not_matter_and_dtypes_are_those_announced() -> None:
+    state = state_of()
+    backwards = [(name, tensor.double() if tensor.is_floating_point() else tensor) for name, tensor in reversed(state.items())]
+    stream = stream_of(state, backwards)
+    sent, (tensors, checksum) = in_a_group(lambda group: send(group, stream) if is_trainer(group) else receive(group, stream), 2)
+    assert sent == checksum == tensorwise_checksum(state) == tensorwise_checksum(tensors)
+
+
+def test_a_group_sends_again_and_again() -> None:
+    states = [state_of(seed) for seed in range(3)]
+
+    def work(group: Group) -> list[str]:
+        return [send(group, stream_of(s)) if is_trainer(group) else receive(group, stream_of(s))[1] for s in states]
+
+    assert in_a_group(work) == [[tensorwise_checksum(state) for state in states]] * 3
+
+
+@pytest.mark.parametrize("case", ["nan", "unknown", "shape", "missing", "source"])
+def test_a_bad_stream_ends_for_all_and_nobody_waits(case: str) -> None:
+    state = state_of()
+
+    def tensors() -> Iterable[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            if name != "large":
+                yield name, tensor
+            elif case == "source":
+                raise RuntimeError("a rank of the actor is gone")
+            elif case != "missing":
+                bad = {"nan": torch.full_like(tensor, torch.nan), "shape": tensor[:-1], "unknown": tensor}[case]
+                yield ("other" if case == "unknown" else name), bad
+
+    stream = stream_of(state, tensors())
+    began = time.monotonic()
+    sent, *received = in_a_group(lambda group: send(group, stream) if is_trainer(group) else receive(group, stream))
+    assert isinstance(sent, {"nan": CheckpointError, "source": RuntimeError}.get(case, SwapError))
+    assert all(isinstance(error, SwapError) for error in received) and time.monotonic() - began < TIMEOUT_S
+
+
+def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
+    state, stay = state_of(), threading.Event()
+
+    def work(group: Group) -> Any:
+        if group._place.rank == 2:
+            stay.wait(3.0)
+            return "silent"
+        try:
+            return send(group, stream_of(state)) if is_trainer(group) else receive(group, stream_of(state))
+        finally:
+            group.close()
+
+    # What is small fits into the sockets: it is the end of a long stream that the trainer can't get rid of.
+    state["large"] = torch.randn(4000, 1000)
+    began = time.monotonic()
+    sent, _, silent = in_a_group(work, timeout_s=1.0)
+    assert isinstance(sent, SwapError) and silent == "silent" and time.monotonic() - began < 10.0
+
+
+def test_ranks_that_do_not_come_are_an_error() -> None:
+    store, port = open_place(LOOPBACK, 0.5)
+    with pytest.raises(SwapError, match="did not meet"):
+        Group(Place(LOOPBACK, port, 2, 0, "gloo", 0.5), store)
+    del store
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    assert read_entries({"a": ["BF16", [2, 3]]}) == {"a": (torch.bfloat16, (2, 3))}
+    with pytest.raises(SwapError, match="unknown dtype"):
+        read_entries({"a": ["F8_E4M3", [2]]})
+
+
+def test_the_place_listens_on_loopback_only() -> None:
+    store, port = open_place(LOOPBACK)
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [row[1].split(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"] == ["0100007F"]
+    del store
+
+
+def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
+    assert choose_backend(["GPU-1", "GPU-2"]) == "nccl"
+    assert choose_backend(["GPU-1", "GPU-1"]) == choose_backend(["GPU-1", "cpu"]) == choose_backend(["cpu", "cpu"]) == "gloo"
