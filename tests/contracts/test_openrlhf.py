@@ -18,7 +18,7 @@ from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
 from medusa_ppo.config import build_config
 from medusa_ppo.loops import CHECKED, require_loop
-from medusa_ppo.loops.openrlhf.driver import driver as ours
+from medusa_ppo.loops.openrlhf import __main__ as ours
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:

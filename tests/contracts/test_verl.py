@@ -51,7 +51,7 @@ def test_the_installed_version_is_a_checked_one():
 
 
 def test_the_entry_point_brings_our_trainer_and_costs_nothing_before_verls_own_is_imported():
-    code = "import verl, sys; assert 'medusa_ppo.loops.verl.verl_entry' in sys.modules; "
+    code = "import verl, sys; assert 'medusa_ppo.loops.verl' in sys.modules; "
     code += "assert 'medusa_ppo.loops.verl.verl_trainer' not in sys.modules; "
     code += "from verl.trainer.ppo.v1 import get_trainer_cls; t = get_trainer_cls('medusa_sync'); "
     code += "assert issubclass(t, get_trainer_cls('sync')) and t.__module__ == 'medusa_ppo.loops.verl.verl_trainer'"
@@ -227,10 +227,11 @@ def test_engine_arguments_are_spread_last_and_become_flags():
 
 
 def test_the_server_and_its_replica_are_where_we_replace_them(ours: Any):
-    from medusa_ppo.loops.verl.verl_server import MedusaHttpServer, MedusaReplica
     from verl.workers.rollout import llm_server
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+    from medusa_ppo.loops.verl.verl_server import MedusaHttpServer, MedusaReplica
 
     assert "self.server_class = ray.remote(vLLMHttpServer)" in source(vLLMReplica.__init__)
     assert "self.server_class.options(" in source(vLLMReplica.launch_servers)

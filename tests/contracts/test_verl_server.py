@@ -61,10 +61,10 @@ def sections(small_actor: Path, attachment: Any) -> tuple[Any, Any]:
 @pytest.mark.engine
 def test_verls_own_server_takes_our_heads_and_generates(small_actor: Path, tmp_path: Path, local_ray: None) -> None:
     import ray
-    from medusa_ppo.loops.verl.verl_server import MedusaHttpServer
     from verl.workers.rollout.replica import RolloutMode
 
     from medusa_ppo.loops.remote import RemoteAttachment, call_all, sum_counters
+    from medusa_ppo.loops.verl.verl_server import MedusaHttpServer
 
     attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
     rollout, model = sections(small_actor, attachment)

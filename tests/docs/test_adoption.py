@@ -81,7 +81,8 @@ def test_what_is_imported_and_called_exists(page: str) -> None:
 
 def source(module: str) -> str:
     path = ROOT / module.replace(".", "/")
-    return (path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py").read_text(encoding="utf-8")
+    files = (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py")
+    return next(file for file in files if file.is_file()).read_text(encoding="utf-8")
 
 
 def test_the_trl_example_is_a_plain_script_but_for_the_lines_shown() -> None:

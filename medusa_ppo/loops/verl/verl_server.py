@@ -1,14 +1,16 @@
-"""verl's vLLM server with two more methods: a worker call that gives its answers back, and the acceptance counters."""
+"""What runs in verl's vLLM: its server with two more methods, and its worker extension joined with ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import ray
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from medusa_ppo.engines.colocated import process_counters
 from medusa_ppo.types import Counters
+from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
 
 class MedusaHttpServer(vLLMHttpServer):
@@ -29,3 +31,8 @@ class MedusaReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(MedusaHttpServer)
+
+
+class MedusaVerlWorker(MedusaWorker, vLLMColocateWorkerExtension):
+    """Both extensions in one class, because vLLM takes only one. verl's weight transfer passes over draft models that are not MTP: the
+    heads are only ours to feed."""

@@ -34,7 +34,7 @@ from medusa_ppo.types import RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "medusa_ppo.loops.verl.verl_worker.MedusaVerlWorker"
+WORKER_EXTENSION = "medusa_ppo.loops.verl.verl_server.MedusaVerlWorker"
 MEGATRON = "megatron"
 STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
 ACTOR_ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
