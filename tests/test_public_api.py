@@ -15,6 +15,8 @@ import yaml
 
 import medusa_ppo
 from heads.errors import UnsupportedVersionError
+from medusa_ppo.config import known_keys
+from medusa_ppo.metrics import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS: list[dict[str, Any]] = yaml.safe_load((ROOT / "docs" / "site" / "public_api.yaml").read_text())
@@ -87,3 +89,14 @@ def test_names_are_defined_where_they_are_imported_from(module: str, name: str) 
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     defined = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert name in defined and ast.get_docstring(defined[name]), f"{module} does not define {name}, or without a docstring"
+
+
+def test_public_names_use_the_words_of_the_glossary() -> None:
+    """docs/glossary.md names, beside each word, others for the same thing: none of those stands in a public name, a key or a metric."""
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]*) \|$", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    unused = {word.strip(): row[0] for row in rows[1:] for word in row[1].split(",") if word.strip()}
+    assert len(unused) > 20, "the table was not found"
+    public = [name for _, name in NAMES] + known_keys() + list(describe())
+    parts = [(name, "_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", name).lower() + "_") for name in public]
+    wrong = {name: f"say {good}" for word, good in unused.items() for name, text in parts if f"_{word}_" in text}
+    assert not wrong
