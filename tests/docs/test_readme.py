@@ -32,7 +32,8 @@ RUN_BY = {
 
 def commands() -> list[list[str]]:
     """The words of each `make` and `medusa-ppo` line in the README's blocks, comments cut off."""
-    blocks = re.findall(
+    flags = re.DOTALL | re.MULTILINE
+    blocks = re.findall(r"^```\n(.*?)^```", re.sub(r"^```diff\n.*?^```", "", README, flags=flags), flags)
         r"^```\n(.*?)^```", re.sub(r"^```diff\n.*?^```", "", README, flags=re.DOTALL | re.MULTILINE), re.DOTALL | re.MULTILINE
     )
     lines = [line for block in blocks for line in block.splitlines() if line.startswith(("make ", "medusa-ppo "))]
