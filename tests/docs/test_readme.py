@@ -34,8 +34,6 @@ def commands() -> list[list[str]]:
     """The words of each `make` and `medusa-ppo` line in the README's blocks, comments cut off."""
     flags = re.DOTALL | re.MULTILINE
     blocks = re.findall(r"^```\n(.*?)^```", re.sub(r"^```diff\n.*?^```", "", README, flags=flags), flags)
-        r"^```\n(.*?)^```", re.sub(r"^```diff\n.*?^```", "", README, flags=re.DOTALL | re.MULTILINE), re.DOTALL | re.MULTILINE
-    )
     lines = [line for block in blocks for line in block.splitlines() if line.startswith(("make ", "medusa-ppo "))]
     return [shlex.split(re.sub(r"\s+#.*$", "", line)) for line in lines]
 
