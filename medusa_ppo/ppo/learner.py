@@ -26,7 +26,7 @@ from heads.errors import RunError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo import objective as losses
+from medusa_ppo.ppo import objective
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 from medusa_ppo.ppo.models import Critic, TokenStats, frozen_copy, load_moments, load_weights, moments_of, token_stats, weights_of
 from medusa_ppo.types import Sampling
@@ -117,13 +117,13 @@ class PPOLearner(ABC):
         for micro in batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size):
             batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
         found, mask_SR = policy(), batch.mask_SR
-        rewards_SR = losses.token_rewards(rewards_S, found.logprobs_SR, found.reference_SR, mask_SR, self.config.kl_coefficient)
-        advantages_SR, returns_SR = losses.generalized_advantages(rewards_SR, values_SR, mask_SR, self.config.gamma, self.config.lam)
-        scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, losses.whiten(advantages_SR, mask_SR), returns_SR)
+        rewards_SR = objective.token_rewards(rewards_S, found.logprobs_SR, found.reference_SR, mask_SR, self.config.kl_coefficient)
+        advantages_SR, returns_SR = objective.generalized_advantages(rewards_SR, values_SR, mask_SR, self.config.gamma, self.config.lam)
+        scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, objective.whiten(advantages_SR, mask_SR), returns_SR)
         report = {
-            names.KL_REFERENCE: losses.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item(),
-            names.ENTROPY: losses.masked_mean(found.entropy_SR, mask_SR).item(),
-            names.LOGPROB_GAP: losses.masked_mean((batch.behaviour_SR - (found.logprobs_SR - found.kept_SR)).abs(), mask_SR).item(),
+            names.KL_REFERENCE: objective.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item(),
+            names.ENTROPY: objective.masked_mean(found.entropy_SR, mask_SR).item(),
+            names.LOGPROB_GAP: objective.masked_mean((batch.behaviour_SR - (found.logprobs_SR - found.kept_SR)).abs(), mask_SR).item(),
         }
         return scores, report
 
@@ -145,7 +145,7 @@ class PPOLearner(ABC):
         config, total, tokens = self.config, 0.0, int(batch.lengths_S[sequences].sum())
         for micro in batch.micro_batches(sequences, config.micro_batch_size):
             old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
-            value_loss = losses.clipped_value_loss(self.critic(micro, self.autocast), old_M, returns_M, config.value_clip_range)
+            value_loss = objective.clipped_value_loss(self.critic(micro, self.autocast), old_M, returns_M, config.value_clip_range)
             (config.value_coefficient * value_loss / tokens).backward()
             total += value_loss.item()
         parameters = list(self.critic.parameters())
@@ -274,7 +274,7 @@ class UpdateTotals:
     def policy_loss_of(self, batch: PPOBatch, scores: Scores, micro: MicroBatch, stats: TokenStats, config: PPOConfig) -> Tensor:
         """The loss of a micro batch, summed over its tokens; its figures are added up. Every token weighs the same, wherever it stands."""
         old_M, advantages_M = batch.pack(scores.logprobs_SR, micro), batch.pack(scores.advantages_SR, micro)
-        terms = losses.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, config.clip_range)
+        terms = objective.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, config.clip_range)
         self.policy_loss += terms.loss.item()
         self.clipped += terms.clipped.item()
         self.kl += terms.kl.item()

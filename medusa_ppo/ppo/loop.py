@@ -19,8 +19,8 @@ from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.generation import RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.prompts import Prompt
-from medusa_ppo.ppo.run_progress import NullProgress, ProgressSink
-from medusa_ppo.ppo.run_state import COMPANION_FOLDER, Position, try_save
+from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, try_save
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Rollouts
@@ -31,10 +31,10 @@ Metrics = dict[str, Any]
 class PPOLoop:
     """One run. `parts` come from `session`; tests bring an engine of their own."""
 
-    def __init__(self, config: RunConfig, parts: Parts, progress: ProgressSink | None = None, position: Position | None = None) -> None:
+    def __init__(self, config: RunConfig, parts: Parts, progress: ProgressSink | None = None, position: RunPosition | None = None) -> None:
         self.config = config
-        self.progress = progress or NullProgress()
-        self.position = position or Position()
+        self.progress = progress or ProgressSink()
+        self.position = position or RunPosition()
         self.prompts, self.tokenizer, self.learner, self.reward, self.sync = (
             parts.prompts,
             parts.tokenizer,
@@ -55,7 +55,7 @@ class PPOLoop:
         for step in range(self.position.next_step, config.ppo.steps):
             values = self.step(step)
             wall_s = time.monotonic() - began
-            self.position = Position(step + 1, self.position.policy_version + 1, wall_s)
+            self.position = RunPosition(step + 1, self.position.policy_version + 1, wall_s)
             values[names.WALL_S] = wall_s
             writer.step(values)
             self.trackers.log(values)
@@ -166,7 +166,7 @@ def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: 
         MedusaError: what went wrong, in one sentence; finished steps stay on disk, with a report.
         KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial report written.
     """
-    progress = progress or NullProgress()
+    progress = progress or ProgressSink()
     with RunSession(config, progress) as session:
         parts, position, writer = session.prepare(resume)
         loop = PPOLoop(config, parts, progress, position)

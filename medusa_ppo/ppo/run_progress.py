@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -28,8 +28,8 @@ RAY, ACTOR, RANKS, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, FINISH = (
 """Names of the phases, in the order in which they first happen."""
 
 
-class ProgressSink(Protocol):
-    """Listener of a run. All methods return at once and never raise."""
+class ProgressSink:
+    """Listener of a run; this one says nothing. All methods return at once and never raise."""
 
     def run_started(self, name: str, first_step: int, steps: int) -> None:
         """The loop begins: steps first_step .. steps - 1 will be run."""
@@ -49,36 +49,14 @@ class ProgressSink(Protocol):
     def note(self, text: str) -> None:
         """One sentence worth reading."""
 
-
-class NullProgress:
-    """Listens and says nothing; the base of the listeners that do."""
-
-    def run_started(self, name: str, first_step: int, steps: int) -> None:
-        pass
-
-    def phase_started(self, phase: str, step: int | None = None) -> None:
-        pass
-
-    def phase_advanced(self, done: float, total: float, note: str = "") -> None:
-        pass
-
-    def phase_finished(self, phase: str, seconds: float) -> None:
-        pass
-
-    def step_finished(self, values: Mapping[str, Any]) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def __enter__(self) -> NullProgress:
+    def __enter__(self) -> ProgressSink:
         return self
 
     def __exit__(self, *exc: object) -> None:
         pass
 
 
-class LineProgress(NullProgress):
+class LineProgress(ProgressSink):
     """One line for each step and each long phase of the preparation: for logs, pipes and CI."""
 
     ANNOUNCE_S = 5.0
@@ -112,7 +90,7 @@ class LineProgress(NullProgress):
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-class LiveProgress(NullProgress):
+class LiveProgress(ProgressSink):
     """A live bar on a terminal: what happens now and for how long, steps, tokens/s, acceptance, time left; one line per finished step."""
 
     def __init__(self, console: Console | None = None) -> None:

@@ -36,7 +36,7 @@ FIXED_KEYS = ("model.path", "model.critic_path", "model.dtype", "data.path", "da
 
 
 @dataclass(frozen=True)
-class Position:
+class RunPosition:
     """Where a run stands.
 
     Attributes:
@@ -50,7 +50,7 @@ class Position:
     wall_s: float = 0.0
 
 
-def save_checkpoint(run_dir: Path, learner: PPOLearner, position: Position, config: RunConfig) -> Path:
+def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig) -> Path:
     """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete."""
     run_dir.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.new-", dir=run_dir))
@@ -64,7 +64,7 @@ def save_checkpoint(run_dir: Path, learner: PPOLearner, position: Position, conf
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_position(run_dir: Path, config: RunConfig) -> Position:
+def read_position(run_dir: Path, config: RunConfig) -> RunPosition:
     """Where the saved run stands; checks that this configuration can go on from there.
 
     Raises:
@@ -75,7 +75,7 @@ def read_position(run_dir: Path, config: RunConfig) -> Position:
     try:
         if raw["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
-        position = Position(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
+        position = RunPosition(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
         old = raw["config"]
         changed = [key for key in FIXED_KEYS if _look_up(old, key) != _look_up(config.model_dump(mode="json"), key)]
     except (KeyError, TypeError, ValueError) as error:
@@ -167,7 +167,7 @@ def _look_up(values: dict[str, Any], key: str) -> Any:
     return values
 
 
-def try_save(run_dir: Path, learner: PPOLearner, position: Position, config: RunConfig) -> None:
+def try_save(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig) -> None:
     """Save where a full disk must not end a run that trains well: the failure is logged and the last checkpoint stays."""
     try:
         save_checkpoint(run_dir, learner, position, config)

@@ -35,7 +35,7 @@ from medusa_ppo.ppo.rewards import RewardSource, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import (
     COMPANION_FOLDER,
-    Position,
+    RunPosition,
     companion_state,
     load_checkpoint,
     read_position,
@@ -81,7 +81,7 @@ class RunSession:
         self._signals = self._stack.enter_context(stop_signals())
         return self
 
-    def prepare(self, resume: bool) -> tuple[Parts, Position, RunWriter]:
+    def prepare(self, resume: bool) -> tuple[Parts, RunPosition, RunWriter]:
         """Check, load and start everything.
 
         Raises:
@@ -90,7 +90,7 @@ class RunSession:
         config = self._config
         check_trackers(config.report.trackers)
         torch.set_num_threads(config.ppo.threads)
-        position = read_position(config.run_dir, config) if resume else Position()
+        position = read_position(config.run_dir, config) if resume else RunPosition()
         reward = make_reward(config.ppo, _device())
         actor_path = self._actor_path()
         tokenizer = load_tokenizer(actor_path)
@@ -143,7 +143,7 @@ class RunSession:
             self._signals.install()  # Ray has put a handler of its own in place.
         self._ray_started = True
 
-    def finish(self, parts: Parts, position: Position) -> dict[str, Any]:
+    def finish(self, parts: Parts, position: RunPosition) -> dict[str, Any]:
         """Save the trained actor, the heads and the last checkpoint, and write the report. Returns the summary."""
         config = self._config
         assert self._writer is not None, "finish() follows prepare()"

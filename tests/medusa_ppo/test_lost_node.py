@@ -20,7 +20,7 @@ from medusa_ppo.engines.make_engine import make_engine
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.reports.store import read_run
 
 MEMORY = 200 * 1024**2
@@ -63,7 +63,7 @@ def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
         time.sleep(0.2)
 
 
-class LosesANode(NullProgress):
+class LosesANode(ProgressSink):
     """Takes the node without the leader away before one step, brings another before a later one, and lets that one come up."""
 
     def __init__(self, cluster: Cluster) -> None:

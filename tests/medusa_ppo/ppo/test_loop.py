@@ -21,7 +21,7 @@ from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.prompts import Prompt, PromptStream
 from medusa_ppo.ppo.rewards import CallableReward
-from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import load_checkpoint, read_position
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter, read_run
@@ -75,7 +75,7 @@ class Scene:
 
     def run(self, position=None, resume_step: int | None = None, cls=PPOLoop) -> list[dict]:
         writer = RunWriter(self.config.run_dir, self.config.model_dump(mode="json"), resume_step=resume_step)
-        cls(self.config, self.parts, NullProgress(), position).run(writer)
+        cls(self.config, self.parts, ProgressSink(), position).run(writer)
         writer.close()
         self.sync.close()
         return list(read_run(self.config.run_dir).steps)

@@ -19,7 +19,7 @@ from heads.checkpoint import load_heads
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.reports.store import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -62,7 +62,7 @@ def leftovers() -> set[str]:
     return {str(p) for place in places if place.is_dir() for p in place.iterdir() if p.name.startswith(("medusa-ppo", "mppo-"))}
 
 
-class Phases(NullProgress):
+class Phases(ProgressSink):
     """Remembers what it was told."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from medusa_ppo import metrics as names
 from medusa_ppo.ppo import run_progress as progress
-from medusa_ppo.ppo.run_progress import LineProgress, LiveProgress, NullProgress, StepClock, make_progress, step_line
+from medusa_ppo.ppo.run_progress import LineProgress, LiveProgress, ProgressSink, StepClock, make_progress, step_line
 
 VALUES = {
     names.STEP: 3,
@@ -23,7 +23,7 @@ VALUES = {
 }
 
 
-def play(sink: NullProgress) -> None:
+def play(sink: ProgressSink) -> None:
     with sink:
         sink.phase_started(progress.ACTOR)
         sink.phase_advanced(50, 200, "loss 0.5")
@@ -68,7 +68,7 @@ def test_a_line_leaves_out_what_is_not_known():
 
 
 def test_silence():
-    play(NullProgress())
+    play(ProgressSink())
 
 
 def test_time_left(monkeypatch: pytest.MonkeyPatch):

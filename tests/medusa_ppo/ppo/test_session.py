@@ -15,7 +15,7 @@ from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
-from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.reports import trackers as make
 from medusa_ppo.reports.store import read_run
 
@@ -80,7 +80,7 @@ def settings(tmp_path: Path, actor: Path, **changes) -> RunConfig:
     return build_config(values)
 
 
-class StopAt(NullProgress):
+class StopAt(ProgressSink):
     """Raises when the given step has ended."""
 
     def __init__(self, step: int, error: BaseException) -> None:

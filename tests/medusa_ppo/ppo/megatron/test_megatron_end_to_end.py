@@ -15,7 +15,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.ppo.loop import PPOLoop
-from medusa_ppo.ppo.run_progress import NullProgress
+from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.session import RunSession
 from medusa_ppo.reports.store import read_run
 
@@ -60,9 +60,9 @@ def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(SHIM), prepend=os.pathsep)  # Ray's workers have the environment that it was started in.
     config = settings(chain_actor, tmp_path, steps=6)
-    with RunSession(config, NullProgress()) as session:
+    with RunSession(config, ProgressSink()) as session:
         parts, position, writer = session.prepare(resume=False)
-        loop = PPOLoop(config, parts, NullProgress(), position)
+        loop = PPOLoop(config, parts, ProgressSink(), position)
         loop.run(writer)
         engine, learner = parts.engine, parts.learner
         assert isinstance(engine, EnginePool) and len({report["pid"] for report in engine.plugin_report()["engines"]}) == 2

@@ -25,7 +25,7 @@ from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.run_state import Position, load_checkpoint, save_checkpoint
+from medusa_ppo.ppo.run_state import RunPosition, load_checkpoint, save_checkpoint
 from medusa_ppo.types import Sampling
 
 pytest.importorskip("megatron.core")
@@ -176,7 +176,7 @@ def test_a_saved_actor_is_a_checkpoint_of_transformers(pair: Pair, tmp_path: Pat
 
 def test_a_saved_run_goes_on_on_ranks_and_in_one_process(pair: Pair, make_rollouts) -> None:
     """The files are the same whoever wrote them, so a run may change its number of ranks on the way."""
-    save_checkpoint(pair.config.run_dir, pair.ranked, Position(2, 2, 1.0), pair.config)
+    save_checkpoint(pair.config.run_dir, pair.ranked, RunPosition(2, 2, 1.0), pair.config)
     before = dict(pair.ranked.actor.tensors(torch.float32))
     batch = PPOBatch(make_rollouts(8, seed=7, vocab=VOCAB))
     scores, _ = pair.ranked.score(batch, torch.arange(8.0), SAMPLING)
