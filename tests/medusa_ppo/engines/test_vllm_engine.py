@@ -20,7 +20,7 @@ from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
-from medusa_ppo.drafting.draws import draft_tokens
+from medusa_ppo.drafting.draws import ServedHeads, draft_tokens
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.rollout_engine import check_state
@@ -47,11 +47,10 @@ def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, ve
     return receipt.checksum
 
 
-def drafted(actor: Actor, heads: object, hidden_BD: torch.Tensor) -> list[list[int]]:
+def drafted(actor: Actor, heads: MedusaHeads, hidden_BD: torch.Tensor) -> list[list[int]]:
     """What these heads must draft, computed outside the engine."""
-    return draft_tokens(
-        heads, hidden_BD, torch.zeros(len(hidden_BD), dtype=torch.int64), 4, lambda f: f @ actor.lm_head_VD.T
-    ).ids_BK.tolist()
+    none_B = torch.zeros(len(hidden_BD), dtype=torch.int64)
+    return draft_tokens(ServedHeads(heads), hidden_BD, none_B, 4, lambda f: f @ actor.lm_head_VD.T).ids_BK.tolist()
 
 
 def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
