@@ -13,7 +13,7 @@ from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, U
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
-from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build, require_transfer, require_vllm
+from medusa_ppo.vllm_plugin.registration import is_cpu_build, require_transfer, require_vllm
 
 logger = logging.getLogger(__name__)
 

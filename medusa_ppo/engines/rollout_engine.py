@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import Tensor
 
 from heads.checkpoint import checksum, load_state
-from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
+from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Drafting, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.confirm import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -77,28 +78,8 @@ class RolloutEngine(ABC):
         raise _takes_files_only(self)
 
     @abstractmethod
-    def set_num_drafts(self, count: int) -> None:
-        """Drafts per step from now on, 0 (no drafting) to `max_drafts`."""
-
-    @abstractmethod
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        """How drafts are made from the next step on.
-
-        Args:
-            sampled: drawn from the heads; else their argmax.
-            draft_temperature: of sampled drafts, times the request's own.
-            choose: the engine chooses the number of drafts for each step.
-            draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
-
-        All of it is lossless; only acceptance and speed differ. What is left out stays as it is.
-        """
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        """How it drafts from the next step on; what is left out stays as it is. ConfigError for what is not possible."""
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:
@@ -115,6 +96,18 @@ class RolloutEngine(ABC):
     def choices(self) -> list[dict[str, Any]]:
         """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
         return []
+
+    def _possible(self, settings: Drafting) -> int:
+        """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
+        count = settings.get("num_drafts", self.num_drafts)
+        if not 0 <= count <= self.max_drafts:
+            raise ConfigError(
+                "This number of drafts is not possible.",
+                given=count,
+                expected=f"0..{self.max_drafts}",
+                do="Restart the engine with more heads.",
+            )
+        return count
 
     def sleep(self, level: int) -> None:
         """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
@@ -171,22 +164,11 @@ class WorkerEngine(RolloutEngine):
         self.heads_version = version
         return receipt
 
-    def set_num_drafts(self, count: int) -> None:
-        check_num_drafts(count, self.max_drafts)
-        if self.max_drafts:
-            self._call("medusa_set_num_drafts", count)
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        count = self._possible(settings)
+        if self.max_drafts or settings != {"num_drafts": 0}:
+            self._call("medusa_configure", settings)
         self.num_drafts = count
-
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
-        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
 
     def target_changed(self, version: int) -> None:
         """Another loop has put new actor weights into the engine: what our proposer read from the old ones is read again."""
@@ -254,13 +236,6 @@ def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, voca
         )
 
 
-def check_num_drafts(count: int, max_drafts: int) -> None:
-    if not 0 <= count <= max_drafts:
-        raise ConfigError(
-            "This number of drafts is not possible.", given=count, expected=f"0..{max_drafts}", do="Restart the engine with more heads."
-        )
-
-
 def check_file(path: str | Path, what: str) -> str:
     """Absolute path of an existing file. SwapError."""
     file = Path(path).resolve()
@@ -271,17 +246,8 @@ def check_file(path: str | Path, what: str) -> str:
 
 def check_state(path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum) -> Checked:
     """Read a file of weights, look for NaN and infinity, and sum it up (the actor by `tensorwise_checksum`). SwapError."""
-    file = check_file(path, what)
-    try:
-        state = load_state(file)
-    except CheckpointError as error:
-        raise SwapError(
-            f"The file with {what} can't be used; the engines keep what they have.",
-            given=error.problem,
-            expected="a file of save_state",
-            do=str(error.do),
-        ) from error
-    return Checked(sum_up(state), crc(state))
+    state, digest = read_state(check_file(path, what), what, sum_up)
+    return Checked(digest, crc(state))
 
 
 def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, Any]:
@@ -325,11 +291,9 @@ class NoEngine(RolloutEngine):
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         raise self._absent("sync_actor")
 
-    def set_num_drafts(self, count: int) -> None:
-        check_num_drafts(count, self.max_drafts)
-
-    def set_drafting(self, **settings: Any) -> None:
-        raise self._absent("set_drafting")
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        if self._possible(settings) or settings.keys() != {"num_drafts"}:
+            raise self._absent("configure")
 
     def checksums(self) -> dict[str, str]:
         return {"heads": self._heads, "actor": ""}

@@ -19,7 +19,7 @@ from medusa_ppo.engines.http_server import free_port, parse_counters, server_arg
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.types import Counters, Sampling
 from medusa_ppo.vllm_plugin import rpc
-from medusa_ppo.vllm_plugin import vllm_versions as versions
+from medusa_ppo.vllm_plugin import registration as versions
 
 
 @pytest.fixture
