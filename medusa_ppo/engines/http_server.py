@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import re
@@ -23,8 +22,7 @@ import torch
 from heads.errors import EngineError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.launch import LaunchPlan, plan_launch
-from medusa_ppo.engines.ray_engine import actor_environment
+from medusa_ppo.engines.launch import plan_launch, process_environment, server_arguments
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.rpc import first_of
 
@@ -39,7 +37,6 @@ COUNTER_LINE = re.compile(
 )
 POSITION = re.compile(r'position="(\d+)"')
 CALL_TIMEOUT_S = 600.0
-SERVE = "medusa_ppo.engines.server_process"
 
 
 class ServerEngine(base.WorkerEngine):
@@ -62,8 +59,7 @@ class ServerEngine(base.WorkerEngine):
             self.max_drafts = int(report["max_drafts"])
             if self.max_drafts:
                 self.heads_version = int(self._call("medusa_checksums")["heads_version"])
-                self.set_num_drafts(min(self.plan.num_drafts, self.max_drafts))
-                self.set_drafting(**self.plan.drafting)
+                self.configure(**self.plan.drafting | {"num_drafts": min(self.plan.drafting["num_drafts"], self.max_drafts)})
         except BaseException:
             self.close()
             raise
@@ -125,10 +121,10 @@ class ServerEngine(base.WorkerEngine):
         port = free_port(config.host, config.port)
         handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
         self._log = Path(name)
-        env = os.environ | actor_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
+        env = os.environ | process_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
         # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        command = [sys.executable, "-m", SERVE, *server_arguments(self.plan, config.host, port)]
+        command = [sys.executable, "-m", "medusa_ppo.engines.launch", *server_arguments(self.plan, config.host, port)]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -225,22 +221,6 @@ class ServerEngine(base.WorkerEngine):
                 do=hint,
             )
         return answer
-
-
-def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
-    """Command line of the server: the engine's arguments as flags."""
-    arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
-    if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
-        arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
-    for name, value in plan.engine_args.items():
-        flag = name.replace("_", "-")
-        if name == "disable_log_stats":
-            continue  # This flag has no negative form, and statistics are on without it.
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
-    return arguments
 
 
 def free_port(host: str, wanted: int) -> int:

@@ -1,26 +1,45 @@
-"""What a vLLM engine is started with: checks that need no vLLM, then the keyword arguments. Refuses what can't be combined, by name."""
+"""How a vLLM engine is started: checks that need no vLLM, its arguments, and the process of a server (`python -m` this module).
+
+What can't be combined is refused by name.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import runpy
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
 from medusa_ppo.vllm_plugin.registration import is_cpu_build, require_transfer, require_vllm
+from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
+
+if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
+    from medusa_ppo.types import Drafting
 
 logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
 LOSSLESS_METHODS = ("standard",)
-OURS = {
+ENVIRONMENT = {
+    # The engine in this process: swaps are direct calls, and there is one process less.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# The `vllm` command of the CPU wheel does not start; the module does.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+PR_SET_PDEATHSIG = 1
+SET_BY_THE_ENGINE = {
     "worker_extension_cls": "it carries the swap methods",
     "logprobs_mode": "rollouts report the distribution that was sampled from",
     "disable_log_stats": "the acceptance counters are read from the statistics",
@@ -42,8 +61,7 @@ class LaunchPlan:
         engine_args: keyword arguments of vLLM's engine.
         stop_ids: tokens that end a response, from the model's own files.
         max_drafts: drafts per step that the engine is built for; 0 without heads.
-        num_drafts: drafts per step to begin with.
-        drafting: keyword arguments of `RolloutEngine.set_drafting` to begin with.
+        drafting: what it is configured to begin with.
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
     """
@@ -51,8 +69,7 @@ class LaunchPlan:
     engine_args: dict[str, Any]
     stop_ids: tuple[int, ...]
     max_drafts: int
-    num_drafts: int
-    drafting: dict[str, Any]
+    drafting: Drafting
     max_model_len: int
     vocab_size: int
 
@@ -107,12 +124,20 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         else:
             args["enable_sleep_mode"] = True
     args.update(config.extra)
+    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, _drafting(config, max_drafts), config.max_model_len, vocab_size)
+
+
+def _drafting(config: EngineConfig, max_drafts: int) -> Drafting:
     sampled = config.draft_temperature > 0
-    drafting = {"sampled": sampled, "draft_temperature": config.draft_temperature if sampled else 1.0, "choose": config.choose_drafts}
+    drafting: Drafting = {
+        "num_drafts": max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts),
+        "sampled": sampled,
+        "draft_temperature": config.draft_temperature if sampled else 1.0,
+        "choose": config.choose_drafts,
+    }
     if config.draft_vocab:
         drafting["draft_vocab"] = config.draft_vocab
-    num_drafts = max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts)
-    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, num_drafts, drafting, config.max_model_len, vocab_size)
+    return drafting
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
@@ -191,7 +216,7 @@ def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int)
 
 def refuse_lossy(extra: dict[str, Any]) -> None:
     """LossyError for settings that change the distribution of the tokens; ConfigError for those that the engine sets itself."""
-    for name, reason in OURS.items():
+    for name, reason in SET_BY_THE_ENGINE.items():
         if name in extra:
             raise ConfigError(f"engine.extra.{name} can't be changed: {reason}.", given=extra[name], expected="unset", do=f"Remove {name}.")
     speculative = extra.get("speculative_config")
@@ -254,3 +279,53 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
     for value in values:
         found += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(int(v) for v in found))
+
+
+# ---- the process -------------------------------------------------------------------------------------------------------------
+
+
+def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
+    """Environment variables of the engine's process; they must stand before Python starts there."""
+    env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if has_gpu:
+        return env
+    env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
+        env["LD_PRELOAD"] = ":".join(part for part in (os.environ.get("LD_PRELOAD", ""), str(openmp)) if part)
+    return env
+
+
+def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
+    """Command line of the server: the engine's arguments as flags."""
+    arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
+    if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
+        arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
+    for name, value in plan.engine_args.items():
+        flag = name.replace("_", "-")
+        if name == "disable_log_stats":
+            continue  # This flag has no negative form, and statistics are on without it.
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return arguments
+
+
+def end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind. Elsewhere: nothing.
+
+    Linux means the parent's thread: the engine has to be made in a thread that lives as long as it is used.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1:
+        # The parent died before the request was made.
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)

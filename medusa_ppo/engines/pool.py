@@ -1,6 +1,6 @@
 """Many engines behind the interface of one: work balanced between them, every version on all of them, lost ones started again.
 
-    generate      pieces of the call (engines/balance.py) go to the engine with the fewest running tokens that is free
+    generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is free
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
@@ -14,19 +14,18 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.balance import Piece, cut, piece_seed
 from medusa_ppo.files import OwnedFolder
-from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Drafting, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,19 @@ NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 SUMS = {"heads": checksum, "actor": tensorwise_checksum}
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some prompts of one generate call, which one engine answers in one go.
+
+    Attributes:
+        prompts: their indices in the call.
+        tokens: prompt and response tokens that they may come to.
+    """
+
+    prompts: tuple[int, ...]
+    tokens: int
+
+
 @dataclass
 class Seat:
     """One engine's place in the pool. `engine` is None while it is started again, and for good after too many starts in a row."""
@@ -45,7 +57,7 @@ class Seat:
     engine: base.RolloutEngine | None
     restarts: int = 0
     starting: Future[base.RolloutEngine] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
     share: EngineShare = field(default_factory=EngineShare)
 
@@ -71,7 +83,7 @@ class EnginePool(base.RolloutEngine):
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
-        self._settings: dict[str, Any] = {}
+        self._settings = Drafting()
         self.restarts = 0
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
@@ -153,22 +165,13 @@ class EnginePool(base.RolloutEngine):
         self.policy_version = version
         return receipt
 
-    def set_num_drafts(self, count: int) -> None:
-        base.check_num_drafts(count, self.max_drafts)
-        self._set("num_drafts", count)
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        count = self._possible(settings)
+        self._settings |= settings
+        self._everywhere(lambda engine: engine.configure(**settings))
+        for seat in self._ready():
+            seat.settings = self._settings.copy()
         self.num_drafts = count
-
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        given = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
-        drafting = self._settings.get("drafting", {}) | {name: value for name, value in given.items() if value is not None}
-        self._set("drafting", drafting)
 
     def checksums(self) -> dict[str, str]:
         """Those that all engines agree on. EngineError when they don't."""
@@ -233,15 +236,8 @@ class EnginePool(base.RolloutEngine):
                 getattr(engine, METHODS[what])(path, version, checked)
                 seat.versions[what] = version
         if seat.settings != self._settings:
-            self._settle(engine, self._settings)
-            seat.settings = dict(self._settings)
-
-    @staticmethod
-    def _settle(engine: base.RolloutEngine, settings: dict[str, Any]) -> None:
-        if "num_drafts" in settings:
-            engine.set_num_drafts(settings["num_drafts"])
-        if "drafting" in settings:
-            engine.set_drafting(**settings["drafting"])
+            engine.configure(**self._settings)
+            seat.settings = self._settings.copy()
 
     def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
         by_prompt: dict[int, list[Response]] = {}
@@ -310,12 +306,6 @@ class EnginePool(base.RolloutEngine):
         if what in self._kept:
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
-    def _set(self, name: str, value: Any) -> None:
-        self._settings[name] = value
-        self._everywhere(lambda engine: self._settle(engine, {name: value}))
-        for seat in self._ready():
-            seat.settings = dict(self._settings)
-
     def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[Seat, Any]]:
         """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
         return self._ask_all(self._seated(), call)
@@ -381,7 +371,7 @@ class EnginePool(base.RolloutEngine):
             if error is not None:
                 self._lost(seat, error)
             else:
-                seat.engine, seat.versions, seat.settings = start.result(), {}, {}
+                seat.engine, seat.versions, seat.settings = start.result(), {}, Drafting()
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
@@ -396,3 +386,43 @@ class EnginePool(base.RolloutEngine):
             expected="at least one engine",
             do="Read the engines' logs.",
         )
+
+
+# ---- the pieces of a call -------------------------------------------------------------------------------------------------------
+
+
+def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
+    """Tokens that a prompt may come to: it is read once, and each response may be as long as it is allowed to be."""
+    return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
+
+
+def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1) -> list[Piece]:
+    """The call's pieces in the order in which they are given out; a function of the prompts alone, not of who is quick.
+
+    Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are large, so that an engine batches well, the
+    last ones small, so that none waits long for the others. One engine gets everything at once, in its own order.
+
+    Args:
+        prompts: token ids.
+        sampling: how they are answered.
+        engines: engines that share the work.
+        smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's slots full.
+    """
+    if engines <= 1:
+        return [Piece(tuple(range(len(prompts))), sum(expected_tokens(prompt, sampling) for prompt in prompts))]
+    order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
+    weights = [expected_tokens(prompts[index], sampling) for index in order]
+    left, at, pieces = sum(weights), 0, []
+    while at < len(order):
+        wanted, taken, end = left / (2 * engines), 0, at
+        while end < len(order) and (end - at < smallest or taken < wanted):
+            taken += weights[end]
+            end += 1
+        pieces.append(Piece(tuple(order[at:end]), taken))
+        left, at = left - taken, end
+    return pieces
+
+
+def piece_seed(sampling: Sampling, index: int) -> int | None:
+    """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
+    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)

@@ -97,18 +97,6 @@ class RolloutEngine(ABC):
         """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
         return []
 
-    def _possible(self, settings: Drafting) -> int:
-        """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
-        count = settings.get("num_drafts", self.num_drafts)
-        if not 0 <= count <= self.max_drafts:
-            raise ConfigError(
-                "This number of drafts is not possible.",
-                given=count,
-                expected=f"0..{self.max_drafts}",
-                do="Restart the engine with more heads.",
-            )
-        return count
-
     def sleep(self, level: int) -> None:
         """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
 
@@ -131,6 +119,18 @@ class RolloutEngine(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _possible(self, settings: Drafting) -> int:
+        """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
+        count = settings.get("num_drafts", self.num_drafts)
+        if not 0 <= count <= self.max_drafts:
+            raise ConfigError(
+                "This number of drafts is not possible.",
+                given=count,
+                expected=f"0..{self.max_drafts}",
+                do="Restart the engine with more heads.",
+            )
+        return count
 
 
 def _cannot_sleep(engine: RolloutEngine) -> EngineError:

@@ -26,6 +26,7 @@ from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
 logger = logging.getLogger(__name__)
 
+
 class MedusaWorker:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 

@@ -98,7 +98,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: Any, case: str) -> None:
     sampled, draft_temperature, wanted = CASES[case]
-    engine.set_drafting(sampled=sampled, draft_temperature=draft_temperature)
+    engine.configure(sampled=sampled, draft_temperature=draft_temperature)
     sampling = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, REQUESTS, None, True)
     torch.manual_seed(1)
     assert p_value(engine, model, sampling) > 0.01
@@ -111,6 +111,6 @@ def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytes
     def dishonest(request_ids: list[str], probs_BKV: torch.Tensor) -> None:
         honest(request_ids, (probs_BKV**0.25) / (probs_BKV**0.25).sum(-1, keepdim=True))
 
-    engine.set_drafting(sampled=True, draft_temperature=1.0)
+    engine.configure(sampled=True, draft_temperature=1.0)
     monkeypatch.setattr(drafter.draft_probs, "put", dishonest)
     assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4
