@@ -76,18 +76,13 @@ class ColocatedEngine(base.WorkerEngine):
             for i in range(len(prompts) * repeat)
         ]
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
-        before = self.counters()
-        started = time.perf_counter()
-        with _engine_errors("generating"):
-            outputs = llm.generate(requests, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        responses = tuple(_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs))
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
-        return base.with_versions(rollouts, self)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        started = time.perf_counter()
-        return self._has_actor(self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked), started)
+        def answer() -> list[Response]:
+            with _engine_errors("generating"):
+                outputs = llm.generate(requests, params, use_tqdm=False)
+            return [_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs)]
+
+        return self._answered(prompts, sampling, answer)
 
     def check_actor(self, entries: Header) -> list[str]:
         return [answer["device"] for answer in self._answers("medusa_check_actor", entries)]
@@ -104,17 +99,13 @@ class ColocatedEngine(base.WorkerEngine):
             raise
         return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
 
+    def _forget_prompts(self) -> bool:
+        return self._running().reset_prefix_cache(reset_running_requests=True)
+
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
-        # Cached keys and values were computed with the old weights; those of running requests are computed anew.
-        if not self._running().reset_prefix_cache(reset_running_requests=True):
-            raise EngineError(
-                "The prefix cache could not be reset.",
-                given="blocks that a transfer holds",
-                expected="an engine without KV transfers under way",
-                do="Sync again when they are done: until then old keys may meet new weights.",
-            )
-        self.policy_version, self._actor_lost = receipt.version, False
-        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+        receipt = super()._has_actor(receipt, started)
+        self._actor_lost = False
+        return receipt
 
     def sleep(self, level: int) -> None:
         llm = self._running()
@@ -186,7 +177,7 @@ class AttachedEngine(base.WorkerEngine):
         self._workers_call = call
         self._kept_state = Path(kept_state)
         self._counters = counters
-        self._forget_prompts = forget_prompts
+        self._reset_prompts = forget_prompts
         report = self.plugin_report()
         if not report["kind"]:
             raise EngineError(
@@ -225,15 +216,8 @@ class AttachedEngine(base.WorkerEngine):
             )
         return super().swap_heads(self._kept_state, self.heads_version)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        started = time.perf_counter()
-        receipt = self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked)
-        if self._forget_prompts is not None and self._forget_prompts() is False:
-            raise EngineError(
-                "The prefix cache could not be reset.", given="requests are running", expected="an idle engine", do="Sync between rollouts."
-            )
-        self.policy_version = version
-        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+    def _forget_prompts(self) -> bool:
+        return self._reset_prompts is None or self._reset_prompts() is not False
 
     def counters(self) -> Counters:
         return self._counters()
@@ -271,16 +255,9 @@ def _engine_errors(doing: str) -> Iterator[None]:
 
 
 def _response(prompt_index: int, completion: Any) -> Response:
-    token_ids = tuple(completion.token_ids)
-    logprobs = tuple(completion.logprobs.logprobs)
-    if len(logprobs) != len(token_ids) or list(completion.logprobs.token_ids) != list(token_ids):
-        raise EngineError(
-            "vLLM's log-probs do not belong to its tokens.",
-            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
-            expected="one per sampled token",
-            do="Report this with the versions of `medusa-ppo doctor`.",
-        )
-    return Response(prompt_index, token_ids, logprobs, completion.finish_reason)
+    logprobs = completion.logprobs
+    assert list(logprobs.token_ids) == list(completion.token_ids), "vLLM's first log-prob is that of the sampled token"
+    return base.checked_response(prompt_index, completion.token_ids, logprobs.logprobs, completion.finish_reason)
 
 
 def process_counters() -> Counters:

@@ -72,26 +72,25 @@ class ServerEngine(base.WorkerEngine):
         jobs: list[tuple[int, list[int], int | None]] = [
             (i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i)) for i in range(len(prompts) * repeat)
         ]
-        before = self.counters()
-        started = time.perf_counter()
-        with ThreadPoolExecutor(min(len(jobs), self._workers), thread_name_prefix="medusa-ppo-http") as pool:
-            responses = tuple(pool.map(lambda job: self._complete(job[0], job[1], job[2], sampling), jobs))
-        seconds = time.perf_counter() - started
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
-        return base.with_versions(rollouts, self)
+
+        def answer() -> list[Response]:
+            with ThreadPoolExecutor(min(len(jobs), self._workers), thread_name_prefix="medusa-ppo-http") as pool:
+                return list(pool.map(lambda job: self._complete(job[0], job[1], job[2], sampling), jobs))
+
+        return self._answered(prompts, sampling, answer)
 
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        file = base.check_file(path, "the actor's weights")
-        started = time.perf_counter()
         # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
+        file = base.check_file(path, "the actor's weights")
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
-            receipt = self._receipt("medusa_sync_actor", file, version, checked)
-            self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            return super().sync_actor(file, version, checked)
         finally:
             self._post("/resume")
-        self.policy_version = version
-        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    def _forget_prompts(self) -> bool:
+        self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        return True
 
     def counters(self) -> Counters:
         return parse_counters(self._get("/metrics").text) if self.max_drafts else Counters()
@@ -179,14 +178,7 @@ class ServerEngine(base.WorkerEngine):
             "/v1/completions", timeout=None, json={name: value for name, value in body.items() if value is not None}
         ).json()["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        if len(token_ids) != len(logprobs):
-            raise EngineError(
-                "The server's log-probs do not belong to its tokens.",
-                given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
-                expected="one per sampled token",
-                do="Report this with the versions of `medusa-ppo doctor`.",
-            )
-        return Response(prompt_index, tuple(token_ids), tuple(float(v) for v in logprobs), choice["finish_reason"])
+        return base.checked_response(prompt_index, token_ids, logprobs, choice["finish_reason"])
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         answers = self._post("/collective_rpc", json={"method": method, "args": list(args)}).json()["results"]

@@ -30,23 +30,13 @@ from medusa_ppo.types import Checked, Counters, Drafting, EngineShare, Response,
 logger = logging.getLogger(__name__)
 
 Factory = Callable[[int], base.RolloutEngine]
+Call = Callable[[base.RolloutEngine], Any]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
+Piece = tuple[int, ...]
+"""Indices of some prompts of one generate call, which one engine answers in one go."""
 SUMS = {"heads": checksum, "actor": tensorwise_checksum}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some prompts of one generate call, which one engine answers in one go.
-
-    Attributes:
-        prompts: their indices in the call.
-        tokens: prompt and response tokens that they may come to.
-    """
-
-    prompts: tuple[int, ...]
-    tokens: int
 
 
 @dataclass
@@ -60,6 +50,9 @@ class Seat:
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
     share: EngineShare = field(default_factory=EngineShare)
+
+
+Running = dict[Future[Rollouts], tuple[Seat, int, Piece]]
 
 
 class EnginePool(base.RolloutEngine):
@@ -114,7 +107,7 @@ class EnginePool(base.RolloutEngine):
             seat.share = EngineShare(seat.index)
         waiting = list(enumerate(cut(prompts, sampling, len(self._seats), self._smallest)))
         answers: list[tuple[Piece, Rollouts]] = []
-        running: dict[Future[Rollouts], tuple[Seat, int, Piece]] = {}
+        running: Running = {}
         try:
             while waiting or running:
                 self._hand_out(waiting, running, prompts, sampling)
@@ -137,13 +130,7 @@ class EnginePool(base.RolloutEngine):
             raise
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(
-        self,
-        waiting: list[tuple[int, Piece]],
-        running: dict[Future[Rollouts], tuple[Seat, int, Piece]],
-        prompts: base.Prompts,
-        sampling: Sampling,
-    ) -> None:
+    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
@@ -151,7 +138,7 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece.prompts], seeded)] = (seat, index, piece)
+                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -243,7 +230,7 @@ class EnginePool(base.RolloutEngine):
         by_prompt: dict[int, list[Response]] = {}
         for piece, part in answers:
             for response in part.responses:
-                index = piece.prompts[response.prompt_index]
+                index = piece[response.prompt_index]
                 by_prompt.setdefault(index, []).append(replace(response, prompt_index=index))
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
@@ -270,12 +257,7 @@ class EnginePool(base.RolloutEngine):
         self._note_lost_heads()
         if not receipts:
             file.unlink(missing_ok=True)
-            raise next(
-                (error for _, error in answers if isinstance(error, SwapError)),
-                SwapError(
-                    "No engine took the new weights.", given=f"{what} {version}", expected="one engine", do="Read the engines' logs."
-                ),
-            )
+            raise next(error for _, error in answers if isinstance(error, SwapError))
         self._forget(what)
         self._kept[what] = (file, version, found)
         for seat, receipt in receipts:
@@ -306,7 +288,7 @@ class EnginePool(base.RolloutEngine):
         if what in self._kept:
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
-    def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[Seat, Any]]:
+    def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
         """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
         return self._ask_all(self._seated(), call)
 
@@ -322,11 +304,7 @@ class EnginePool(base.RolloutEngine):
         return self._ready()
 
     def _ask_all(
-        self,
-        seats: list[Seat],
-        call: Callable[[base.RolloutEngine], Any],
-        meanwhile: Callable[[], None] = lambda: None,
-        patience_s: float | None = None,
+        self, seats: list[Seat], call: Call, meanwhile: Callable[[], None] = lambda: None, patience_s: float | None = None
     ) -> list[tuple[Seat, Any]]:
         """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it is lost."""
         jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in seats if seat.engine is not None]
@@ -380,12 +358,8 @@ class EnginePool(base.RolloutEngine):
         return [seat.engine for seat in self._seats if seat.engine is not None]
 
     def _none_left(self) -> EngineError:
-        return EngineError(
-            "No engine of the pool is left.",
-            given=f"{self.restarts} restarts",
-            expected="at least one engine",
-            do="Read the engines' logs.",
-        )
+        given = f"{self.restarts} restarts"
+        return EngineError("No engine of the pool is left.", given=given, expected="at least one engine", do="Read the engines' logs.")
 
 
 # ---- the pieces of a call -------------------------------------------------------------------------------------------------------
@@ -403,13 +377,10 @@ def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smal
     last ones small, so that none waits long for the others. One engine gets everything at once, in its own order.
 
     Args:
-        prompts: token ids.
-        sampling: how they are answered.
-        engines: engines that share the work.
         smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's slots full.
     """
     if engines <= 1:
-        return [Piece(tuple(range(len(prompts))), sum(expected_tokens(prompt, sampling) for prompt in prompts))]
+        return [tuple(range(len(prompts)))]
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     weights = [expected_tokens(prompts[index], sampling) for index in order]
     left, at, pieces = sum(weights), 0, []
@@ -418,7 +389,7 @@ def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smal
         while end < len(order) and (end - at < smallest or taken < wanted):
             taken += weights[end]
             end += 1
-        pieces.append(Piece(tuple(order[at:end]), taken))
+        pieces.append(tuple(order[at:end]))
         left, at = left - taken, end
     return pieces
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.types import Checked, Counters, Drafting, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.confirm import read_state
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class RolloutEngine(ABC):
 
     def check_actor(self, entries: Header) -> list[str]:
         """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of these tensors is none for this engine."""
-        raise _takes_files_only(self)
+        raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def join_transfer(self, place: dict[str, Any]) -> None:
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
@@ -70,12 +71,12 @@ class RolloutEngine(ABC):
         Args:
             place: fields of `medusa_ppo.vllm_plugin.transfer.Place`, `rank` being that of this engine's first rank.
         """
-        raise _takes_files_only(self)
+        raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
         """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.vllm_plugin.transfer.send`). After a SwapError the engine may
         hold no whole actor: then it answers nothing until it has one."""
-        raise _takes_files_only(self)
+        raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     @abstractmethod
     def configure(self, **settings: Unpack[Drafting]) -> None:
@@ -104,11 +105,11 @@ class RolloutEngine(ABC):
             level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must follow `wake`, and for drafts
                 `swap_heads`.
         """
-        raise _cannot_sleep(self)
+        raise self._only_colocated("can't sleep", "Set engine.sleep_level=0.")
 
     def wake(self) -> None:
         """Take the memory again, and look which heads are really there (`heads_version`)."""
-        raise _cannot_sleep(self)
+        raise self._only_colocated("can't sleep", "Set engine.sleep_level=0.")
 
     @abstractmethod
     def close(self) -> None:
@@ -119,6 +120,9 @@ class RolloutEngine(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _only_colocated(self, what: str, do: str) -> EngineError:
+        return EngineError(f"This engine {what}.", given=type(self).__name__, expected="a colocated engine", do=do)
 
     def _possible(self, settings: Drafting) -> int:
         """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
@@ -131,21 +135,6 @@ class RolloutEngine(ABC):
                 do="Restart the engine with more heads.",
             )
         return count
-
-
-def _cannot_sleep(engine: RolloutEngine) -> EngineError:
-    return EngineError(
-        "This engine can't sleep.", given=type(engine).__name__, expected="a colocated engine", do="Set engine.sleep_level=0."
-    )
-
-
-def _takes_files_only(engine: RolloutEngine) -> EngineError:
-    return EngineError(
-        "This engine takes an actor only from a file.",
-        given=type(engine).__name__,
-        expected="a colocated engine",
-        do="Set engine.transfer=file.",
-    )
 
 
 class WorkerEngine(RolloutEngine):
@@ -163,6 +152,33 @@ class WorkerEngine(RolloutEngine):
             raise
         self.heads_version = version
         return receipt
+
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        started = time.perf_counter()
+        return self._has_actor(self._receipt("medusa_sync_actor", check_file(path, "the actor's weights"), version, checked), started)
+
+    def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
+        """New weights are in the model; what was cached of prompts was computed with the old ones."""
+        if not self._forget_prompts():
+            raise EngineError(
+                "The prefix cache could not be reset.",
+                given="requests or a transfer of keys and values that hold its blocks",
+                expected="an idle engine",
+                do="Sync again when they are done: until then old keys may meet new weights.",
+            )
+        self.policy_version = receipt.version
+        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    @abstractmethod
+    def _forget_prompts(self) -> bool:
+        """Reset the prefix cache; keys and values of running requests are computed anew. False when that is not possible now."""
+
+    def _answered(self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]) -> Rollouts:
+        """What `answer` gives, with its seconds and the counters of the time."""
+        before, started = self.counters(), time.perf_counter()
+        responses = tuple(answer())
+        seconds = time.perf_counter() - started
+        return with_versions(Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling), self)
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
@@ -262,6 +278,18 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
         "stop_token_ids": [] if sampling.ignore_eos else list(stop),
         "logprobs": 0,
     }
+
+
+def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Response:
+    """EngineError when there is not one log-prob for each token."""
+    if len(token_ids) != len(logprobs):
+        raise EngineError(
+            "vLLM's log-probs do not belong to its tokens.",
+            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
+            expected="one per sampled token",
+            do="Report this with the versions of `medusa-ppo doctor`.",
+        )
+    return Response(prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason)
 
 
 def request_seed(sampling: Sampling, index: int) -> int | None:

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from heads.vocabulary import truncate_logits
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.engines.probe import truncate
 from medusa_ppo.types import Sampling
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -64,7 +64,7 @@ def joint(model: Any, sampling: Sampling) -> torch.Tensor:
     """Probability of each of the V ** LENGTH continuations, float64, in lexicographic order."""
     rows = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(V), repeat=LENGTH)])
     logits = model(input_ids=rows).logits[:, len(PROMPT) - 1 : -1].double()
-    flat = truncate(logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
+    flat = truncate_logits(logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
     steps = flat.reshape(-1, LENGTH, V).gather(2, rows[:, len(PROMPT) :, None]).squeeze(2)
     return steps.sum(1).exp()
 

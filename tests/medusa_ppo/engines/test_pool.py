@@ -150,18 +150,17 @@ def state_file(folder: Path, value: float) -> Path:
 
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
     pieces = cut(PROMPTS, SAMPLING, 3)
-    order = [index for piece in pieces for index in piece.prompts]
+    order = [index for piece in pieces for index in piece]
     assert sorted(order) == list(range(len(PROMPTS)))
     lengths = [len(PROMPTS[index]) for index in order]
     assert lengths == sorted(lengths, reverse=True)
-    assert [piece.tokens for piece in pieces] == [sum(expected_tokens(PROMPTS[i], SAMPLING) for i in piece.prompts) for piece in pieces]
-    sizes = [piece.tokens for piece in pieces]
+    sizes = [sum(expected_tokens(PROMPTS[i], SAMPLING) for i in piece) for piece in pieces]
     assert sizes[0] == max(sizes) and sizes[-1] < sizes[0] / 3 and len(pieces) > 6
 
 
 def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
-    assert min(len(piece.prompts) for piece in cut(PROMPTS, SAMPLING, 2, smallest=5)[:-1]) == 5
-    assert [len(piece.prompts) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
+    assert min(len(piece) for piece in cut(PROMPTS, SAMPLING, 2, smallest=5)[:-1]) == 5
+    assert [len(piece) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
 
 
 # ---- generating -------------------------------------------------------------------------------------------------------------
