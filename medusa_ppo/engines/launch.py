@@ -166,12 +166,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
             raise ModelError(
                 "The model folder has no config.json.", given=str(folder), expected="a transformers model folder", do="Check the path."
             )
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(
-                "The model's config.json is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy the model again."
-            ) from None
+        return _read_json(path)
     name = str(model_path)
     if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
         raise ModelError(
@@ -214,11 +209,22 @@ def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int)
     return heads
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"The model's {path.name} is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy it again.") from None
+
+
+def _refused(name: str, value: object, why: str, expected: object = "unset") -> ConfigError:
+    return ConfigError(f"engine.extra.{name} can't be {why}.", given=value, expected=expected, do=f"Remove {name}.")
+
+
 def refuse_lossy(extra: dict[str, Any]) -> None:
     """LossyError for settings that change the distribution of the tokens; ConfigError for those that the engine sets itself."""
     for name, reason in SET_BY_THE_ENGINE.items():
         if name in extra:
-            raise ConfigError(f"engine.extra.{name} can't be changed: {reason}.", given=extra[name], expected="unset", do=f"Remove {name}.")
+            raise _refused(name, extra[name], f"changed: {reason}")
     speculative = extra.get("speculative_config")
     if speculative is None:
         return
@@ -233,31 +239,16 @@ def refuse_lossy(extra: dict[str, Any]) -> None:
             expected="rejection_sample_method=standard, which is lossless",
             do="Remove the setting.",
         )
-    raise ConfigError(
-        "engine.extra.speculative_config can't be set: the engine builds it from the heads.",
-        given=speculative,
-        expected="heads.path and engine.num_drafts",
-        do="Remove speculative_config.",
-    )
+    raise _refused("speculative_config", speculative, "set: the engine builds it from the heads", "heads.path and engine.num_drafts")
 
 
 def _refuse_with_heads(extra: dict[str, Any]) -> None:
     for name, reason in WITHOUT_MEDUSA.items():
         if extra.get(name):
-            raise ConfigError(
-                f"engine.extra.{name} can't be combined with draft heads: {reason}.",
-                given=extra[name],
-                expected="unset",
-                do=f"Remove {name}.",
-            )
+            raise _refused(name, extra[name], f"combined with draft heads: {reason}")
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if int(extra.get(name, 1)) > 1:
-            raise ConfigError(
-                f"engine.extra.{name} can't be combined with draft heads in this version.",
-                given=extra[name],
-                expected=1,
-                do="Use tensor parallelism.",
-            )
+            raise _refused(name, extra[name], "combined with draft heads in this version; use tensor parallelism", 1)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
         raise UnsupportedVersionError(
             "vLLM's V2 model runner has no Medusa.", given="VLLM_USE_V2_MODEL_RUNNER=1", expected="unset", do="Unset the variable."
@@ -268,15 +259,8 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
     """End-of-text ids of generation_config.json and config.json, so that a response ends where transformers would end it."""
     found: list[int] = []
     path = Path(model_path) / "generation_config.json"
-    values = [text_config.get("eos_token_id")]
-    if path.is_file():
-        try:
-            values.insert(0, json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except ValueError as error:
-            raise ModelError(
-                "generation_config.json is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy the model again."
-            ) from None
-    for value in values:
+    first = [_read_json(path).get("eos_token_id")] if path.is_file() else []
+    for value in [*first, text_config.get("eos_token_id")]:
         found += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(int(v) for v in found))
 

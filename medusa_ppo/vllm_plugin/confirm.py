@@ -91,22 +91,18 @@ def check_finite(state: Mapping[str, torch.Tensor]) -> None:
 def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
     """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
     missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
-    if missing or unknown:
-        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
+    wrong = [
+        f"{name} {tuple(state[name].shape)} {state[name].dtype} instead of {tuple(shape)} floating point"
+        for name, shape in serving.items()
+        if name in state and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
+    ]
+    if missing or unknown or wrong:
         raise SwapError(
             "The tensors are not those of the serving heads, which stay.",
-            given=given,
-            expected=f"{len(serving)} tensors",
-            do="Same kind and K.",
+            given=f"{path}: missing {missing[:3]}, unknown {unknown[:3]}, not fitting {wrong[:3]}",
+            expected=f"{len(serving)} tensors of the serving heads' sizes",
+            do="Swap in heads of the same kind, K and sizes.",
         )
-    for name, shape in serving.items():
-        if tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point():
-            raise SwapError(
-                "A tensor does not fit the serving heads, which stay.",
-                given=f"{name} {tuple(state[name].shape)} {state[name].dtype}",
-                expected=f"{tuple(shape)} floating point",
-                do="Swap in heads of the same sizes.",
-            )
 
 
 def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
