@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -390,6 +390,24 @@ class CompanionStatus:
     gpu_gib: float | None = None
     workers: int = 1
     rate: float = 1.0
+
+
+class Drafting(TypedDict, total=False):
+    """How an engine drafts from the next step on. What is left out stays as it is; all of it is lossless, only acceptance and speed differ.
+
+    Attributes:
+        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
+        sampled: drawn from the heads; else their argmax.
+        draft_temperature: of sampled drafts, times the request's own.
+        choose: the engine chooses the number of drafts for each step.
+        draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
+    """
+
+    num_drafts: int
+    sampled: bool
+    draft_temperature: float
+    choose: bool
+    draft_vocab: int
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.bench.measuring import PairedRates, run_rounds
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.console import Advance, OfflineProgress
-from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner, Tap

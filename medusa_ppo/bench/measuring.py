@@ -83,7 +83,7 @@ class Arm:
     def prepare(self) -> None:
         """Set the engine to this arm's way of drafting."""
         if self.choose is not None:
-            self.engine.set_drafting(choose=self.choose)
+            self.engine.configure(choose=self.choose)
 
 
 @contextmanager
@@ -130,10 +130,10 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     folder = scratch / "stock-heads"
     shutil.copytree(stock_heads, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    del config["medusa_ppo"]  # Then our proposer leaves the folder to vLLM.
+    del config["medusa_ppo"]  # Then our plug-in leaves the folder to vLLM's own proposer,
+    config["num_heads"] = min(config["num_heads"], drafts)  # which drafts with all heads.
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    plan = _with_speculation(plain, {"method": "medusa", "model": str(folder), "num_speculative_tokens": drafts})
-    return replace(plan, max_drafts=drafts, num_drafts=drafts, drafting={})
+    return _with_speculation(plain, {"method": "medusa", "model": str(folder), "num_speculative_tokens": config["num_heads"]})
 
 
 Table = Sequence[Sequence[str]]

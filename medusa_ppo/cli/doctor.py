@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from medusa_ppo.vllm_plugin.vllm_versions import CHECKED, is_checked, is_cpu_build, vllm_version
+from medusa_ppo.vllm_plugin.registration import CHECKED, is_checked, is_cpu_build, vllm_version
 
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0

@@ -14,15 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
-from medusa_ppo.drafting.packed import LINEAR, PACK, plain_linear
-
-LM_HEAD = Callable[[torch.Tensor], torch.Tensor]
+LINEAR = Callable[[torch.Tensor], torch.Tensor]
+"""Rows `[N, in]` -> `[N, out]`."""
+PACK = Callable[[torch.Tensor], LINEAR]
+"""A weight `[out, in]` -> its product."""
+LM_HEAD = LINEAR
 FORGET = 0.5
 """What is left of the counts at each refresh."""
 MIN_TOKENS_PER_ENTRY = 2
 """The map begins when so many tokens for each of its places were counted; before, drafts use the whole vocabulary."""
 ROWS_AT_ONCE = 256
+
+
+def plain_linear(weight: torch.Tensor) -> LINEAR:
+    """Nothing packed: the reference, and what GPUs use."""
+    return lambda rows: F.linear(rows, weight)
 
 
 class TokenMap:

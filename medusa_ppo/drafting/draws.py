@@ -1,4 +1,4 @@
-"""How drafts are drawn from the heads' logits, and the draft probabilities that verification needs later.
+"""Drafts from the heads, one after the other, and the draft probabilities that verification needs later.
 
 Shape letters: B requests, K drafts of a step, T drafts of all requests one after the other, D hidden, N rows, V vocabulary.
 """
@@ -11,11 +11,72 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from heads.modules import MedusaHeads
-from medusa_ppo.drafting.draft_vocabulary import LM_HEAD, TokenMap, spread
-from medusa_ppo.drafting.packed import PackedHydra
+from heads.modules import MedusaHeads, rms_normalise
+from medusa_ppo.drafting.draft_vocabulary import LINEAR, LM_HEAD, PACK, TokenMap, plain_linear, spread
+from medusa_ppo.drafting.verify import invert_sum, uniform_numbers
 
+EMBED = Callable[[torch.Tensor], torch.Tensor]
+"""Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
 TRUNCATE = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+
+
+class ServedHeads:
+    """The heads as an engine asks them: the next one is told what was drafted before.
+
+    Kinds medusa and markov read h_t alone: the trainer's form gives the features of all heads in one product, from the parameters as
+    they are. One hydra head after the other asks for three small products; with few rows they cost more in packing and dispatch than in
+    arithmetic, so they are packed once, when this is made. Where the CPU has no bfloat16 units, bfloat16 heads are packed as float32:
+    emulated products cost as many times more as there are rows.
+    """
+
+    def __init__(self, heads: MedusaHeads, embed: EMBED | None = None, pack: PACK = plain_linear, dtype: torch.dtype | None = None) -> None:
+        """
+        Args:
+            heads: what is packed of them is a copy of their values now.
+            embed: the engine's own lookup, whatever shards the table; read by kind hydra only.
+            pack: how a weight becomes a product.
+            dtype: what packed products compute in; None: as the heads.
+        """
+        self.heads, self.config = heads, heads.config
+        self._embed, self._dtype = embed, dtype or heads.dtype
+        if self.config.kind == "hydra":
+
+            def packed(weight: torch.Tensor) -> LINEAR:
+                return pack(weight.detach().to(self._dtype))
+
+            heads_K = range(self.config.num_heads)
+            self._into, self._out = [packed(heads.mlp_in[k]) for k in heads_K], [packed(heads.mlp_out[k]) for k in heads_K]
+            self._blocks = [[packed(block_KDD[k]) for block_KDD in heads.blocks] for k in heads_K]
+
+    def known_ahead(self, hidden_BD: torch.Tensor, count: int, lm_head: LM_HEAD) -> torch.Tensor | None:
+        """lm_head's part of the logits `[B, count, V]` of kinds whose features do not depend on drafted tokens; None for the others."""
+        if self.config.kind == "hydra":
+            return None
+        features_BKD = self.heads.features(hidden_BD)[:, :count]
+        if self.config.lm_head == "shared":
+            logits_NV = lm_head(features_BKD.reshape(-1, features_BKD.shape[-1]))
+            return logits_NV.view(features_BKD.shape[0], count, -1)
+        return torch.stack([F.linear(features_BKD[:, k], self.heads.own_lm_head(k + 1)) for k in range(count)], dim=1)
+
+    def start(self, hidden_BD: torch.Tensor) -> list[torch.Tensor]:
+        """Kind hydra: h_t and n(h_t), each `[B, D]`; `features` adds the embeddings of the tokens since."""
+        base_BD = hidden_BD.to(self._dtype)
+        return [base_BD, rms_normalise(base_BD)]
+
+    def features(self, state: list[torch.Tensor], k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
+        """Kind hydra: what lm_head reads for the head with index k (from 0), `BD` in the heads' dtype; ask in order, once each."""
+        assert self._embed is not None, "hydra heads read embeddings"
+        state.append(rms_normalise(self._embed(last_ids_B)).to(self._dtype))
+        base_BD, *inputs = state
+        features_BD = base_BD + self._out[k](F.silu(self._into[k](torch.cat(inputs, dim=-1))))
+        for block in self._blocks[k]:
+            features_BD = features_BD + F.silu(block(features_BD))
+        return features_BD.to(self.heads.dtype)
+
+    def logits(self, state: list[torch.Tensor], k: int, last_ids_B: torch.Tensor, lm_head: LM_HEAD) -> torch.Tensor:
+        """Kind hydra: logits `[B, V]` of the head with index k."""
+        features_BD = self.features(state, k, last_ids_B)
+        return lm_head(features_BD) if self.config.lm_head == "shared" else F.linear(features_BD, self.heads.own_lm_head(k + 1))
 
 
 @dataclass(frozen=True)
@@ -44,62 +105,62 @@ class Draft:
     probs_BKV: torch.Tensor | None = None
 
 
-class Chooser:
-    """Turns the logits of one position into draft ids: drawn at the draft temperature, or argmax when `sampling` is None.
+class Drawing:
+    """Turns the logits of one position after the other into draft ids: drawn at the draft temperature, or argmax without `sampling`.
 
     With a token map the logits are those of its tokens only; ids and probabilities that come out are of the whole vocabulary.
     """
 
     def __init__(
-        self,
-        sampling: RequestSampling | None,
-        draft_temperature: float,
-        batch: int,
-        width: int,
-        device: torch.device,
-        ids_W: torch.Tensor | None = None,
-        vocab_size: int = 0,
+        self, sampling: RequestSampling | None, temperature: float, batch: int, count: int, ids_W: torch.Tensor | None, vocab_size: int
     ) -> None:
-        self.ids_W, self.vocab_size = ids_W, vocab_size
-        self.sampling = None if sampling is None or sampling.temperature_B is None else sampling
+        self.ids_W, self.vocab_size, self.sampling = ids_W, vocab_size, sampling
         self.ids: list[torch.Tensor] = []
         self.probs: list[torch.Tensor] = []
-        if self.sampling is not None:
-            self.uniforms_BK = draft_uniforms(batch, width, self.sampling.generators, device)
-            self.scale_B1 = draft_scale(self.sampling, draft_temperature)
-            assert self.sampling.temperature_B is not None, "a batch of greedy requests is not sampled"
-            greedy_B = self.sampling.temperature_B <= 0
+        temperature_B = None if sampling is None else sampling.temperature_B
+        self.sampled = sampling is not None and temperature_B is not None
+        if sampling is not None and temperature_B is not None:
+            self.uniforms_BK = uniform_numbers([count - 1] * batch, count, sampling.generators, temperature_B.device)
+            greedy_B = temperature_B <= 0
+            # Greedy requests count as temperature 1 in q.
+            self.scale_B1 = (torch.where(greedy_B, 1.0, temperature_B) * temperature).reciprocal().unsqueeze(1)
             self.greedy_B = greedy_B if bool(greedy_B.any()) else None
 
     def choose(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Ids `[B]` of the next position."""
-        if self.sampling is None:
-            ids_B = logits_BV.argmax(-1)
-        else:
-            probs_BV = draft_distribution(logits_BV, self.sampling, self.scale_B1)
+        if self.sampled:
+            probs_BV = self._distribution(logits_BV)
             ids_B = draw(logits_BV, probs_BV, self.uniforms_BK[:, len(self.ids)], self.greedy_B)
             self.probs.append(probs_BV if self.ids_W is None else spread(probs_BV, self.ids_W, self.vocab_size))
-        if self.ids_W is not None:
-            ids_B = self.ids_W[ids_B]
-        self.ids.append(ids_B)
-        return ids_B
+        else:
+            ids_B = logits_BV.argmax(-1)
+        self.ids.append(ids_B if self.ids_W is None else self.ids_W[ids_B])
+        return self.ids[-1]
+
+    def _distribution(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """q `[B, V]`: the head's distribution, cut as the request's own top-k and top-p are.
+
+        Any q is lossless; cutting it as the target is cut only keeps it from drafting what must be refused.
+        """
+        sampling, scaled_BV = self.sampling, logits_BV.float() * self.scale_B1
+        if sampling is not None and sampling.truncate is not None and (sampling.top_k_B is not None or sampling.top_p_B is not None):
+            scaled_BV = sampling.truncate(scaled_BV, sampling.top_k_B, sampling.top_p_B)
+        return scaled_BV.softmax(-1)
 
     def result(self) -> Draft:
         return Draft(torch.stack(self.ids, dim=1), torch.stack(self.probs, dim=1) if self.probs else None)
 
 
 def draft_tokens(
-    heads: MedusaHeads,
+    served: ServedHeads,
     hidden_BD: torch.Tensor,
     last_ids_B: torch.Tensor,
     count: int,
     lm_head: LM_HEAD,
     *,
-    embedding_VD: torch.Tensor | None = None,
     sampling: RequestSampling | None = None,
     draft_temperature: float = 1.0,
     token_map: TokenMap | None = None,
-    packed: PackedHydra | None = None,
 ) -> Draft:
     """Draft `count` (1..K) tokens for each request.
 
@@ -107,85 +168,31 @@ def draft_tokens(
         hidden_BD: h_t of each request, the state from which its last token was sampled.
         last_ids_B: int64, that last token x_{t+1}; read by conditioned kinds only.
         lm_head: the engine's product; one call for all heads where the kind allows it.
-        embedding_VD: the engine's table; kind hydra only, and not with `packed`.
         sampling: how the requests sample; None for one-hot drafts.
         token_map: draft from its tokens only; needs heads that share lm_head.
-        packed: the same heads with packed products; kind hydra only.
     """
-    batch = hidden_BD.shape[0]
-    ids_W = token_map.ids_W if token_map is not None else None
-    if token_map is not None and ids_W is not None:
-        lm_head = token_map.logits
-    chooser = Chooser(sampling, draft_temperature, batch, count, hidden_BD.device, ids_W, heads.config.vocab_size)
-    state = heads.start_draft(hidden_BD) if packed is None else packed.start(hidden_BD)
-    ready_BKV = _logits_known_ahead(heads, state.base_BKD, count, lm_head)
-    if heads.config.kind == "medusa" and chooser.sampling is None and ready_BKV is not None:
+    heads, ids_W = served.heads, None
+    if token_map is not None and token_map.ids_W is not None:
+        lm_head, ids_W = token_map.logits, token_map.ids_W
+    drawing = Drawing(sampling, draft_temperature, hidden_BD.shape[0], count, ids_W, heads.config.vocab_size)
+    ready_BKV = served.known_ahead(hidden_BD, count, lm_head)
+    if heads.config.kind == "medusa" and not drawing.sampled and ready_BKV is not None:
         best_BK = ready_BKV.argmax(-1)
         return Draft(best_BK if ids_W is None else ids_W[best_BK])
+    state = [] if ready_BKV is not None else served.start(hidden_BD)
     for k in range(count):
-        if ready_BKV is not None:
-            logits_BV = ready_BKV[:, k].float()
-        else:
-            if packed is None:
-                features_BD = heads.draft_features(state, k, last_ids_B, embedding_VD)
-            else:
-                features_BD = packed.features(state, k, last_ids_B)
-            logits_BV = lm_head(features_BD) if heads.config.lm_head == "shared" else F.linear(features_BD, heads.own_lm_head(k + 1))
+        logits_BV = served.logits(state, k, last_ids_B, lm_head) if ready_BKV is None else ready_BKV[:, k].float()
         if heads.config.kind == "markov":
             bias_Br = F.embedding(last_ids_B, heads.markov_in[k])
             markov_out_Vr = heads.markov_out[k] if ids_W is None else heads.markov_out[k][ids_W]
             logits_BV = logits_BV + F.linear(bias_Br, markov_out_Vr).float()
-        last_ids_B = chooser.choose(logits_BV)
-    return chooser.result()
-
-
-def _logits_known_ahead(heads: MedusaHeads, base_BKD: torch.Tensor, count: int, lm_head: LM_HEAD) -> torch.Tensor | None:
-    """lm_head's part of the logits `[B, count, V]` for kinds whose features do not depend on drafted tokens: one product."""
-    if heads.config.kind == "hydra":
-        return None
-    features_BKD = base_BKD[:, :count]
-    if heads.config.lm_head == "shared":
-        logits_NV = lm_head(features_BKD.reshape(-1, features_BKD.shape[-1]))
-        return logits_NV.view(features_BKD.shape[0], count, -1)
-    return torch.stack([F.linear(features_BKD[:, k], heads.own_lm_head(k + 1)) for k in range(count)], dim=1)
-
-
-def draft_uniforms(batch: int, width: int, generators: Mapping[int, torch.Generator], device: torch.device) -> torch.Tensor:
-    """Float64 uniforms `[B, width]`; a seeded request draws from its own generator."""
-    numbers_BK = torch.rand((batch, width), dtype=torch.float64, device=device)
-    for index, generator in generators.items():
-        numbers_BK[index] = torch.rand(width, dtype=torch.float64, generator=generator, device=device)
-    return numbers_BK
-
-
-def draft_scale(sampling: RequestSampling, draft_temperature: float) -> torch.Tensor:
-    """1 / (request temperature x draft temperature) `[B, 1]` float32; greedy requests count as temperature 1."""
-    temperature_B = sampling.temperature_B
-    if temperature_B is None:
-        raise ValueError("a batch of greedy requests has no draft distribution")
-    safe_B = torch.where(temperature_B > 0, temperature_B, torch.ones_like(temperature_B))
-    return (safe_B * draft_temperature).reciprocal().unsqueeze(1)
-
-
-def draft_distribution(logits_BV: torch.Tensor, sampling: RequestSampling, scale_B1: torch.Tensor) -> torch.Tensor:
-    """q `[B, V]`: the head's distribution, cut as the request's own top-k and top-p are.
-
-    Any q is lossless; cutting it as the target is cut only keeps it from drafting what must be refused.
-    """
-    scaled_BV = logits_BV.float() * scale_B1
-    if sampling.truncate is not None and (sampling.top_k_B is not None or sampling.top_p_B is not None):
-        scaled_BV = sampling.truncate(scaled_BV, sampling.top_k_B, sampling.top_p_B)
-    return scaled_BV.softmax(-1)
+        last_ids_B = drawing.choose(logits_BV)
+    return drawing.result()
 
 
 def draw(logits_BV: torch.Tensor, probs_BV: torch.Tensor, uniform_B: torch.Tensor, greedy_B: torch.Tensor | None) -> torch.Tensor:
-    """Draft ids `[B]`: drawn from probs by inverting the cumulative sum; argmax of logits for greedy requests (None: there are none).
-
-    A float64 uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it.
-    """
-    cumulative_BV = probs_BV.cumsum(1, dtype=torch.float64)
-    point_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
-    drawn_B = torch.searchsorted(cumulative_BV, point_B1, right=True).squeeze(1)
+    """Draft ids `[B]`: drawn from probs; argmax of logits for greedy requests (None: there are none)."""
+    drawn_B = invert_sum(probs_BV, uniform_B)
     return drawn_B if greedy_B is None else torch.where(greedy_B, logits_BV.argmax(1), drawn_B)
 
 

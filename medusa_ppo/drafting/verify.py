@@ -75,6 +75,17 @@ def uniform_numbers(counts: Sequence[int], width: int, generators: Mapping[int, 
     return numbers_BW
 
 
+def invert_sum(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Ids int64 `[B]`, drawn with probability weight / sum of weights by inverting the cumulative sum.
+
+    A float64 uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it.
+    """
+    cumulative_BV = weights_BV.cumsum(1, dtype=torch.float64)
+    point_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
+    # right=True: the first entry whose sum exceeds the point, so an entry of probability zero is never taken.
+    return torch.searchsorted(cumulative_BV, point_B1, right=True).squeeze(1)
+
+
 def accepted_run(
     logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_probs_BKV: torch.Tensor | None
 ) -> torch.Tensor:
@@ -106,11 +117,7 @@ def residual_sample(
         refused_B1 = drafts.draft_ids_BK.gather(1, at_B1)
         refused_B1 = torch.where((run_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER)
         probs_BV = _residual(probs_BV, refused_B1, at_B1, draft_probs_BKV)
-    cumulative_BV = probs_BV.cumsum(1, dtype=torch.float64)
-    total_B1 = cumulative_BV[:, -1:]
-    point_B1 = torch.minimum(uniform_B.unsqueeze(1) * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-    # right=True: the first entry whose sum exceeds the point, so an entry of probability zero is never taken.
-    return torch.searchsorted(cumulative_BV, point_B1, right=True).squeeze(1)
+    return invert_sum(probs_BV, uniform_B)
 
 
 def _residual(probs_BV: torch.Tensor, refused_B1: torch.Tensor, at_B1: torch.Tensor, draft_probs_BKV: torch.Tensor | None) -> torch.Tensor:

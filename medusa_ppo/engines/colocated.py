@@ -1,35 +1,31 @@
-"""vLLM in this very process: the engine that the Ray actor hosts, and that tests use directly."""
+"""vLLM behind a function call: in this very process (the engine that the Ray actor hosts), or started and driven by another loop."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heads.errors import EngineError, MedusaError
+from heads.errors import EngineError, MedusaError, SwapError
 from heads.tensorfile import Header
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.launch import LaunchPlan, plan_launch
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import raise_reported
+from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
+from medusa_ppo.types import Checked, Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.rpc import first_of, raise_reported
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT = {
-    # The engine in this process: swaps are direct calls, and there is one process less.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 COUNTER = "vllm:spec_decode_num_"
+Call = Callable[[str, tuple[Any, ...]], list[Any]]
 DEEP_SLEEP = 2
 """vLLM's level from which on weights are thrown away."""
 
@@ -53,8 +49,7 @@ class ColocatedEngine(base.WorkerEngine):
             self.plugin_report()
             if self.max_drafts:
                 self._look_at_heads()
-                self.set_num_drafts(self.plan.num_drafts)
-                self.set_drafting(**self.plan.drafting)
+                self.configure(**self.plan.drafting)
         except MedusaError:
             self.close()
             raise
@@ -81,18 +76,13 @@ class ColocatedEngine(base.WorkerEngine):
             for i in range(len(prompts) * repeat)
         ]
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
-        before = self.counters()
-        started = time.perf_counter()
-        with _engine_errors("generating"):
-            outputs = llm.generate(requests, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        responses = tuple(_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs))
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
-        return base.with_versions(rollouts, self)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        started = time.perf_counter()
-        return self._has_actor(self._receipt("medusa_sync_actor", base.check_file(path, "the actor's weights"), version, checked), started)
+        def answer() -> list[Response]:
+            with _engine_errors("generating"):
+                outputs = llm.generate(requests, params, use_tqdm=False)
+            return [_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs)]
+
+        return self._answered(prompts, sampling, answer)
 
     def check_actor(self, entries: Header) -> list[str]:
         return [answer["device"] for answer in self._answers("medusa_check_actor", entries)]
@@ -109,17 +99,13 @@ class ColocatedEngine(base.WorkerEngine):
             raise
         return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
 
+    def _forget_prompts(self) -> bool:
+        return self._running().reset_prefix_cache(reset_running_requests=True)
+
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
-        # Cached keys and values were computed with the old weights; those of running requests are computed anew.
-        if not self._running().reset_prefix_cache(reset_running_requests=True):
-            raise EngineError(
-                "The prefix cache could not be reset.",
-                given="blocks that a transfer holds",
-                expected="an engine without KV transfers under way",
-                do="Sync again when they are done: until then old keys may meet new weights.",
-            )
-        self.policy_version, self._actor_lost = receipt.version, False
-        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+        receipt = super()._has_actor(receipt, started)
+        self._actor_lost = False
+        return receipt
 
     def sleep(self, level: int) -> None:
         llm = self._running()
@@ -160,6 +146,89 @@ class ColocatedEngine(base.WorkerEngine):
             return [raise_reported(answer) for answer in self._running().collective_rpc(method, args=args)]
 
 
+class AttachedEngine(base.WorkerEngine):
+    """Reaches our worker extension in a foreign engine through one function.
+
+    Some loops put their engine to sleep and throw its weights away. What was fed last is kept in a file of our own, so that `feed_again`
+    can bring it back.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        kept_state: str | Path,
+        *,
+        counters: Callable[[], Counters] = Counters,
+        forget_prompts: Callable[[], object] | None = None,
+        drafting: Drafting | None = None,
+    ) -> None:
+        """
+        Args:
+            call: (method, arguments) -> every worker's answer, e.g. of `LLM.collective_rpc`.
+            kept_state: state file (heads.checkpoint.save_state) of the heads that the engine started with; swaps write over it.
+            counters: vLLM's acceptance counters since the engine started.
+            forget_prompts: resets the prefix cache; only `sync_actor` needs it.
+            drafting: what it is configured to begin with; drafts for all heads if that is left out.
+
+        Raises:
+            UnsupportedVersionError: our plug-in is not active in a worker.
+            EngineError: the engine does not draft with native heads.
+        """
+        self._workers_call = call
+        self._kept_state = Path(kept_state)
+        self._counters = counters
+        self._reset_prompts = forget_prompts
+        report = self.plugin_report()
+        if not report["kind"]:
+            raise EngineError(
+                "The engine does not draft with native heads.",
+                given=f"drafter {report['drafter'] or 'none'}",
+                expected="an engine started with the heads' folder as the draft model, method medusa",
+                do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
+            )
+        self.max_drafts = int(report["max_drafts"])
+        self.heads_version = int(self._call("medusa_checksums")["heads_version"])
+        self.configure(**({"num_drafts": self.max_drafts} | (drafting or {})))
+
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        raise EngineError(
+            "This engine belongs to another loop, which generates by itself.",
+            given="generate()",
+            expected="swaps and counters",
+            do="Generate through the loop.",
+        )
+
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        receipt = super().swap_heads(path, version, checked)
+        fresh = self._kept_state.with_suffix(".new")
+        shutil.copyfile(path, fresh)
+        fresh.replace(self._kept_state)
+        return receipt
+
+    def feed_again(self) -> SwapReceipt:
+        """Install the heads that the engine had before its loop threw them away."""
+        if not self._kept_state.is_file():
+            raise SwapError(
+                "The heads that were fed last are gone.",
+                given=str(self._kept_state),
+                expected="a state file",
+                do="Leave the run's folder alone while it runs.",
+            )
+        return super().swap_heads(self._kept_state, self.heads_version)
+
+    def _forget_prompts(self) -> bool:
+        return self._reset_prompts is None or self._reset_prompts() is not False
+
+    def counters(self) -> Counters:
+        return self._counters()
+
+    def close(self) -> None:
+        """Nothing: the engine is its loop's."""
+
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        return first_of(self._workers_call(method, args))
+
+
 def _start(engine_args: dict[str, Any]) -> LLM:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -186,16 +255,9 @@ def _engine_errors(doing: str) -> Iterator[None]:
 
 
 def _response(prompt_index: int, completion: Any) -> Response:
-    token_ids = tuple(completion.token_ids)
-    logprobs = tuple(completion.logprobs.logprobs)
-    if len(logprobs) != len(token_ids) or list(completion.logprobs.token_ids) != list(token_ids):
-        raise EngineError(
-            "vLLM's log-probs do not belong to its tokens.",
-            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
-            expected="one per sampled token",
-            do="Report this with the versions of `medusa-ppo doctor`.",
-        )
-    return Response(prompt_index, token_ids, logprobs, completion.finish_reason)
+    logprobs = completion.logprobs
+    assert list(logprobs.token_ids) == list(completion.token_ids), "vLLM's first log-prob is that of the sampled token"
+    return base.checked_response(prompt_index, completion.token_ids, logprobs.logprobs, completion.finish_reason)
 
 
 def process_counters() -> Counters:

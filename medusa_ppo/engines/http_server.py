@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import re
@@ -23,8 +22,7 @@ import torch
 from heads.errors import EngineError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.launch import LaunchPlan, plan_launch
-from medusa_ppo.engines.ray_engine import actor_environment
+from medusa_ppo.engines.launch import plan_launch, process_environment, server_arguments
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.rpc import first_of
 
@@ -39,7 +37,6 @@ COUNTER_LINE = re.compile(
 )
 POSITION = re.compile(r'position="(\d+)"')
 CALL_TIMEOUT_S = 600.0
-SERVE = "medusa_ppo.engines.server_process"
 
 
 class ServerEngine(base.WorkerEngine):
@@ -62,8 +59,7 @@ class ServerEngine(base.WorkerEngine):
             self.max_drafts = int(report["max_drafts"])
             if self.max_drafts:
                 self.heads_version = int(self._call("medusa_checksums")["heads_version"])
-                self.set_num_drafts(min(self.plan.num_drafts, self.max_drafts))
-                self.set_drafting(**self.plan.drafting)
+                self.configure(**self.plan.drafting | {"num_drafts": min(self.plan.drafting["num_drafts"], self.max_drafts)})
         except BaseException:
             self.close()
             raise
@@ -76,26 +72,25 @@ class ServerEngine(base.WorkerEngine):
         jobs: list[tuple[int, list[int], int | None]] = [
             (i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i)) for i in range(len(prompts) * repeat)
         ]
-        before = self.counters()
-        started = time.perf_counter()
-        with ThreadPoolExecutor(min(len(jobs), self._workers), thread_name_prefix="medusa-ppo-http") as pool:
-            responses = tuple(pool.map(lambda job: self._complete(job[0], job[1], job[2], sampling), jobs))
-        seconds = time.perf_counter() - started
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling)
-        return base.with_versions(rollouts, self)
+
+        def answer() -> list[Response]:
+            with ThreadPoolExecutor(min(len(jobs), self._workers), thread_name_prefix="medusa-ppo-http") as pool:
+                return list(pool.map(lambda job: self._complete(job[0], job[1], job[2], sampling), jobs))
+
+        return self._answered(prompts, sampling, answer)
 
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        file = base.check_file(path, "the actor's weights")
-        started = time.perf_counter()
         # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
+        file = base.check_file(path, "the actor's weights")
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
-            receipt = self._receipt("medusa_sync_actor", file, version, checked)
-            self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            return super().sync_actor(file, version, checked)
         finally:
             self._post("/resume")
-        self.policy_version = version
-        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    def _forget_prompts(self) -> bool:
+        self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        return True
 
     def counters(self) -> Counters:
         return parse_counters(self._get("/metrics").text) if self.max_drafts else Counters()
@@ -125,10 +120,10 @@ class ServerEngine(base.WorkerEngine):
         port = free_port(config.host, config.port)
         handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
         self._log = Path(name)
-        env = os.environ | actor_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
+        env = os.environ | process_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
         # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        command = [sys.executable, "-m", SERVE, *server_arguments(self.plan, config.host, port)]
+        command = [sys.executable, "-m", "medusa_ppo.engines.launch", *server_arguments(self.plan, config.host, port)]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -183,14 +178,7 @@ class ServerEngine(base.WorkerEngine):
             "/v1/completions", timeout=None, json={name: value for name, value in body.items() if value is not None}
         ).json()["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        if len(token_ids) != len(logprobs):
-            raise EngineError(
-                "The server's log-probs do not belong to its tokens.",
-                given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
-                expected="one per sampled token",
-                do="Report this with the versions of `medusa-ppo doctor`.",
-            )
-        return Response(prompt_index, tuple(token_ids), tuple(float(v) for v in logprobs), choice["finish_reason"])
+        return base.checked_response(prompt_index, token_ids, logprobs, choice["finish_reason"])
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         answers = self._post("/collective_rpc", json={"method": method, "args": list(args)}).json()["results"]
@@ -225,22 +213,6 @@ class ServerEngine(base.WorkerEngine):
                 do=hint,
             )
         return answer
-
-
-def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
-    """Command line of the server: the engine's arguments as flags."""
-    arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
-    if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
-        arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
-    for name, value in plan.engine_args.items():
-        flag = name.replace("_", "-")
-        if name == "disable_log_stats":
-            continue  # This flag has no negative form, and statistics are on without it.
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
-    return arguments
 
 
 def free_port(host: str, wanted: int) -> int:

@@ -1,26 +1,45 @@
-"""What a vLLM engine is started with: checks that need no vLLM, then the keyword arguments. Refuses what can't be combined, by name."""
+"""How a vLLM engine is started: checks that need no vLLM, its arguments, and the process of a server (`python -m` this module).
+
+What can't be combined is refused by name.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import runpy
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.vllm_plugin.registration import is_cpu_build, require_transfer, require_vllm
 from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
-from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build, require_transfer, require_vllm
+
+if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
+    from medusa_ppo.types import Drafting
 
 logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
 LOSSLESS_METHODS = ("standard",)
-OURS = {
+ENVIRONMENT = {
+    # The engine in this process: swaps are direct calls, and there is one process less.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# The `vllm` command of the CPU wheel does not start; the module does.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+PR_SET_PDEATHSIG = 1
+SET_BY_THE_ENGINE = {
     "worker_extension_cls": "it carries the swap methods",
     "logprobs_mode": "rollouts report the distribution that was sampled from",
     "disable_log_stats": "the acceptance counters are read from the statistics",
@@ -42,8 +61,7 @@ class LaunchPlan:
         engine_args: keyword arguments of vLLM's engine.
         stop_ids: tokens that end a response, from the model's own files.
         max_drafts: drafts per step that the engine is built for; 0 without heads.
-        num_drafts: drafts per step to begin with.
-        drafting: keyword arguments of `RolloutEngine.set_drafting` to begin with.
+        drafting: what it is configured to begin with.
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
     """
@@ -51,8 +69,7 @@ class LaunchPlan:
     engine_args: dict[str, Any]
     stop_ids: tuple[int, ...]
     max_drafts: int
-    num_drafts: int
-    drafting: dict[str, Any]
+    drafting: Drafting
     max_model_len: int
     vocab_size: int
 
@@ -107,12 +124,20 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         else:
             args["enable_sleep_mode"] = True
     args.update(config.extra)
+    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, _drafting(config, max_drafts), config.max_model_len, vocab_size)
+
+
+def _drafting(config: EngineConfig, max_drafts: int) -> Drafting:
     sampled = config.draft_temperature > 0
-    drafting = {"sampled": sampled, "draft_temperature": config.draft_temperature if sampled else 1.0, "choose": config.choose_drafts}
+    drafting: Drafting = {
+        "num_drafts": max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts),
+        "sampled": sampled,
+        "draft_temperature": config.draft_temperature if sampled else 1.0,
+        "choose": config.choose_drafts,
+    }
     if config.draft_vocab:
         drafting["draft_vocab"] = config.draft_vocab
-    num_drafts = max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts)
-    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, num_drafts, drafting, config.max_model_len, vocab_size)
+    return drafting
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
@@ -141,12 +166,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
             raise ModelError(
                 "The model folder has no config.json.", given=str(folder), expected="a transformers model folder", do="Check the path."
             )
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(
-                "The model's config.json is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy the model again."
-            ) from None
+        return _read_json(path)
     name = str(model_path)
     if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
         raise ModelError(
@@ -189,11 +209,22 @@ def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int)
     return heads
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"The model's {path.name} is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy it again.") from None
+
+
+def _refused(name: str, value: object, why: str, expected: object = "unset") -> ConfigError:
+    return ConfigError(f"engine.extra.{name} can't be {why}.", given=value, expected=expected, do=f"Remove {name}.")
+
+
 def refuse_lossy(extra: dict[str, Any]) -> None:
     """LossyError for settings that change the distribution of the tokens; ConfigError for those that the engine sets itself."""
-    for name, reason in OURS.items():
+    for name, reason in SET_BY_THE_ENGINE.items():
         if name in extra:
-            raise ConfigError(f"engine.extra.{name} can't be changed: {reason}.", given=extra[name], expected="unset", do=f"Remove {name}.")
+            raise _refused(name, extra[name], f"changed: {reason}")
     speculative = extra.get("speculative_config")
     if speculative is None:
         return
@@ -208,31 +239,16 @@ def refuse_lossy(extra: dict[str, Any]) -> None:
             expected="rejection_sample_method=standard, which is lossless",
             do="Remove the setting.",
         )
-    raise ConfigError(
-        "engine.extra.speculative_config can't be set: the engine builds it from the heads.",
-        given=speculative,
-        expected="heads.path and engine.num_drafts",
-        do="Remove speculative_config.",
-    )
+    raise _refused("speculative_config", speculative, "set: the engine builds it from the heads", "heads.path and engine.num_drafts")
 
 
 def _refuse_with_heads(extra: dict[str, Any]) -> None:
     for name, reason in WITHOUT_MEDUSA.items():
         if extra.get(name):
-            raise ConfigError(
-                f"engine.extra.{name} can't be combined with draft heads: {reason}.",
-                given=extra[name],
-                expected="unset",
-                do=f"Remove {name}.",
-            )
+            raise _refused(name, extra[name], f"combined with draft heads: {reason}")
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if int(extra.get(name, 1)) > 1:
-            raise ConfigError(
-                f"engine.extra.{name} can't be combined with draft heads in this version.",
-                given=extra[name],
-                expected=1,
-                do="Use tensor parallelism.",
-            )
+            raise _refused(name, extra[name], "combined with draft heads in this version; use tensor parallelism", 1)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
         raise UnsupportedVersionError(
             "vLLM's V2 model runner has no Medusa.", given="VLLM_USE_V2_MODEL_RUNNER=1", expected="unset", do="Unset the variable."
@@ -243,14 +259,57 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
     """End-of-text ids of generation_config.json and config.json, so that a response ends where transformers would end it."""
     found: list[int] = []
     path = Path(model_path) / "generation_config.json"
-    values = [text_config.get("eos_token_id")]
-    if path.is_file():
-        try:
-            values.insert(0, json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except ValueError as error:
-            raise ModelError(
-                "generation_config.json is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy the model again."
-            ) from None
-    for value in values:
+    first = [_read_json(path).get("eos_token_id")] if path.is_file() else []
+    for value in [*first, text_config.get("eos_token_id")]:
         found += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(int(v) for v in found))
+
+
+# ---- the process -------------------------------------------------------------------------------------------------------------
+
+
+def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
+    """Environment variables of the engine's process; they must stand before Python starts there."""
+    env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if has_gpu:
+        return env
+    env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
+        env["LD_PRELOAD"] = ":".join(part for part in (os.environ.get("LD_PRELOAD", ""), str(openmp)) if part)
+    return env
+
+
+def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
+    """Command line of the server: the engine's arguments as flags."""
+    arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
+    if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
+        arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
+    for name, value in plan.engine_args.items():
+        flag = name.replace("_", "-")
+        if name == "disable_log_stats":
+            continue  # This flag has no negative form, and statistics are on without it.
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return arguments
+
+
+def end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent dies, so that a killed run leaves no server behind. Elsewhere: nothing.
+
+    Linux means the parent's thread: the engine has to be made in a thread that lives as long as it is used.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1:
+        # The parent died before the request was made.
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)

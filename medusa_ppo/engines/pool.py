@@ -1,6 +1,6 @@
 """Many engines behind the interface of one: work balanced between them, every version on all of them, lost ones started again.
 
-    generate      pieces of the call (engines/balance.py) go to the engine with the fewest running tokens that is free
+    generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is free
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
@@ -14,26 +14,28 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.balance import Piece, cut, piece_seed
 from medusa_ppo.files import OwnedFolder
-from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Drafting, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 
 logger = logging.getLogger(__name__)
 
 Factory = Callable[[int], base.RolloutEngine]
+Call = Callable[[base.RolloutEngine], Any]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
+Piece = tuple[int, ...]
+"""Indices of some prompts of one generate call, which one engine answers in one go."""
 SUMS = {"heads": checksum, "actor": tensorwise_checksum}
 
 
@@ -45,9 +47,12 @@ class Seat:
     engine: base.RolloutEngine | None
     restarts: int = 0
     starting: Future[base.RolloutEngine] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
     share: EngineShare = field(default_factory=EngineShare)
+
+
+Running = dict[Future[Rollouts], tuple[Seat, int, Piece]]
 
 
 class EnginePool(base.RolloutEngine):
@@ -71,7 +76,7 @@ class EnginePool(base.RolloutEngine):
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
-        self._settings: dict[str, Any] = {}
+        self._settings = Drafting()
         self.restarts = 0
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
@@ -102,7 +107,7 @@ class EnginePool(base.RolloutEngine):
             seat.share = EngineShare(seat.index)
         waiting = list(enumerate(cut(prompts, sampling, len(self._seats), self._smallest)))
         answers: list[tuple[Piece, Rollouts]] = []
-        running: dict[Future[Rollouts], tuple[Seat, int, Piece]] = {}
+        running: Running = {}
         try:
             while waiting or running:
                 self._hand_out(waiting, running, prompts, sampling)
@@ -125,13 +130,7 @@ class EnginePool(base.RolloutEngine):
             raise
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(
-        self,
-        waiting: list[tuple[int, Piece]],
-        running: dict[Future[Rollouts], tuple[Seat, int, Piece]],
-        prompts: base.Prompts,
-        sampling: Sampling,
-    ) -> None:
+    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
@@ -139,7 +138,7 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece.prompts], seeded)] = (seat, index, piece)
+                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -153,22 +152,13 @@ class EnginePool(base.RolloutEngine):
         self.policy_version = version
         return receipt
 
-    def set_num_drafts(self, count: int) -> None:
-        base.check_num_drafts(count, self.max_drafts)
-        self._set("num_drafts", count)
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        count = self._possible(settings)
+        self._settings |= settings
+        self._everywhere(lambda engine: engine.configure(**settings))
+        for seat in self._ready():
+            seat.settings = self._settings.copy()
         self.num_drafts = count
-
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        given = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
-        drafting = self._settings.get("drafting", {}) | {name: value for name, value in given.items() if value is not None}
-        self._set("drafting", drafting)
 
     def checksums(self) -> dict[str, str]:
         """Those that all engines agree on. EngineError when they don't."""
@@ -233,21 +223,14 @@ class EnginePool(base.RolloutEngine):
                 getattr(engine, METHODS[what])(path, version, checked)
                 seat.versions[what] = version
         if seat.settings != self._settings:
-            self._settle(engine, self._settings)
-            seat.settings = dict(self._settings)
-
-    @staticmethod
-    def _settle(engine: base.RolloutEngine, settings: dict[str, Any]) -> None:
-        if "num_drafts" in settings:
-            engine.set_num_drafts(settings["num_drafts"])
-        if "drafting" in settings:
-            engine.set_drafting(**settings["drafting"])
+            engine.configure(**self._settings)
+            seat.settings = self._settings.copy()
 
     def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
         by_prompt: dict[int, list[Response]] = {}
         for piece, part in answers:
             for response in part.responses:
-                index = piece.prompts[response.prompt_index]
+                index = piece[response.prompt_index]
                 by_prompt.setdefault(index, []).append(replace(response, prompt_index=index))
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
@@ -274,12 +257,7 @@ class EnginePool(base.RolloutEngine):
         self._note_lost_heads()
         if not receipts:
             file.unlink(missing_ok=True)
-            raise next(
-                (error for _, error in answers if isinstance(error, SwapError)),
-                SwapError(
-                    "No engine took the new weights.", given=f"{what} {version}", expected="one engine", do="Read the engines' logs."
-                ),
-            )
+            raise next(error for _, error in answers if isinstance(error, SwapError))
         self._forget(what)
         self._kept[what] = (file, version, found)
         for seat, receipt in receipts:
@@ -310,13 +288,7 @@ class EnginePool(base.RolloutEngine):
         if what in self._kept:
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
-    def _set(self, name: str, value: Any) -> None:
-        self._settings[name] = value
-        self._everywhere(lambda engine: self._settle(engine, {name: value}))
-        for seat in self._ready():
-            seat.settings = dict(self._settings)
-
-    def _everywhere(self, call: Callable[[base.RolloutEngine], Any]) -> list[tuple[Seat, Any]]:
+    def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
         """Every engine's answer or error, asked at once. Engines that are lost are started again; a wrong request is raised."""
         return self._ask_all(self._seated(), call)
 
@@ -332,11 +304,7 @@ class EnginePool(base.RolloutEngine):
         return self._ready()
 
     def _ask_all(
-        self,
-        seats: list[Seat],
-        call: Callable[[base.RolloutEngine], Any],
-        meanwhile: Callable[[], None] = lambda: None,
-        patience_s: float | None = None,
+        self, seats: list[Seat], call: Call, meanwhile: Callable[[], None] = lambda: None, patience_s: float | None = None
     ) -> list[tuple[Seat, Any]]:
         """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it is lost."""
         jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in seats if seat.engine is not None]
@@ -381,7 +349,7 @@ class EnginePool(base.RolloutEngine):
             if error is not None:
                 self._lost(seat, error)
             else:
-                seat.engine, seat.versions, seat.settings = start.result(), {}, {}
+                seat.engine, seat.versions, seat.settings = start.result(), {}, Drafting()
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
@@ -390,9 +358,42 @@ class EnginePool(base.RolloutEngine):
         return [seat.engine for seat in self._seats if seat.engine is not None]
 
     def _none_left(self) -> EngineError:
-        return EngineError(
-            "No engine of the pool is left.",
-            given=f"{self.restarts} restarts",
-            expected="at least one engine",
-            do="Read the engines' logs.",
-        )
+        given = f"{self.restarts} restarts"
+        return EngineError("No engine of the pool is left.", given=given, expected="at least one engine", do="Read the engines' logs.")
+
+
+# ---- the pieces of a call -------------------------------------------------------------------------------------------------------
+
+
+def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
+    """Tokens that a prompt may come to: it is read once, and each response may be as long as it is allowed to be."""
+    return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
+
+
+def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1) -> list[Piece]:
+    """The call's pieces in the order in which they are given out; a function of the prompts alone, not of who is quick.
+
+    Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are large, so that an engine batches well, the
+    last ones small, so that none waits long for the others. One engine gets everything at once, in its own order.
+
+    Args:
+        smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's slots full.
+    """
+    if engines <= 1:
+        return [tuple(range(len(prompts)))]
+    order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
+    weights = [expected_tokens(prompts[index], sampling) for index in order]
+    left, at, pieces = sum(weights), 0, []
+    while at < len(order):
+        wanted, taken, end = left / (2 * engines), 0, at
+        while end < len(order) and (end - at < smallest or taken < wanted):
+            taken += weights[end]
+            end += 1
+        pieces.append(tuple(order[at:end]))
+        left, at = left - taken, end
+    return pieces
+
+
+def piece_seed(sampling: Sampling, index: int) -> int | None:
+    """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
+    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)

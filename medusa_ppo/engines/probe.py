@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from heads.vocabulary import truncate_logits
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.types import Rollouts, Sampling
@@ -40,26 +41,13 @@ def honesty_z(logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) 
         ids_M: the sampled tokens.
         sampling: temperature, top-p and top-k they were sampled with.
     """
-    logp_MV = torch.log_softmax(truncate(logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
+    logp_MV = torch.log_softmax(truncate_logits(logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
     p_MV = logp_MV.exp()
     safe_MV = torch.where(p_MV > 0, logp_MV, torch.zeros_like(logp_MV))
     mean_M = (p_MV * safe_MV).sum(-1)
     variance_M = (p_MV * safe_MV.square()).sum(-1) - mean_M.square()
     seen_M = logp_MV.gather(1, ids_M[:, None])[:, 0]
     return float((seen_M - mean_M).sum() / variance_M.sum().sqrt())
-
-
-def truncate(logits_MV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Top-k, then top-p, as samplers define them: logits outside are -inf. The likeliest token always stays."""
-    if top_k:
-        floor_M1 = logits_MV.topk(min(top_k, logits_MV.shape[-1]), dim=-1).values[:, -1:]
-        logits_MV = logits_MV.masked_fill(logits_MV < floor_M1, -torch.inf)
-    if top_p < 1:
-        sorted_MV, order_MV = logits_MV.sort(dim=-1, descending=True)
-        before_MV = sorted_MV.softmax(-1).cumsum(-1) - sorted_MV.softmax(-1)
-        sorted_MV = sorted_MV.masked_fill(before_MV >= top_p, -torch.inf)
-        logits_MV = torch.full_like(logits_MV, -torch.inf).scatter(-1, order_MV, sorted_MV)
-    return logits_MV
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The colocated engine inside a Ray actor: its own process, its own threads and environment, ended with the run.
+"""The colocated engine inside a Ray actor (its own process, threads and environment, ended with the run), and `make_engine`, which chooses.
 
 An engine on this node reads new weights from the file in shared memory. One on another node gets the file's bytes through Ray's object
 store: they are put there once, and nodes that have them pass them on, so that many engines don't queue at one.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,16 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from heads.errors import EngineError, MedusaError
-from heads.tensorfile import Header
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.colocated import ENVIRONMENT, ColocatedEngine
-from medusa_ppo.engines.launch import LaunchPlan, plan_launch
+from medusa_ppo.engines.actor_sync import BroadcastPool
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
+from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
-from medusa_ppo.processes import TOKEN
-from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.processes import TOKEN, bundle, place, release, reserve
+from medusa_ppo.types import Checked, SwapReceipt
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
@@ -75,19 +76,6 @@ class EngineHost:
         return {name: getattr(self._engine, name) for name in STATE}
 
 
-def actor_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
-    """Environment variables of the engine's process; they must stand before Python starts there."""
-    env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if has_gpu:
-        return env
-    env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.is_file():
-        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
-        env["LD_PRELOAD"] = ":".join(part for part in (os.environ.get("LD_PRELOAD", ""), str(openmp)) if part)
-    return env
-
-
 def gpus_asked(config: EngineConfig, ranks: int) -> float:
     """GPUs that Ray gives to an engine of so many ranks: a share of one, or one for each rank; none in a cluster without."""
     if not ray.cluster_resources().get("GPU"):
@@ -107,6 +95,16 @@ def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any
 @functools.lru_cache(maxsize=2)  # Heads and actor; what is no longer asked for is freed.
 def _put_file(path: str, inode: int, modified_ns: int, session: str) -> Any:
     return ray.put(np.fromfile(path, dtype=np.uint8))
+
+
+def _forwarded(method: str) -> Any:
+    """The method of the engine in the actor."""
+
+    @functools.wraps(getattr(ColocatedEngine, method))
+    def forward(self: RayEngine, *args: Any, **kwargs: Any) -> Any:
+        return self._call(method, *args, **kwargs)
+
+    return forward
 
 
 class RayEngine(base.RolloutEngine):
@@ -138,7 +136,7 @@ class RayEngine(base.RolloutEngine):
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
-            "runtime_env": {"env_vars": actor_environment(config, has_gpu=gpus > 0)},
+            "runtime_env": {"env_vars": process_environment(config, has_gpu=gpus > 0)},
             "max_restarts": 0,
             "resources": {config.resource: TOKEN} if config.resource else None,
             **(where or {}),
@@ -155,58 +153,24 @@ class RayEngine(base.RolloutEngine):
             self.close()
             raise
 
-    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        return self._call("generate", [list(p) for p in prompts], sampling)
+    generate = _forwarded("generate")
+    check_actor = _forwarded("check_actor")
+    join_transfer = _forwarded("join_transfer")
+    receive_actor = _forwarded("receive_actor")
+    configure = _forwarded("configure")
+    checksums = _forwarded("checksums")
+    counters = _forwarded("counters")
+    plugin_report = _forwarded("plugin_report")
+    choices = _forwarded("choices")
+    probe = _forwarded("probe")
+    sleep = _forwarded("sleep")
+    wake = _forwarded("wake")
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         return self._send("swap_heads", base.check_file(path, "new heads"), version, checked)
 
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         return self._send("sync_actor", base.check_file(path, "the actor's weights"), version, checked)
-
-    def check_actor(self, entries: Header) -> list[str]:
-        return self._call("check_actor", entries)
-
-    def join_transfer(self, place: dict[str, Any]) -> None:
-        self._call("join_transfer", place)
-
-    def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
-        return self._call("receive_actor", entries, version)
-
-    def set_num_drafts(self, count: int) -> None:
-        self._call("set_num_drafts", count)
-
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        self._call("set_drafting", sampled=sampled, draft_temperature=draft_temperature, choose=choose, draft_vocab=draft_vocab)
-
-    def checksums(self) -> dict[str, str]:
-        return self._call("checksums")
-
-    def counters(self) -> Counters:
-        return self._call("counters")
-
-    def plugin_report(self) -> dict[str, Any]:
-        return self._call("plugin_report")
-
-    def choices(self) -> list[dict[str, Any]]:
-        return self._call("choices")
-
-    def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
-        """As `WorkerEngine.probe`."""
-        return self._call("probe", hidden, last_ids)
-
-    def sleep(self, level: int) -> None:
-        self._call("sleep", level)
-
-    def wake(self) -> None:
-        self._call("wake")
 
     def close(self) -> None:
         host, self._host = self._host, None
@@ -253,3 +217,45 @@ class RayEngine(base.RolloutEngine):
         except RayTaskError as error:
             problem, given = f"The engine's process failed while {doing}.", repr(error.cause)
         raise EngineError(problem, given=given, expected="a running engine", do="Read the log of Ray's worker, and mind the memory.")
+
+
+# ---- the choice between the forms ----------------------------------------------------------------------------------------------
+
+
+def make_engine(
+    model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, supervised: bool = False
+) -> base.RolloutEngine:
+    """The engine that `config.backend` asks for.
+
+    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
+    With `config.replicas` above 1, or an actor that is broadcast: a pool of them.
+
+    Args:
+        supervised: start one engine again too when it is lost, with the heads and the actor that it had; a pool always does.
+    """
+    kind = ServerEngine if config.backend == "server" else RayEngine
+    if config.replicas == 1 and not supervised and config.transfer == "file":
+        return kind(model_path, heads_path, config, seed)
+    group = _room(config) if config.placement else None
+
+    def start(index: int) -> base.RolloutEngine:
+        section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
+        if group is None:
+            return kind(model_path, heads_path, section, own_seed)
+        return RayEngine(model_path, heads_path, section, own_seed, where=place(group, index))
+
+    pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
+    return pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
+
+
+def _room(config: EngineConfig) -> Any:
+    """Room for all engines at once."""
+    asked = bundle(gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1))), config.resource)
+    return reserve([asked] * config.replicas, config.placement, "engines")
+
+
+def replica(config: EngineConfig, index: int) -> EngineConfig:
+    """The section as one engine of several reads it: its own address and port."""
+    port = config.port + index if config.port else 0
+    url = config.url.split(",")[index].strip() if config.url else ""
+    return config.model_copy(update={"replicas": 1, "port": port, "url": url})

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import Tensor
 
 from heads.checkpoint import checksum, load_state
-from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
+from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.types import Checked, Counters, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.confirm import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class RolloutEngine(ABC):
 
     def check_actor(self, entries: Header) -> list[str]:
         """Where each of its ranks has weights: a GPU's id, or `cpu`. SwapError when an actor of these tensors is none for this engine."""
-        raise _takes_files_only(self)
+        raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def join_transfer(self, place: dict[str, Any]) -> None:
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
@@ -69,36 +71,16 @@ class RolloutEngine(ABC):
         Args:
             place: fields of `medusa_ppo.vllm_plugin.transfer.Place`, `rank` being that of this engine's first rank.
         """
-        raise _takes_files_only(self)
+        raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     def receive_actor(self, entries: Header, version: int) -> SwapReceipt:
         """`sync_actor` from the group, while rank 0 sends (`medusa_ppo.vllm_plugin.transfer.send`). After a SwapError the engine may
         hold no whole actor: then it answers nothing until it has one."""
-        raise _takes_files_only(self)
+        raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 
     @abstractmethod
-    def set_num_drafts(self, count: int) -> None:
-        """Drafts per step from now on, 0 (no drafting) to `max_drafts`."""
-
-    @abstractmethod
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        """How drafts are made from the next step on.
-
-        Args:
-            sampled: drawn from the heads; else their argmax.
-            draft_temperature: of sampled drafts, times the request's own.
-            choose: the engine chooses the number of drafts for each step.
-            draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
-
-        All of it is lossless; only acceptance and speed differ. What is left out stays as it is.
-        """
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        """How it drafts from the next step on; what is left out stays as it is. ConfigError for what is not possible."""
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:
@@ -123,11 +105,11 @@ class RolloutEngine(ABC):
             level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must follow `wake`, and for drafts
                 `swap_heads`.
         """
-        raise _cannot_sleep(self)
+        raise self._only_colocated("can't sleep", "Set engine.sleep_level=0.")
 
     def wake(self) -> None:
         """Take the memory again, and look which heads are really there (`heads_version`)."""
-        raise _cannot_sleep(self)
+        raise self._only_colocated("can't sleep", "Set engine.sleep_level=0.")
 
     @abstractmethod
     def close(self) -> None:
@@ -139,20 +121,20 @@ class RolloutEngine(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _only_colocated(self, what: str, do: str) -> EngineError:
+        return EngineError(f"This engine {what}.", given=type(self).__name__, expected="a colocated engine", do=do)
 
-def _cannot_sleep(engine: RolloutEngine) -> EngineError:
-    return EngineError(
-        "This engine can't sleep.", given=type(engine).__name__, expected="a colocated engine", do="Set engine.sleep_level=0."
-    )
-
-
-def _takes_files_only(engine: RolloutEngine) -> EngineError:
-    return EngineError(
-        "This engine takes an actor only from a file.",
-        given=type(engine).__name__,
-        expected="a colocated engine",
-        do="Set engine.transfer=file.",
-    )
+    def _possible(self, settings: Drafting) -> int:
+        """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
+        count = settings.get("num_drafts", self.num_drafts)
+        if not 0 <= count <= self.max_drafts:
+            raise ConfigError(
+                "This number of drafts is not possible.",
+                given=count,
+                expected=f"0..{self.max_drafts}",
+                do="Restart the engine with more heads.",
+            )
+        return count
 
 
 class WorkerEngine(RolloutEngine):
@@ -171,22 +153,38 @@ class WorkerEngine(RolloutEngine):
         self.heads_version = version
         return receipt
 
-    def set_num_drafts(self, count: int) -> None:
-        check_num_drafts(count, self.max_drafts)
-        if self.max_drafts:
-            self._call("medusa_set_num_drafts", count)
-        self.num_drafts = count
+    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        started = time.perf_counter()
+        return self._has_actor(self._receipt("medusa_sync_actor", check_file(path, "the actor's weights"), version, checked), started)
 
-    def set_drafting(
-        self,
-        *,
-        sampled: bool | None = None,
-        draft_temperature: float | None = None,
-        choose: bool | None = None,
-        draft_vocab: int | None = None,
-    ) -> None:
-        settings = {"sampled": sampled, "draft_temperature": draft_temperature, "choose": choose, "draft_vocab": draft_vocab}
-        self._call("medusa_set_drafting", {name: value for name, value in settings.items() if value is not None})
+    def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
+        """New weights are in the model; what was cached of prompts was computed with the old ones."""
+        if not self._forget_prompts():
+            raise EngineError(
+                "The prefix cache could not be reset.",
+                given="requests or a transfer of keys and values that hold its blocks",
+                expected="an idle engine",
+                do="Sync again when they are done: until then old keys may meet new weights.",
+            )
+        self.policy_version = receipt.version
+        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    @abstractmethod
+    def _forget_prompts(self) -> bool:
+        """Reset the prefix cache; keys and values of running requests are computed anew. False when that is not possible now."""
+
+    def _answered(self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]) -> Rollouts:
+        """What `answer` gives, with its seconds and the counters of the time."""
+        before, started = self.counters(), time.perf_counter()
+        responses = tuple(answer())
+        seconds = time.perf_counter() - started
+        return with_versions(Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling), self)
+
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        count = self._possible(settings)
+        if self.max_drafts or settings != {"num_drafts": 0}:
+            self._call("medusa_configure", settings)
+        self.num_drafts = count
 
     def target_changed(self, version: int) -> None:
         """Another loop has put new actor weights into the engine: what our proposer read from the old ones is read again."""
@@ -254,13 +252,6 @@ def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, voca
         )
 
 
-def check_num_drafts(count: int, max_drafts: int) -> None:
-    if not 0 <= count <= max_drafts:
-        raise ConfigError(
-            "This number of drafts is not possible.", given=count, expected=f"0..{max_drafts}", do="Restart the engine with more heads."
-        )
-
-
 def check_file(path: str | Path, what: str) -> str:
     """Absolute path of an existing file. SwapError."""
     file = Path(path).resolve()
@@ -271,17 +262,8 @@ def check_file(path: str | Path, what: str) -> str:
 
 def check_state(path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum) -> Checked:
     """Read a file of weights, look for NaN and infinity, and sum it up (the actor by `tensorwise_checksum`). SwapError."""
-    file = check_file(path, what)
-    try:
-        state = load_state(file)
-    except CheckpointError as error:
-        raise SwapError(
-            f"The file with {what} can't be used; the engines keep what they have.",
-            given=error.problem,
-            expected="a file of save_state",
-            do=str(error.do),
-        ) from error
-    return Checked(sum_up(state), crc(state))
+    state, digest = read_state(check_file(path, what), what, sum_up)
+    return Checked(digest, crc(state))
 
 
 def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None) -> dict[str, Any]:
@@ -296,6 +278,18 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
         "stop_token_ids": [] if sampling.ignore_eos else list(stop),
         "logprobs": 0,
     }
+
+
+def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Response:
+    """EngineError when there is not one log-prob for each token."""
+    if len(token_ids) != len(logprobs):
+        raise EngineError(
+            "vLLM's log-probs do not belong to its tokens.",
+            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
+            expected="one per sampled token",
+            do="Report this with the versions of `medusa-ppo doctor`.",
+        )
+    return Response(prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason)
 
 
 def request_seed(sampling: Sampling, index: int) -> int | None:
@@ -325,11 +319,9 @@ class NoEngine(RolloutEngine):
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         raise self._absent("sync_actor")
 
-    def set_num_drafts(self, count: int) -> None:
-        check_num_drafts(count, self.max_drafts)
-
-    def set_drafting(self, **settings: Any) -> None:
-        raise self._absent("set_drafting")
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        if self._possible(settings) or settings.keys() != {"num_drafts"}:
+            raise self._absent("configure")
 
     def checksums(self) -> dict[str, str]:
         return {"heads": self._heads, "actor": ""}

@@ -20,8 +20,7 @@ from heads.checkpoint import save_state
 from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config, load_config
-from medusa_ppo.engines.attached import AttachedEngine
-from medusa_ppo.engines.colocated import read_counters
+from medusa_ppo.engines.colocated import AttachedEngine, read_counters
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch
 from medusa_ppo.engines.rollout_engine import RolloutEngine, WorkerEngine
@@ -107,7 +106,6 @@ class Attachment:
             self._kept_state,
             counters=lambda: read_counters(llm.get_metrics()),
             forget_prompts=llm.reset_prefix_cache,
-            num_drafts=self._plan.num_drafts,
             drafting=self._plan.drafting,
         )
 

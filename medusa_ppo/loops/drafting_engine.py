@@ -18,7 +18,7 @@ from typing import Any, Self
 from torch import nn
 
 from medusa_ppo.config import RunConfig
-from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 from medusa_ppo.loops.attachment import FINAL_HEADS, as_config
 from medusa_ppo.loops.passes import ForwardTap

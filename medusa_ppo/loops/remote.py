@@ -15,7 +15,7 @@ from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.config import RunConfig
-from medusa_ppo.engines.attached import AttachedEngine, Call
+from medusa_ppo.engines.colocated import AttachedEngine, Call
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.loops.attachment import OURS, Attachment
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table
@@ -74,9 +74,7 @@ class RemoteAttachment(Attachment):
     def attach(self, call: Call, counters: Callable[[], Counters]) -> None:
         """The engines run, and are awake."""
         assert self._plan is not None, "planned in __init__"
-        self.engine = AttachedEngine(
-            call, self._kept_state, counters=counters, num_drafts=self._plan.num_drafts, drafting=self._plan.drafting
-        )
+        self.engine = AttachedEngine(call, self._kept_state, counters=counters, drafting=self._plan.drafting)
 
     def start(self) -> None:
         """Training begins: companion, plugin, run folder. Ray is the loop's."""

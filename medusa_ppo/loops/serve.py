@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from medusa_ppo.config import RunConfig, load_config
-from medusa_ppo.engines.launch import plan_launch
-from medusa_ppo.engines.server_process import MODULE
+from medusa_ppo.engines.launch import SERVER_MODULE, plan_launch
 from medusa_ppo.loops.attachment import OURS
 
 
@@ -50,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags = server_flags(given.model, str(Path(given.heads).resolve()), config)
     # The server keeps its API in one process and the model in another; the route that reaches our workers is one of development mode.
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    os.execvpe(sys.executable, [sys.executable, "-m", MODULE, *flags, *rest], environment | {"VLLM_SERVER_DEV_MODE": "1"})
+    os.execvpe(sys.executable, [sys.executable, "-m", SERVER_MODULE, *flags, *rest], environment | {"VLLM_SERVER_DEV_MODE": "1"})
 
 
 if __name__ == "__main__":

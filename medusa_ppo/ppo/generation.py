@@ -106,11 +106,11 @@ class SpeedPairs:
         return rollouts, _figures(drafting, plain)
 
     def _plain(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        self._engine.set_num_drafts(0)
+        self._engine.configure(num_drafts=0)
         try:
             return self._engine.generate(prompts, sampling)
         finally:
-            self._engine.set_num_drafts(self._drafts)
+            self._engine.configure(num_drafts=self._drafts)
 
 
 def _figures(drafting: Rollouts, plain: Rollouts) -> dict[str, float]:

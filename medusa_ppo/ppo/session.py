@@ -22,7 +22,7 @@ from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
 from medusa_ppo.demo.demo_actor import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.plugin import MedusaPlugin

@@ -155,7 +155,7 @@ def _generate(options: EvalOptions, groups: Sequence[Group], heads: str, progres
     prompts = [prompt for group in groups for prompt in group.prompts]
     with running_engine(options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed) as engine:
         if heads and options.draft == "sampled":
-            engine.set_drafting(sampled=True, draft_temperature=options.draft_temperature)
+            engine.configure(sampled=True, draft_temperature=options.draft_temperature)
         return [_at_temperature(options, engine, temperature, groups, progress) for temperature in options.every_temperature]
 
 

@@ -16,7 +16,7 @@ from heads.errors import DataError
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import Row, load_rows, render_prompts, require_column, stream_rows
-from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.processes import local_ray
 from medusa_ppo.reports.records import PROMPT_IDS, RESPONSE_IDS

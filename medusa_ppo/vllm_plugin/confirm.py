@@ -13,14 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from heads.errors import SwapError
+from heads.errors import CheckpointError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import rms_normalise
+from heads.tensorfile import crc, load_state
 from medusa_ppo.drafting.draws import Draft, RequestSampling
+from medusa_ppo.types import Checked
 
 ROWS = 4
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
@@ -49,8 +52,35 @@ class Plain:
     ids_W: torch.Tensor | None = None
 
 
+def read_state(
+    path: str | Path, what: str, sum_up: Callable[[Mapping[str, torch.Tensor]], str], checked: Checked | None = None
+) -> tuple[dict[str, torch.Tensor], str]:
+    """A file of weights, and what `sum_up` gives of it. SwapError when it is damaged, holds NaN or infinity, or is not what was checked.
+
+    Args:
+        checked: what someone else found of the file: then only its bytes are confirmed here.
+    """
+    try:
+        state = load_state(path, finite=checked is not None)
+    except CheckpointError as error:
+        given = error.problem if error.given is None else f"{error.problem} {error.given}"
+        raise SwapError(
+            f"The file with {what} can't be used; the old weights stay.", given=given, expected="a file of save_state", do=str(error.do)
+        ) from error
+    if checked is None:
+        return state, sum_up(state)
+    if crc(state) != checked.crc:
+        raise SwapError(
+            "The file is not the one that was checked; the old weights stay.",
+            given=str(path),
+            expected="the same bytes",
+            do="Look for a second writer, or for what damaged the file on its way to this node.",
+        )
+    return state, checked.checksum
+
+
 def check_finite(state: Mapping[str, torch.Tensor]) -> None:
-    """For tensors that changed their dtype: a large float32 may become infinite. (load_state has checked the file.)"""
+    """For tensors that changed their dtype: a large float32 may become infinite. (read_state has checked the file.)"""
     for name, tensor in state.items():
         if not bool(torch.isfinite(tensor).all()):
             raise SwapError(
@@ -61,22 +91,18 @@ def check_finite(state: Mapping[str, torch.Tensor]) -> None:
 def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
     """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
     missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
-    if missing or unknown:
-        given = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}"
+    wrong = [
+        f"{name} {tuple(state[name].shape)} {state[name].dtype} instead of {tuple(shape)} floating point"
+        for name, shape in serving.items()
+        if name in state and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
+    ]
+    if missing or unknown or wrong:
         raise SwapError(
             "The tensors are not those of the serving heads, which stay.",
-            given=given,
-            expected=f"{len(serving)} tensors",
-            do="Same kind and K.",
+            given=f"{path}: missing {missing[:3]}, unknown {unknown[:3]}, not fitting {wrong[:3]}",
+            expected=f"{len(serving)} tensors of the serving heads' sizes",
+            do="Swap in heads of the same kind, K and sizes.",
         )
-    for name, shape in serving.items():
-        if tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point():
-            raise SwapError(
-                "A tensor does not fit the serving heads, which stay.",
-                given=f"{name} {tuple(state[name].shape)} {state[name].dtype}",
-                expected=f"{tuple(shape)} floating point",
-                do="Swap in heads of the same sizes.",
-            )
 
 
 def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,67 +1,52 @@
 """Our draft proposer in the place of vLLM's Medusa proposer: our heads, the engine's own lm_head, any number of drafts.
 
 A draft folder that heads/checkpoint.py wrote is served by `heads.modules.MedusaHeads` as plain torch parameters; the engine's lm_head and
-embedding are used where they are, so they follow every actor sync. Any other Medusa folder keeps vLLM's module, and only the number
-of drafts may vary.
+embedding are used where they are, so they follow every actor sync. Any other Medusa folder is left to vLLM's own proposer.
 
 Shape letters: B requests, K heads, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from heads.checkpoint import checksum, load_heads, load_state
-from heads.errors import CheckpointError, ConfigError, SwapError
+from heads.checkpoint import checksum, load_heads
+from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
-from heads.tensorfile import crc
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, draft_tokens
-from medusa_ppo.drafting.packed import PackedHydra
-from medusa_ppo.types import Checked
-from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, greedy_sampling
+from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, ServedHeads, draft_tokens
+from medusa_ppo.types import Checked, Drafting
+from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, greedy_sampling, read_state
 from medusa_ppo.vllm_plugin.hooks import (
     StockMedusaProposer,
     agreed,
     agreed_by_all,
     embedding_module,
-    lm_head_logits,
     packed_linear,
     request_sampling,
 )
-from medusa_ppo.vllm_plugin.rpc import other_bytes
 
 logger = logging.getLogger(__name__)
-
-
-def is_native(folder: str | Path) -> bool:
-    """The folder holds heads that heads/checkpoint.py wrote."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        return False
-    try:
-        return isinstance(json.loads(path.read_text(encoding="utf-8")).get("medusa_ppo"), dict)
-    except (ValueError, AttributeError):
-        return False
 
 
 class MedusaProposer(StockMedusaProposer):
     """What vLLM's model runner asks for drafts after each step."""
 
+    heads: MedusaHeads
+    _served: ServedHeads
+    _target: nn.Module
+
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
-        self.model: Any = None
-        self.heads: MedusaHeads | None = None
         self.version = 0
         self.heads_checksum = ""
         self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
@@ -73,8 +58,6 @@ class MedusaProposer(StockMedusaProposer):
         self.chooser = DraftChooser(self.num_drafts)
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
-        self._target: nn.Module | None = None
-        self._packed: PackedHydra | None = None
         self._fingerprint: tuple[int, ...] = ()
         self._last_ids: list[int] = []
         self._unfinished: list[int] = []
@@ -83,12 +66,7 @@ class MedusaProposer(StockMedusaProposer):
     # ---- what vLLM calls ----------------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        folder = self.spec_config.draft_model_config.model
-        if not is_native(folder):
-            logger.warning("%s is not a native heads folder; vLLM's own Medusa module serves it, without swaps.", folder)
-            super().load_model(target_model)
-            return
-        config = self.vllm_config.model_config
+        folder, config = self.spec_config.draft_model_config.model, self.vllm_config.model_config
         heads, metadata = load_heads(folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
@@ -97,17 +75,22 @@ class MedusaProposer(StockMedusaProposer):
                 expected=f"<= {heads.config.num_heads}, the heads in {folder}",
                 do="Draft fewer tokens or train more heads.",
             )
-        self.heads = heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        self.model = self.heads = heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         self.version, self.heads_checksum = metadata.version, metadata.checksum
-        self.model = self.heads
         self._target = target_model
         self._fingerprint = fingerprint(self.heads)
         self._pack()
 
     def _pack(self) -> None:
-        """Pack the products of hydra heads as they are now."""
-        if self.heads is not None and self._target is not None and self.heads.config.kind == "hydra":
-            self._packed = PackedHydra(self.heads, embedding_module(self._target), packed_linear, self._draft_dtype())
+        """Serve the heads as they are now."""
+        self._served = ServedHeads(self.heads, self._embedding(), packed_linear, self._draft_dtype())
+
+    def _embedding(self) -> Any:
+        return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
+
+    def _lm_head(self, features_ND: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, V]` by the engine's own lm_head: prepacked and sharded as it is, and always that of the last actor sync."""
+        return self._target.compute_logits(features_ND)  # type: ignore[operator]
 
     def _draft_dtype(self) -> torch.dtype:
         """What our own products compute in: float32 where the CPU would emulate bfloat16."""
@@ -129,23 +112,12 @@ class MedusaProposer(StockMedusaProposer):
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
         if count == 0 or not self.fed:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
-        if self.heads is None:
-            blocks = self.model(hidden_BD)[:count]
-            return torch.stack([logits_BV.argmax(-1) for logits_BV in self.model.compute_logits(blocks)], dim=1)
         sampling = request_sampling(sampling_metadata) if self.sampled and not sampling_metadata.all_greedy else None
-        return self._draft(hidden_BD, count, sampling)
+        draft = self._draft(hidden_BD, count, sampling)
+        self._step_probs_BKV = draft.probs_BKV
+        return draft.ids_BK
 
-    def dummy_run(self, num_tokens: int) -> None:
-        """Profiling pass: as much memory as the largest real step."""
-        if self.heads is None:
-            super().dummy_run(num_tokens)
-            return
-        batch = self.vllm_config.scheduler_config.max_num_seqs
-        with torch.inference_mode():
-            self._last_ids = [0] * batch
-            self._draft(torch.zeros(batch, self.hidden_size, dtype=self.dtype, device=self.device), self.num_speculative_tokens, None)
-
-    # ---- what the hooks in internals.py call --------------------------------------------------------------------------------
+    # ---- what hooks.py calls -------------------------------------------------------------------------------------------
 
     def before_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
         """What the step that just ended sampled, before the next drafts are made.
@@ -157,7 +129,6 @@ class MedusaProposer(StockMedusaProposer):
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
-        self._step_probs_BKV = None
         self.token_map.observe(sampled_token_ids)
         if self.token_map.due:
             self._refresh_token_map()
@@ -182,44 +153,37 @@ class MedusaProposer(StockMedusaProposer):
 
     # ---- drafting -----------------------------------------------------------------------------------------------------------
 
-    def _draft(self, hidden_BD: torch.Tensor, count: int, sampling: Any) -> torch.Tensor:
-        draft = self._make_draft(hidden_BD, count, sampling)
-        self._step_probs_BKV = draft.probs_BKV
-        return draft.ids_BK
-
-    def _make_draft(self, hidden_BD: torch.Tensor, count: int, sampling: RequestSampling | None) -> Draft:
-        heads, target = self.heads, self._target
-        assert heads is not None and target is not None, "drafting needs loaded heads"
-        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64, device=hidden_BD.device)
+    def _draft(self, hidden_BD: torch.Tensor, count: int, sampling: RequestSampling | None) -> Draft:
         if sampling is not None and self._unfinished and sampling.generators:
             # A seeded request must not draw in a step that it doesn't sample in, or its seed would depend on the chunking.
-            waiting = set(self._unfinished)
-            kept = {i: g for i, g in sampling.generators.items() if i not in waiting}
-            sampling = type(sampling)(sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, kept, sampling.truncate)
+            sampling = replace(sampling, generators={i: g for i, g in sampling.generators.items() if i not in self._unfinished})
         return draft_tokens(
-            heads,
+            self._served,
             hidden_BD,
-            last_ids_B,
+            torch.tensor(self._last_ids, dtype=torch.int64, device=hidden_BD.device),
             count,
-            lambda features_ND: lm_head_logits(target, features_ND),
+            self._lm_head,
             sampling=sampling,
             draft_temperature=self.draft_temperature,
             token_map=self.token_map,
-            packed=self._packed,
         )
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
         """One-hot drafts for given hidden states: what the heads really draft now."""
-        self._require_heads()
         self._last_ids = list(last_ids)
         hidden_BD = torch.tensor(hidden, dtype=self.dtype, device=self.device)
-        return self._draft(hidden_BD, self.num_speculative_tokens, None).tolist()
+        return self._draft(hidden_BD, self.num_speculative_tokens, None).ids_BK.tolist()
 
     # ---- changes while serving ----------------------------------------------------------------------------------------------
 
-    def set_num_drafts(self, count: int) -> int:
-        """Drafts per step from the next step on, 0..num_speculative_tokens."""
+    def configure(self, settings: Drafting) -> Drafting:
+        """Change how drafts are made from the next step on; returns what holds now. ConfigError leaves all as it is."""
+        temperature = float(settings.get("draft_temperature", self.draft_temperature))
+        count, size = int(settings.get("num_drafts", self.num_drafts)), int(settings.get("draft_vocab", self.token_map.size))
+        known, own = Drafting.__annotations__, self.heads.config.lm_head == "own"
+        if any(name not in known for name in settings) or not 0 < temperature < float("inf"):
+            raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
         if not 0 <= count <= self.num_speculative_tokens:
             raise ConfigError(
                 "This number of drafts is not possible.",
@@ -227,50 +191,22 @@ class MedusaProposer(StockMedusaProposer):
                 expected=f"0..{self.num_speculative_tokens}, as the engine was started",
                 do="Restart the engine with more drafts.",
             )
-        self.num_drafts = count
-        return count
-
-    def configure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Change how drafts are made from the next step on; returns what holds now.
-
-        Settings: `num_drafts`; `sampled` (draw drafts instead of taking the argmax); `draft_temperature`; `choose` (find the number of
-        drafts, up to num_drafts, for each step); `draft_vocab` (draft from so many of the most frequent tokens, 0: from all). ConfigError
-        for anything else.
-        """
-        known = ("num_drafts", "sampled", "draft_temperature", "choose", "draft_vocab")
-        temperature = float(settings.get("draft_temperature", self.draft_temperature))
-        if any(name not in known for name in settings) or not 0 < temperature < float("inf"):
-            raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
-        if settings.get("sampled"):
-            self._require_heads()
-        if "draft_vocab" in settings:
-            self._set_draft_vocab(int(settings["draft_vocab"]))
-        if "num_drafts" in settings:
-            self.set_num_drafts(int(settings["num_drafts"]))
-        # What was learned about costs stays when the choice is switched off and on again.
-        self.choose = bool(settings.get("choose", self.choose))
-        self._step_began = None
-        self.sampled = bool(settings.get("sampled", self.sampled))
-        self.draft_temperature = temperature
-        return {
-            "num_drafts": self.num_drafts,
-            "sampled": self.sampled,
-            "draft_temperature": temperature,
-            "choose": self.choose,
-            "draft_vocab": self.token_map.size,
-        }
-
-    def _set_draft_vocab(self, size: int) -> None:
-        config = self._require_heads().config
-        if size and (size < 0 or config.lm_head == "own"):
+        if size and (size < 0 or own):
             raise ConfigError(
                 "The draft vocabulary can't be truncated so.",
-                given=f"{size} tokens, heads with lm_head={config.lm_head}",
+                given=f"{size} tokens, heads with lm_head={self.heads.config.lm_head}",
                 expected="a number of tokens, and heads that share the actor's lm_head",
                 do="Leave engine.draft_vocab at 0.",
             )
         if size != self.token_map.size:
-            self.token_map = TokenMap(size, config.vocab_size, packed_linear, self._draft_dtype())
+            self.token_map = TokenMap(size, self.heads.config.vocab_size, packed_linear, self._draft_dtype())
+        # What was learned about costs stays when the choice is switched off and on again.
+        self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
+        self._step_began = None
+        self.sampled, self.draft_temperature = bool(settings.get("sampled", self.sampled)), temperature
+        return Drafting(
+            num_drafts=count, sampled=self.sampled, draft_temperature=temperature, choose=self.choose, draft_vocab=self.token_map.size
+        )
 
     def target_changed(self) -> None:
         """New actor weights: what was read from them is read again."""
@@ -279,9 +215,7 @@ class MedusaProposer(StockMedusaProposer):
 
     @torch.inference_mode()
     def _refresh_token_map(self) -> None:
-        target = self._target
-        if self.heads is not None and target is not None:
-            self.token_map.refresh(lambda features_ND: lm_head_logits(target, features_ND), self.hidden_size, self.dtype, self.device)
+        self.token_map.refresh(self._lm_head, self.hidden_size, self.dtype, self.device)
 
     def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless the file is right.
@@ -296,22 +230,11 @@ class MedusaProposer(StockMedusaProposer):
             SwapError: the file does not fit the serving heads, which stay; or what drafts now is not what the file holds: then nothing is
                 drafted until heads are fed again.
         """
-        heads = self._require_heads()
-        try:
-            state = load_state(path, finite=checked is not None)
-        except CheckpointError as error:
-            raise SwapError(
-                "The heads' state file can't be used; the serving heads stay.",
-                given=error.problem,
-                expected="a file of save_state",
-                do=str(error.do),
-            ) from error
+        heads = self.heads
+        state, digest = read_state(path, "new heads", checksum, checked)
         check_fit(heads.config.tensor_shapes(), state, path)
         cast = {name: state[name].to(self.dtype) for name in state}
         check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
-        if checked is not None and crc(state) != checked.crc:
-            raise other_bytes(path)
-        digest = checked.checksum if checked is not None else checksum(state)
         self.fed = False
         heads.load_trainable_state(cast)
         self._pack()
@@ -332,19 +255,13 @@ class MedusaProposer(StockMedusaProposer):
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
         """Why what drafts now are not the heads of `state`; empty when they are."""
-        config, target = self._require_heads().config, self._target
+        config = self.heads.config
         hidden_BD, last_ids_B = fixed_inputs(config, self.dtype, self.device)
         self._last_ids, self._unfinished = last_ids_B.tolist(), []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # Rollouts without a seed draw from the same generator.
-            draft = self._make_draft(hidden_BD, config.num_heads, greedy_sampling(self.device))
-        plain = Plain(
-            lambda rows: lm_head_logits(target, rows),
-            embedding_module(target) if config.kind == "hydra" else None,
-            self.dtype,
-            self.draft_temperature,
-            self.token_map.ids_W,
-        )
+            draft = self._draft(hidden_BD, config.num_heads, greedy_sampling(self.device))
+        plain = Plain(self._lm_head, self._embedding(), self.dtype, self.draft_temperature, self.token_map.ids_W)
         return find_difference(draft, state, config, hidden_BD, last_ids_B, plain)
 
     def held_version(self) -> int:
@@ -352,23 +269,11 @@ class MedusaProposer(StockMedusaProposer):
 
         All ranks ask at once, and come to the same answer.
         """
-        if self.heads is None:
-            return self.version
         there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
         if self.fed and not there:
             logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
         self.fed = there
         return self.version if there else -1
-
-    def _require_heads(self) -> MedusaHeads:
-        if self.heads is None:
-            raise SwapError(
-                "The engine does not serve native heads.",
-                given=self.spec_config.draft_model_config.model,
-                expected="a folder written by heads.checkpoint.save_heads",
-                do="Start the engine with such a folder.",
-            )
-        return self.heads
 
 
 def fingerprint(heads: nn.Module) -> tuple[int, ...]:

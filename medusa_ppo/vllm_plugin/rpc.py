@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from heads import errors
-from heads.errors import MedusaError, SwapError
+from heads.errors import MedusaError
 
 WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
 TRANSFER = "medusa_ppo"
@@ -47,12 +47,3 @@ def first_of(answers: list[Any]) -> dict[str, Any]:
     """The first worker's result, after looking for an error in each."""
     checked = [raise_reported(answer) for answer in answers]
     return checked[0]
-
-
-def other_bytes(path: str) -> SwapError:
-    return SwapError(
-        "The file is not the one that was checked; the old weights stay.",
-        given=path,
-        expected="the same bytes",
-        do="Look for a second writer, or for what damaged the file on its way to this node.",
-    )

@@ -9,25 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
-from heads.tensorfile import Header, crc, tensorwise_checksum
+from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
 from medusa_ppo.files import forget_registration
-from medusa_ppo.types import Checked
-from medusa_ppo.vllm_plugin import registration as plugin
-from medusa_ppo.vllm_plugin.rpc import other_bytes, reports_errors
+from medusa_ppo.types import Checked, Drafting
+from medusa_ppo.vllm_plugin.confirm import read_state
+from medusa_ppo.vllm_plugin.registration import activate, require_active, vllm_version
+from medusa_ppo.vllm_plugin.rpc import reports_errors
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
-from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
 
 logger = logging.getLogger(__name__)
-
-LM_HEAD = "lm_head.weight"
 
 
 class MedusaWorker:
@@ -36,19 +33,18 @@ class MedusaWorker:
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
         """Proof that our plug-in is active in this very process."""
-        mends = plugin.require_active()
+        mends = require_active()
         forget_registration()  # Every engine of ours asks for this report when it starts.
         drafter = self._medusa_drafter()
-        heads = getattr(drafter, "heads", None)
         return {
             "pid": os.getpid(),
             "vllm": vllm_version(),
             "torch": str(torch.__version__),
             "mends": mends,
-            "drafter": type(drafter).__name__ if drafter is not None else "",
-            "kind": heads.config.kind if heads is not None else "",
-            "max_drafts": drafter.num_speculative_tokens if drafter is not None else 0,
-            "num_drafts": drafter.num_drafts if drafter is not None else 0,
+            "drafter": type(drafter).__name__ if drafter else "",
+            "kind": drafter.heads.config.kind if drafter else "",
+            "max_drafts": drafter.num_speculative_tokens if drafter else 0,
+            "num_drafts": drafter.num_drafts if drafter else 0,
             "threads": torch.get_num_threads(),
         }
 
@@ -66,13 +62,12 @@ class MedusaWorker:
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
         started = time.perf_counter()
-        names = self._medusa_check_entries(_header(Path(path)), path)
-        digest = _confirmed(path, Checked(*checked)) if checked else _checked(path)
+        state, digest = read_state(path, "the actor's weights", tensorwise_checksum, Checked(*checked) if checked else None)
+        names = self._medusa_check_entries({name: (CODES[value.dtype], tuple(value.shape)) for name, value in state.items()}, path)
         with torch.inference_mode():
-            self.reload_weights(weights_iterator=_tensors(path, names))  # type: ignore[attr-defined]
-        if LM_HEAD in names:
-            with safe_open(path, "pt") as file:
-                self._medusa_check_lm_head(file.get_slice(LM_HEAD)[:, :2], path)
+            self.reload_weights(weights_iterator=((name, state[name]) for name in names))  # type: ignore[attr-defined]
+        if LM_HEAD_KEY in names:
+            self._medusa_check_lm_head(state[LM_HEAD_KEY][:, :2], path)
         return self._medusa_took_actor(version, digest, started)
 
     @reports_errors
@@ -96,7 +91,7 @@ class MedusaWorker:
         """
         started = time.perf_counter()
         self._medusa_actor = (-1, "")
-        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
+        tied = self._medusa_tied()
         with torch.inference_mode():
             self.start_weight_update()  # type: ignore[attr-defined]
             self.update_weights({"entries": entries, "tied": tied})  # type: ignore[attr-defined]
@@ -128,14 +123,9 @@ class MedusaWorker:
         }
 
     @reports_errors
-    def medusa_set_drafting(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def medusa_configure(self, settings: Drafting) -> dict[str, Any]:
         """Change how drafts are made from the next step on; see `MedusaProposer.configure`."""
         return self._medusa_require_drafter().configure(settings)
-
-    @reports_errors
-    def medusa_set_num_drafts(self, count: int) -> dict[str, Any]:
-        """Drafts per step from the next step on, 0 included."""
-        return {"num_drafts": self._medusa_require_drafter().set_num_drafts(int(count))}
 
     @reports_errors
     def medusa_choices(self) -> dict[str, Any]:
@@ -150,11 +140,12 @@ class MedusaWorker:
     # ---- parts --------------------------------------------------------------------------------------------------------------
 
     def _medusa_drafter(self) -> Any:
+        """Our proposer; None where there are no heads of ours."""
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        return drafter if drafter is not None and hasattr(drafter, "set_num_drafts") else None
+        return drafter if hasattr(drafter, "held_version") else None
 
     def _medusa_require_drafter(self) -> Any:
-        plugin.require_active()
+        require_active()
         drafter = self._medusa_drafter()
         if drafter is None:
             raise SwapError(
@@ -178,10 +169,10 @@ class MedusaWorker:
         model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
         expected: Header = {}
         for part in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
-            expected.update(_header(part))
-        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
-        missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD)]
-        unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD)]
+            expected.update(read_header(part))
+        tied = self._medusa_tied()
+        missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD_KEY)]
+        unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD_KEY)]
         wrong = [f"{name} {given[name]}" for name in given if name in expected and not _alike(given[name], expected[name])]
         if missing or unknown or wrong:
             raise SwapError(
@@ -191,7 +182,10 @@ class MedusaWorker:
                 do="Sync the state_dict of the same architecture.",
             )
         # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
-        return [name for name in given if not (tied and name == LM_HEAD)]
+        return [name for name in given if not (tied and name == LM_HEAD_KEY)]
+
+    def _medusa_tied(self) -> bool:
+        return bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
 
     def _medusa_check_lm_head(self, weight_V2: torch.Tensor, source: str) -> None:
         """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
@@ -216,43 +210,5 @@ def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, .
     return given[1] == expected[1] and ("F" in given[0]) == ("F" in expected[0])
 
 
-def _header(path: Path) -> Header:
-    try:
-        with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise SwapError(
-            "The weights' file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Write it again."
-        ) from error
-
-
-def _checked(path: str) -> str:
-    """The file's checksum, after comparing every number with infinity."""
-    state = dict(_tensors(path, list(_header(Path(path)))))
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise SwapError(
-                "NaN or infinity in the actor's weights; the old ones stay.",
-                given=name,
-                expected="finite numbers",
-                do="Lower the step size.",
-            )
-    return tensorwise_checksum(state)
-
-
-def _confirmed(path: str, checked: Checked) -> str:
-    """The checksum that someone else took, after confirming that the bytes here are those that he read."""
-    if crc(dict(_tensors(path, list(_header(Path(path)))))) != checked.crc:
-        raise other_bytes(path)
-    return checked.checksum
-
-
-def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, "pt") as file:
-        for name in names:
-            yield name, file.get_tensor(name)
-
-
 # vLLM imports this module in the worker, before the model runner is built, and does not swallow what goes wrong here.
-plugin.activate()
+activate()

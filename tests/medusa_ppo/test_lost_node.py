@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 
 from medusa_ppo import metrics as names
 from medusa_ppo.config import build_config
-from medusa_ppo.engines.make_engine import make_engine
 from medusa_ppo.engines.pool import EnginePool
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink

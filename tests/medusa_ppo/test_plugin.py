@@ -109,11 +109,8 @@ class DoubleEngine(RolloutEngine):
         self.policy_version = version
         return SwapReceipt(version, "", 0.0)
 
-    def set_num_drafts(self, count: int) -> None:
-        self.num_drafts = count
-
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
-        self.calls.append(("drafting", int(bool(sampled))))
+    def configure(self, **settings: Any) -> None:
+        self.calls.append(("drafting", int(bool(settings.get("sampled")))))
 
     def checksums(self) -> dict[str, str]:
         return {"heads": checksum(self.heads.trainable_state()), "actor": ""}

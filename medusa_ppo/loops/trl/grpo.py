@@ -30,7 +30,7 @@ from trl.generation import vllm_generation  # noqa: E402
 
 from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
 from medusa_ppo.types import Sampling  # noqa: E402
-from medusa_ppo.vllm_plugin.vllm_versions import is_cpu_build  # noqa: E402
+from medusa_ppo.vllm_plugin.registration import is_cpu_build  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]
 

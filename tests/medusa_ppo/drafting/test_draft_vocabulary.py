@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.draws import RequestSampling, draft_tokens
+from medusa_ppo.drafting.draws import RequestSampling, ServedHeads, draft_tokens
 
 D, V, K, B, W = 8, 40, 3, 6, 5
 
@@ -77,9 +77,8 @@ def test_drafts_come_from_the_map_and_q_is_exact_over_the_whole_vocabulary(kind:
     ids_W = token_map.ids_W
 
     def drafted(sampling: RequestSampling | None):
-        return draft_tokens(
-            heads, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T, embedding_VD=table_VD, sampling=sampling, token_map=token_map
-        )
+        served = ServedHeads(heads, lambda ids_B: table_VD[ids_B])
+        return draft_tokens(served, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T, sampling=sampling, token_map=token_map)
 
     def whole(ids_BK: torch.Tensor) -> torch.Tensor:
         condition_BK = torch.cat([last_B[:, None], ids_BK[:, :-1]], dim=1)

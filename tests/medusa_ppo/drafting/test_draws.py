@@ -8,7 +8,8 @@ from scipy.stats import chisquare
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.draws import DraftProbs, RequestSampling, draft_tokens, draw
+from medusa_ppo.drafting.draft_vocabulary import plain_linear
+from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, ServedHeads, draft_tokens, draw
 
 D, V, K, B = 8, 12, 3, 5
 
@@ -27,12 +28,13 @@ def test_drafts_are_those_of_the_teacher_forced_heads(kind: str, lm_head: str) -
     heads = random_heads(kind, lm_head)
     hidden_BD, lm_head_VD, table_VD = (torch.randn(n, D, dtype=torch.float64) for n in (B, V, V))
     last_B = torch.randint(V, (B,))
-    draft = draft_tokens(heads, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T, embedding_VD=table_VD)
+    served = ServedHeads(heads, lambda ids_B: table_VD[ids_B])
+    draft = draft_tokens(served, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T)
     condition_BK = torch.cat([last_B[:, None], draft.ids_BK[:, :-1]], dim=1)
     logits_BKV = heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table_VD)
     assert torch.equal(draft.ids_BK, logits_BKV.argmax(-1))
     assert draft.probs_BKV is None
-    fewer = draft_tokens(heads, hidden_BD, last_B, 1, lambda f: f @ lm_head_VD.T, embedding_VD=table_VD)
+    fewer = draft_tokens(served, hidden_BD, last_B, 1, lambda f: f @ lm_head_VD.T)
     assert torch.equal(fewer.ids_BK, draft.ids_BK[:, :1])
 
 
@@ -44,12 +46,11 @@ def test_sampled_drafts_come_from_the_q_that_is_handed_on(kind: str) -> None:
     sampling = RequestSampling(torch.full((trials,), 0.9))
     torch.manual_seed(5)
     draft = draft_tokens(
-        heads,
+        ServedHeads(heads, lambda ids_B: table_VD[ids_B]),
         hidden_BD.expand(trials, D),
         torch.zeros(trials, dtype=torch.int64),
         K,
         lambda f: f @ lm_head_VD.T * 0.3,
-        embedding_VD=table_VD,
         sampling=sampling,
         draft_temperature=1.5,
     )
@@ -89,3 +90,74 @@ def test_drafts_without_an_entry_are_one_hot_beside_sampled_ones() -> None:
     assert torch.equal(taken[0], probs[0, 0])
     assert taken[1].tolist() == [1.0] + [0.0] * (V - 1)
     assert taken[2].sum() == 0
+
+
+# ---- kind hydra: packed products -----------------------------------------------------------------------------------------------
+
+WIDE = 32
+
+
+def hydra(dtype: torch.dtype = torch.float32) -> MedusaHeads:
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(WIDE, 50, K, kind="hydra", num_layers=2)).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return heads.to(dtype)
+
+
+def table(heads: MedusaHeads) -> torch.Tensor:
+    return torch.randn(50, WIDE, generator=torch.Generator().manual_seed(3)).to(heads.dtype)
+
+
+def pack(heads: MedusaHeads, dtype: torch.dtype | None = None) -> ServedHeads:
+    return ServedHeads(heads, lambda ids_B: table(heads)[ids_B], lambda weight: plain_linear(weight.clone()), dtype)
+
+
+def drafts(served: ServedHeads, sampled: bool = False) -> Draft:
+    torch.manual_seed(2)
+    hidden_BD, lm_head_VD = (torch.randn(n, WIDE).to(served.heads.dtype) for n in (B, 50))
+    return draft_tokens(
+        served, hidden_BD, torch.arange(B), K, lambda f: f @ lm_head_VD.T, sampling=RequestSampling(torch.ones(B)) if sampled else None
+    )
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_packed_heads_draft_what_the_heads_draft(sampled: bool) -> None:
+    """q is that of the teacher-forced heads after the tokens that were drafted, with two residual layers."""
+    heads = hydra()
+    draft = drafts(pack(heads), sampled)
+    torch.manual_seed(2)
+    hidden_BD, lm_head_VD = (torch.randn(n, WIDE) for n in (B, 50))
+    condition_BK = torch.cat([torch.arange(B)[:, None], draft.ids_BK[:, :-1]], dim=1)
+    logits_BKV = heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table(heads))
+    if sampled:
+        torch.testing.assert_close(draft.probs_BKV, logits_BKV.softmax(-1))
+    else:
+        assert torch.equal(draft.ids_BK, logits_BKV.argmax(-1))
+
+
+def test_bfloat16_heads_may_be_computed_in_float32() -> None:
+    """Where bfloat16 is emulated: nearer to the float32 heads than bfloat16 arithmetic is, and in the engine's dtype at the end."""
+    heads = hydra(torch.bfloat16)
+    hidden_BD, ids_B = torch.randn(B, WIDE).bfloat16(), torch.arange(B)
+
+    def first(served: ServedHeads) -> torch.Tensor:
+        return served.features(served.start(hidden_BD.to(served.heads.dtype)), 0, ids_B)
+
+    expected_BD, given_BD, plain_BD = (
+        first(pack(hydra(torch.bfloat16).float())),
+        first(pack(heads, dtype=torch.float32)),
+        first(pack(heads)),
+    )
+    assert given_BD.dtype == torch.bfloat16
+    assert (given_BD.float() - expected_BD).abs().mean() < (plain_BD.float() - expected_BD).abs().mean()
+
+
+def test_packing_copies_so_a_swap_must_pack_anew() -> None:
+    heads = hydra()
+    served = pack(heads)
+    before = drafts(served).ids_BK
+    for parameter in heads.parameters():
+        parameter.mul_(-1)
+    assert torch.equal(drafts(served).ids_BK, before)
+    assert not torch.equal(drafts(pack(heads)).ids_BK, before)

@@ -10,7 +10,7 @@ import torch
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import EngineError, SwapError
-from medusa_ppo.engines.attached import AttachedEngine
+from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.types import Sampling
 
 
@@ -71,10 +71,10 @@ def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
 
 def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: tuple[Path, Path]):
     workers = Workers()
-    engine = AttachedEngine(workers, states[0], num_drafts=2, drafting={"sampled": True, "draft_temperature": 0.8})
+    engine = AttachedEngine(workers, states[0], drafting={"num_drafts": 2, "sampled": True, "draft_temperature": 0.8})
     engine.target_changed(7)
-    assert ("medusa_set_num_drafts", (2,)) in workers.calls
-    assert ("medusa_set_drafting", ({"sampled": True, "draft_temperature": 0.8},)) in workers.calls
+    assert ("medusa_configure", ({"num_drafts": 2, "sampled": True, "draft_temperature": 0.8},)) in workers.calls
+    assert engine.num_drafts == 2
     assert workers.calls[-1] == ("medusa_target_changed", (7,)) and engine.policy_version == 7
 
 

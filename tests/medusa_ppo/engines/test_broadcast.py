@@ -22,7 +22,7 @@ from medusa_ppo.actors.seam import SpreadActor
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state, actor_stream
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.transfer import LOOPBACK, ActorStream, Group, Incoming, Place, open_place, read_entries, send
@@ -73,10 +73,7 @@ class StandIn(RolloutEngine):
     def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         raise NotImplementedError
 
-    def set_num_drafts(self, count: int) -> None:
-        raise NotImplementedError
-
-    def set_drafting(self, **settings: Any) -> None:
+    def configure(self, **settings: Any) -> None:
         raise NotImplementedError
 
     def checksums(self) -> dict[str, str]:

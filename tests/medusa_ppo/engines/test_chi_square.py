@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from heads.vocabulary import truncate_logits
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.engines.probe import truncate
 from medusa_ppo.types import Sampling
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -64,7 +64,7 @@ def joint(model: Any, sampling: Sampling) -> torch.Tensor:
     """Probability of each of the V ** LENGTH continuations, float64, in lexicographic order."""
     rows = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(V), repeat=LENGTH)])
     logits = model(input_ids=rows).logits[:, len(PROMPT) - 1 : -1].double()
-    flat = truncate(logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
+    flat = truncate_logits(logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
     steps = flat.reshape(-1, LENGTH, V).gather(2, rows[:, len(PROMPT) :, None]).squeeze(2)
     return steps.sum(1).exp()
 
@@ -98,7 +98,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: Any, case: str) -> None:
     sampled, draft_temperature, wanted = CASES[case]
-    engine.set_drafting(sampled=sampled, draft_temperature=draft_temperature)
+    engine.configure(sampled=sampled, draft_temperature=draft_temperature)
     sampling = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, REQUESTS, None, True)
     torch.manual_seed(1)
     assert p_value(engine, model, sampling) > 0.01
@@ -111,6 +111,6 @@ def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytes
     def dishonest(request_ids: list[str], probs_BKV: torch.Tensor) -> None:
         honest(request_ids, (probs_BKV**0.25) / (probs_BKV**0.25).sum(-1, keepdim=True))
 
-    engine.set_drafting(sampled=True, draft_temperature=1.0)
+    engine.configure(sampled=True, draft_temperature=1.0)
     monkeypatch.setattr(drafter.draft_probs, "put", dishonest)
     assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4

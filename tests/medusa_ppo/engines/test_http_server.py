@@ -15,8 +15,8 @@ from heads.errors import EngineError, SwapError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.engines.make_engine import make_engine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.types import Sampling
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
         greedy = Sampling(0.0, max_new_tokens=32, ignore_eos=True)
         first = engine.generate(actor.prompts[:16], greedy)
         assert first.counters.drafts > 0
-        engine.set_num_drafts(0)
+        engine.configure(num_drafts=0)
         plain = engine.generate(actor.prompts[:16], greedy)
         assert [r.token_ids for r in plain.responses] == [r.token_ids for r in first.responses]
         assert plain.counters.drafts == 0
-        engine.set_num_drafts(4)
+        engine.configure(num_drafts=4)
         sampling = Sampling(0.7, max_new_tokens=32, ignore_eos=True, seed=3, responses_per_prompt=2)
         rollouts = engine.generate(actor.prompts[:32], sampling)
         logits_MV, ids_M = sampled_rows(actor.model, rollouts)

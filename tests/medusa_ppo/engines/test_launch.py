@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,8 @@ from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import free_port, parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.types import Counters, Sampling
+from medusa_ppo.vllm_plugin import registration as versions
 from medusa_ppo.vllm_plugin import rpc
-from medusa_ppo.vllm_plugin import vllm_versions as versions
 
 
 @pytest.fixture
@@ -39,11 +44,11 @@ def heads_folder(path: Path, hidden: int = 8, vocab: int = 16, count: int = 3) -
 def test_plan(model: Path, tmp_path: Path) -> None:
     plan = plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(num_drafts=2), seed=7)
     assert plan.stop_ids == (5, 3, 4)
-    assert (plan.max_drafts, plan.num_drafts) == (3, 2)
+    assert (plan.max_drafts, plan.drafting["num_drafts"]) == (3, 2)
     assert plan.engine_args["speculative_config"]["num_speculative_tokens"] == 3
     assert plan.engine_args["logprobs_mode"] == "processed_logprobs"
     plain = plan_launch(model, None, EngineConfig(), seed=7)
-    assert (plain.max_drafts, plain.num_drafts) == (0, 0)
+    assert (plain.max_drafts, plain.drafting["num_drafts"]) == (0, 0)
     assert "speculative_config" not in plain.engine_args
 
 
@@ -195,3 +200,39 @@ def test_counters_page_is_summed_over_engines() -> None:
     )
     assert parse_counters(page) == Counters(15, 30, 7, (5, 2))
     assert issubclass(EngineError, MedusaError)
+
+
+# ---- a started server must not outlive a run that is killed ---------------------------------------------------------------------
+
+CHILD = "from medusa_ppo.engines.launch import end_with_parent; end_with_parent()\nprint('ready', flush=True); import time; time.sleep(60)"
+PARENT = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)\n"
+    "child.stdout.readline()\n"
+    "print(child.pid, flush=True)\n"
+    "child.wait()\n"
+)
+
+
+def gone(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+def test_the_server_ends_when_its_parent_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    try:
+        assert not gone(pid)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        deadline = time.monotonic() + 10
+        while not gone(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert gone(pid)
+    finally:
+        if not gone(pid):
+            os.kill(pid, signal.SIGKILL)
+        parent.stdout.close()

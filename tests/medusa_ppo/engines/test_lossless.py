@@ -38,7 +38,7 @@ def test_greedy_tokens_are_those_of_an_engine_without_speculation(actor: Actor, 
             if at_random:
                 # The measured choice soon settles; a random one makes every change from step to step happen.
                 chooser.choose = lambda batch: rng.randrange(HEADS + 1)
-            engine.set_drafting(choose=True, sampled=sampled)
+            engine.configure(choose=True, sampled=sampled)
             rollouts = engine.generate(prompts[part * 64 : (part + 1) * 64], greedy)
             assert rollouts.counters.drafts > 100 * at_random
             given += tokens(rollouts)

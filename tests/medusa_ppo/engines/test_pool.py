@@ -21,10 +21,8 @@ from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import ray_engine
-from medusa_ppo.engines.balance import cut, expected_tokens
-from medusa_ppo.engines.make_engine import make_engine, replica
-from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
-from medusa_ppo.engines.ray_engine import EngineHost, RayEngine
+from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool, cut, expected_tokens
+from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 
@@ -83,10 +81,8 @@ class StandIn(RolloutEngine):
         self.policy_version = version
         return receipt
 
-    def set_num_drafts(self, count: int) -> None:
-        self.num_drafts = count
-
-    def set_drafting(self, **settings: Any) -> None:
+    def configure(self, **settings: Any) -> None:
+        self.num_drafts = settings.pop("num_drafts", self.num_drafts)
         self.drafting |= settings
 
     def checksums(self) -> dict[str, str]:
@@ -154,18 +150,17 @@ def state_file(folder: Path, value: float) -> Path:
 
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
     pieces = cut(PROMPTS, SAMPLING, 3)
-    order = [index for piece in pieces for index in piece.prompts]
+    order = [index for piece in pieces for index in piece]
     assert sorted(order) == list(range(len(PROMPTS)))
     lengths = [len(PROMPTS[index]) for index in order]
     assert lengths == sorted(lengths, reverse=True)
-    assert [piece.tokens for piece in pieces] == [sum(expected_tokens(PROMPTS[i], SAMPLING) for i in piece.prompts) for piece in pieces]
-    sizes = [piece.tokens for piece in pieces]
+    sizes = [sum(expected_tokens(PROMPTS[i], SAMPLING) for i in piece) for piece in pieces]
     assert sizes[0] == max(sizes) and sizes[-1] < sizes[0] / 3 and len(pieces) > 6
 
 
 def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
-    assert min(len(piece.prompts) for piece in cut(PROMPTS, SAMPLING, 2, smallest=5)[:-1]) == 5
-    assert [len(piece.prompts) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
+    assert min(len(piece) for piece in cut(PROMPTS, SAMPLING, 2, smallest=5)[:-1]) == 5
+    assert [len(piece) for piece in cut(PROMPTS, SAMPLING, 1)] == [len(PROMPTS)]
 
 
 # ---- generating -------------------------------------------------------------------------------------------------------------
@@ -288,13 +283,13 @@ def test_engines_that_disagree_are_found(make_pool: Any, tmp_path: Path) -> None
 
 def test_settings_reach_all(make_pool: Any) -> None:
     pool, factory = make_pool(0.0, 0.0)
-    pool.set_num_drafts(2)
-    pool.set_drafting(sampled=True)
-    pool.set_drafting(draft_temperature=0.7)
+    pool.configure(num_drafts=2)
+    pool.configure(sampled=True)
+    pool.configure(draft_temperature=0.7)
     for engine in factory.started:
         assert engine.num_drafts == 2 and engine.drafting == {"sampled": True, "draft_temperature": 0.7}
     with pytest.raises(ConfigError):
-        pool.set_num_drafts(9)
+        pool.configure(num_drafts=9)
     assert pool.counters() == Counters(2, 8, 1, (1,))
     assert [report["pid"] for report in pool.plugin_report()["engines"]] == [0, 1]
 
@@ -306,7 +301,7 @@ def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path
     pool, factory = make_pool(0.002, 0.002)
     pool.swap_heads(state_file(tmp_path, 1.0), 4)
     pool.sync_actor(state_file(tmp_path, 2.0), 6)
-    pool.set_num_drafts(3)
+    pool.configure(num_drafts=3)
     (first,) = factory.of(1)
     first.dies_at_call = 2
     rollouts = pool.generate(PROMPTS, SAMPLING)

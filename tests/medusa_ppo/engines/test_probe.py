@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa_ppo.engines.probe import honesty_z, truncate
+from heads.vocabulary import truncate_logits
+from medusa_ppo.engines.probe import honesty_z
 from medusa_ppo.types import Sampling
 
 
 def draw(logits_MV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    probs_MV = torch.softmax(truncate(logits_MV / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
+    probs_MV = torch.softmax(truncate_logits(logits_MV / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
     return torch.multinomial(probs_MV, 1, generator=torch.Generator().manual_seed(1))[:, 0]
 
 
@@ -27,7 +28,7 @@ def test_honest_samples_pass_and_dishonest_ones_do_not(sampling: Sampling) -> No
 
 def test_truncation_keeps_the_likeliest_token_and_the_smallest_sufficient_set() -> None:
     logits_MV = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    assert torch.isfinite(truncate(logits_MV, 0, 0.4)).tolist() == [[True, False, False, False]]
-    assert torch.isfinite(truncate(logits_MV, 0, 0.6)).tolist() == [[True, True, False, False]]
-    assert torch.isfinite(truncate(logits_MV, 3, 1.0)).tolist() == [[True, True, True, False]]
-    assert torch.isfinite(truncate(logits_MV, 3, 0.6)).tolist() == [[True, True, False, False]]
+    assert torch.isfinite(truncate_logits(logits_MV, 0, 0.4)).tolist() == [[True, False, False, False]]
+    assert torch.isfinite(truncate_logits(logits_MV, 0, 0.6)).tolist() == [[True, True, False, False]]
+    assert torch.isfinite(truncate_logits(logits_MV, 3, 1.0)).tolist() == [[True, True, True, False]]
+    assert torch.isfinite(truncate_logits(logits_MV, 3, 0.6)).tolist() == [[True, True, False, False]]

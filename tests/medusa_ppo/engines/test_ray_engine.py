@@ -17,9 +17,8 @@ from heads.errors import CheckpointError, ConfigError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.engines.make_engine import make_engine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
-from medusa_ppo.engines.ray_engine import RayEngine
+from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.types import Sampling
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ def test_rollouts_swaps_errors_and_death(actor: Actor, engine_config: EngineConf
             engine.swap_heads(tmp_path / "bad.safetensors", 4)
         assert type(caught.value) is SwapError
         with pytest.raises(ConfigError):
-            engine.set_num_drafts(9)
-        engine.set_num_drafts(0)
+            engine.configure(num_drafts=9)
+        engine.configure(num_drafts=0)
         assert engine.generate(actor.prompts[:2], sampling).counters.drafts == 0
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         engine.sync_actor(tmp_path / "actor.safetensors", 2)
@@ -110,7 +109,7 @@ def test_conditioned_heads_draft_step_by_step(
         assert abs(honesty_z(*sampled_rows(actor.model, rollouts), sampling)) < 3
         greedy = Sampling(0.0, max_new_tokens=40, ignore_eos=True)
         chosen = engine.generate(actor.prompts[:16], greedy)
-        engine.set_num_drafts(0)
+        engine.configure(num_drafts=0)
         assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [r.token_ids for r in chosen.responses]
 
 

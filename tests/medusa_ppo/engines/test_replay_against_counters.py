@@ -41,13 +41,13 @@ def learn(heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor) -> 
 def test_replay_reproduces_the_counters_of_the_engine_that_drafted(engine: ColocatedEngine, actor, tmp_path: Path) -> None:
     """One-hot: draft steps exactly, accepted tokens up to what was accepted behind the ends. Sampled: within noise."""
     heads = MedusaHeads(actor.random_heads(0, scale=0.0).config)
-    engine.set_drafting(sampled=False, choose=False)
+    engine.configure(sampled=False, choose=False)
     learn(heads, packed(actor.model, engine.generate(actor.prompts, Sampling(max_new_tokens=64, seed=1))), actor.lm_head_VD)
     save_state(tmp_path / "heads.safetensors", heads.trainable_state())
     engine.swap_heads(tmp_path / "heads.safetensors", 1)
 
     for sampled, temperature in ((False, 1.0), (True, 1.0), (True, 0.7)):
-        engine.set_drafting(sampled=sampled, draft_temperature=0.8 if sampled else 1.0, choose=False)
+        engine.configure(sampled=sampled, draft_temperature=0.8 if sampled else 1.0, choose=False)
         rollouts = engine.generate(actor.prompts, Sampling(temperature=temperature, max_new_tokens=64, responses_per_prompt=2, seed=2))
         batch, counted = packed(actor.model, rollouts), rollouts.counters
         if sampled:

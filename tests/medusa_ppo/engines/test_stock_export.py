@@ -102,14 +102,12 @@ def test_stock_heads_at_temperature_1_accept_what_replay_says(actor: Any, export
     """vLLM's own Medusa module with its CPU sampler mended, against the replay of responses that transformers wrote, and of its own."""
     plain = plan_launch(actor.path, None, engine_config, 0)
     speculation = {"method": "medusa", "model": str(export.folder), "num_speculative_tokens": HEADS}
-    plan = replace(
-        plain, engine_args=plain.engine_args | {"speculative_config": speculation}, max_drafts=HEADS, num_drafts=HEADS, drafting={}
-    )
+    plan = replace(plain, engine_args=plain.engine_args | {"speculative_config": speculation})
     with ColocatedEngine(actor.path, None, engine_config, plan=plan) as engine:
         sampling = Sampling(max_new_tokens=RESPONSE_TOKENS, responses_per_prompt=PER_PROMPT, seed=3)
         rollouts = engine.generate(actor.prompts[32:], sampling)
-        drafter = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.model
-    assert type(drafter).__module__ == "vllm.model_executor.models.medusa"
+        drafter = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    assert type(drafter).__module__ == "vllm.v1.spec_decode.medusa", "the plug-in leaves a folder that is not ours to vLLM"
     measured = rollouts.counters.mean_acceptance_length
     estimate = replayed(actor, export.heads, export.held_out).mean_acceptance_length
     own = replayed(actor, export.heads, samples_of([rollouts])).mean_acceptance_length

@@ -32,7 +32,7 @@ def test_two_ranks_draft_and_sample_as_one(actor: Actor, tmp_path: Path, monkeyp
         config = EngineConfig(**sizes, choose_drafts=True, extra={"tensor_parallel_size": ranks})
         with ColocatedEngine(actor.path, tmp_path / "heads", config) as engine:
             greedy = engine.generate(actor.prompts[:16], Sampling(temperature=0.0, max_new_tokens=32, ignore_eos=True))
-            engine.set_drafting(choose=False, sampled=True)
+            engine.configure(choose=False, sampled=True)
             sampled = engine.generate(actor.prompts[:16], Sampling(max_new_tokens=32))
             before = engine.probe(hidden, [5, 6, 7])
             engine.swap_heads(tmp_path / "new", 1)

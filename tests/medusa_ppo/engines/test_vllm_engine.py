@@ -20,7 +20,7 @@ from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
-from medusa_ppo.drafting.draws import draft_tokens
+from medusa_ppo.drafting.draws import ServedHeads, draft_tokens
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.rollout_engine import check_state
@@ -47,11 +47,10 @@ def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, ve
     return receipt.checksum
 
 
-def drafted(actor: Actor, heads: object, hidden_BD: torch.Tensor) -> list[list[int]]:
+def drafted(actor: Actor, heads: MedusaHeads, hidden_BD: torch.Tensor) -> list[list[int]]:
     """What these heads must draft, computed outside the engine."""
-    return draft_tokens(
-        heads, hidden_BD, torch.zeros(len(hidden_BD), dtype=torch.int64), 4, lambda f: f @ actor.lm_head_VD.T
-    ).ids_BK.tolist()
+    none_B = torch.zeros(len(hidden_BD), dtype=torch.int64)
+    return draft_tokens(ServedHeads(heads), hidden_BD, none_B, 4, lambda f: f @ actor.lm_head_VD.T).ids_BK.tolist()
 
 
 def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
@@ -63,10 +62,10 @@ def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> N
 
 def test_greedy_tokens_are_the_same_with_and_without_drafting(engine: ColocatedEngine, actor: Actor) -> None:
     drafting = engine.generate(actor.prompts, GREEDY)
-    engine.set_num_drafts(0)
+    engine.configure(num_drafts=0)
     results = {0: engine.generate(actor.prompts, GREEDY)}
-    engine.set_num_drafts(2)
-    engine.set_drafting(sampled=True)
+    engine.configure(num_drafts=2)
+    engine.configure(sampled=True)
     results[2] = engine.generate(actor.prompts[:16], GREEDY)
     assert tokens(drafting) == tokens(results[0])
     assert tokens(results[2]) == tokens(results[0])[:16]
@@ -101,7 +100,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampling_with_drafts_is_honest(engine: ColocatedEngine, actor: Actor, name: str, sampled: bool) -> None:
     sampling = SETTINGS[name]
-    engine.set_drafting(sampled=sampled)
+    engine.configure(sampled=sampled)
     rollouts = engine.generate(actor.prompts[:40], sampling)
     logits_MV, ids_M = sampled_rows(actor.model, rollouts)
     assert rollouts.counters.drafts > 1000
@@ -125,7 +124,7 @@ def test_without_the_mend_the_same_statistic_fails(engine: ColocatedEngine, acto
 
 def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: Actor) -> None:
     """Only the guard is taken out, at the place where vLLM calls it."""
-    original = internals.INSTALLED.originals["vllm.v1.sample.rejection_sampler.apply_sampling_constraints"]
+    original = internals.INSTALLED.places["vllm.v1.sample.rejection_sampler.apply_sampling_constraints"][-1]
     metadata = type("M", (), {"all_greedy": False, "temperature": torch.ones(2), "top_k": torch.tensor([3, 3]), "top_p": None})()
     empty, ends = torch.empty(0, 8), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError):
@@ -135,7 +134,7 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, actor: Actor, sampled: bool) -> None:
-    engine.set_drafting(sampled=sampled)
+    engine.configure(sampled=sampled)
     seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
     first, second = engine.generate(actor.prompts[:10], seeded), engine.generate(actor.prompts[:10], seeded)
     assert first.responses == second.responses
@@ -286,7 +285,7 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
     engine: ColocatedEngine, actor: Actor, tmp_path: Path, refreshed: bool
 ) -> None:
     plain = engine.generate(actor.prompts[:8], GREEDY)
-    engine.set_drafting(sampled=True, draft_vocab=40)
+    engine.configure(sampled=True, draft_vocab=40)
     engine.generate(actor.prompts[:40], SETTINGS["T=1"])  # Enough tokens for the first map.
     if refreshed:
         swap(engine, actor.random_heads(seed=3, scale=0.02).trainable_state(), tmp_path / "s.safetensors", 1)
@@ -298,9 +297,9 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
     assert abs(honesty_z(logits_MV, ids_M, SETTINGS["T=1"])) < 3
     assert rollouts.counters.accepted > 50 and len(set(ids_M.tolist())) > 40
     assert tokens(engine.generate(actor.prompts[:8], GREEDY)) == tokens(plain)
-    engine.set_drafting(sampled=False, draft_vocab=0)
+    engine.configure(sampled=False, draft_vocab=0)
     with pytest.raises(ConfigError, match="draft vocabulary"):
-        engine.set_drafting(draft_vocab=-3)
+        engine.configure(draft_vocab=-3)
 
 
 def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
@@ -384,7 +383,7 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
 
 def test_the_probe_leaves_the_engines_random_numbers_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
     state = actor.random_heads(seed=4).trainable_state()
-    engine.set_drafting(sampled=True)
+    engine.configure(sampled=True)
     before = torch.get_rng_state()
     swap(engine, state, tmp_path / "heads.safetensors", 4)
     assert torch.equal(torch.get_rng_state(), before)
@@ -406,7 +405,7 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     swap(engine, state, tmp_path / "heads.safetensors", 3)
     reference = engine.generate(actor.prompts[:8], GREEDY)
     engine.sleep(level)
-    for call in (lambda: engine.generate(actor.prompts[:1], GREEDY), engine.checksums, lambda: engine.set_num_drafts(1)):
+    for call in (lambda: engine.generate(actor.prompts[:1], GREEDY), engine.checksums, lambda: engine.configure(num_drafts=1)):
         with pytest.raises(EngineError, match="asleep"):
             call()
     engine.wake()
@@ -493,7 +492,7 @@ def test_a_foreign_or_broken_actor_file_is_refused(engine: ColocatedEngine, acto
 def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
     for count in (-1, 5):
         with pytest.raises(ConfigError):
-            engine.set_num_drafts(count)
+            engine.configure(num_drafts=count)
 
 
 def test_stock_vllm_drafts_the_same_from_a_native_folder(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:

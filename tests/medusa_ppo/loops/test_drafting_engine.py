@@ -13,7 +13,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config import build_config
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.engines.make_engine import make_engine
+from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops.drafting_engine import DraftingEngine
 from medusa_ppo.processes import local_ray
 from medusa_ppo.types import Rollouts, Sampling

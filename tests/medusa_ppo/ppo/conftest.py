@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_state
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
 
 VOCAB = 16
 END = 0
@@ -98,11 +98,8 @@ class SamplingEngine(RolloutEngine):
         self.heads_version = version
         return SwapReceipt(version, checksum(load_state(path)), 0.0)
 
-    def set_num_drafts(self, count: int) -> None:
-        self.num_drafts = count
-
-    def set_drafting(self, *, sampled: bool | None = None, draft_temperature: float | None = None) -> None:
-        pass
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        self.num_drafts = settings.get("num_drafts", self.num_drafts)
 
     def plugin_report(self) -> dict[str, object]:
         return {}

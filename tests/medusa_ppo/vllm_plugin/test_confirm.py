@@ -8,8 +8,7 @@ import torch
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.draws import draft_tokens
-from medusa_ppo.drafting.packed import PackedHydra
+from medusa_ppo.drafting.draws import ServedHeads, draft_tokens
 from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, greedy_sampling
 
 D, V, K = 32, 60, 3
@@ -44,7 +43,7 @@ class Scene:
         hidden_BD, last_ids_B = fixed_inputs(self.config, self.dtype, CPU)
         hydra = self.config.kind == "hydra"
         draft = draft_tokens(
-            self.heads,
+            ServedHeads(packed_from or self.heads, self.embed, dtype=torch.float32 if hydra else None),
             hidden_BD,
             last_ids_B,
             K,
@@ -52,7 +51,6 @@ class Scene:
             sampling=greedy_sampling(CPU),
             draft_temperature=temperature,
             token_map=self.token_map,
-            packed=PackedHydra(packed_from or self.heads, self.embed, dtype=torch.float32) if hydra else None,
         )
         ids_W = self.token_map.ids_W if self.token_map else None
         plain = Plain(self.logits, self.embed if hydra else None, self.dtype, temperature, ids_W)

@@ -1,1 +1,0 @@
-"""The vLLM side: plug-in, proposer, verification, worker extension, and the engines that roll out."""

@@ -1,0 +1,237 @@
+"""The mends of vLLM: what is broken in its CPU build, one function for each place that is replaced. All checked by running 0.31 and 0.32.
+
+A function takes what stands in vLLM and gives what is to stand there. `medusa-ppo doctor` shows by a probe that the samples are right.
+
+Shape letters: B requests, K drafts of a step, T drafts of all requests one after the other, N rows of logits (T + B), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+import vllm.v1.sample.rejection_sampler as rejection_sampler
+import vllm.v1.worker.gpu_model_runner as model_runner
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
+
+from heads.errors import LossyError
+from medusa_ppo.drafting import verify
+
+Replaced = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Mend:
+    """One place of vLLM's. `name` is for reports; empty where it belongs to the mend before."""
+
+    name: str
+    holder: Any
+    attribute: str
+    mend: Callable[[Replaced], Replaced]
+
+
+# ---- drafts and their verification -------------------------------------------------------------------------------------------
+
+
+def values_of_rows(_: Replaced) -> Replaced:
+    """Failure: the C++ form writes into a discarded copy, so temperature, top-k and top-p of each draft are uninitialised memory.
+
+    Trigger: anything drafts at temperature above 0. Versions 0.23 to 0.33. github.com/vllm-project/vllm/issues/55005
+    """
+    return verify.expand_to_rows
+
+
+def no_constraints_without_rows(original: Replaced) -> Replaced:
+    """Failure: top-k takes a maximum over nothing, and the engine dies.
+
+    Trigger: top-k without top-p in a step without drafts. Versions 0.31 and 0.32; not reported upstream.
+    """
+
+    @functools.wraps(original)
+    def apply_sampling_constraints(logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        return logits if logits.shape[0] == 0 else original(logits, cu_num_draft_tokens, sampling_metadata)
+
+    return apply_sampling_constraints
+
+
+def rejection_in_torch(original: Replaced) -> Replaced:
+    """Failure: the C++ form reads outside of its input for the padding id -1.
+
+    Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported upstream. Used when a request needs
+    logits processors, which `verification_in_one_pass` leaves to vLLM.
+    """
+
+    @functools.wraps(original)
+    def rejection_sample(
+        draft_token_ids: torch.Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        target_logits: torch.Tensor,
+        bonus_token_ids: torch.Tensor,
+        sampling_metadata: Any,
+        synthetic_mode: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        if synthetic_mode:
+            raise LossyError(
+                "Synthetic acceptance changes the distribution of the sampled tokens.", given="on", expected="off", do="Unset it."
+            )
+        bonus_B = bonus_token_ids.view(-1).to(torch.int64)
+        if max_spec_len == 0:
+            return bonus_B.unsqueeze(1).to(torch.int32)
+        drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
+        # A request without drafts has no row of its own here; any row will do, its run ends at the bonus token.
+        drafts = verify.DraftRows(
+            drafts.draft_ids_BK, drafts.counts_B, drafts.starts_B, drafts.rows_BK.clamp(0, target_logits.shape[0] - 1)
+        )
+        run_B, last_B = verify.verify_rows(target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata))
+        return verify.assemble(drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B))
+
+    return rejection_sample
+
+
+def verification_in_one_pass(original: Replaced) -> Replaced:
+    """No failure, but time: the same distribution with one softmax for verification and log-probs, and random numbers for B rows only."""
+
+    @functools.wraps(original)
+    def forward(self: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        if self.synthetic_mode or not _is_plain(self, sampling_metadata):
+            return original(self, metadata, draft_probs, logits, sampling_metadata)
+        return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
+
+    return forward
+
+
+def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
+    """Nothing but temperature, top-k and top-p shapes the distribution, and log-probs (if any) are of what is sampled from."""
+    holder = sampling_metadata.thinking_budget_state_holder
+    processors = sampling_metadata.logitsprocs
+    return (
+        (sampling_metadata.max_num_logprobs is None or sampler.sampler.logprobs_mode == "processed_logprobs")
+        and sampling_metadata.no_penalties
+        and not sampling_metadata.bad_words_token_ids
+        and sampling_metadata.allowed_token_ids_mask is None
+        and not sampling_metadata.logprob_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and not processors.argmax_invariant
+        and all(isinstance(p, MinTokensLogitsProcessor) and not p.min_toks for p in processors.non_argmax_invariant)
+    )
+
+
+def _verify_in_one_pass(
+    sampler: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
+) -> SamplerOutput:
+    """RejectionSampler.forward for plain sampling: constraints and softmax once for all rows, drafts and bonus alike."""
+    counts = metadata.num_draft_tokens
+    drafts = verify.DraftRows.build(metadata.draft_token_ids, counts)
+    logits_NV = logits.float()
+    if not sampling_metadata.all_greedy:
+        logits_NV = _constrain(logits_NV, drafts.counts_B + 1, sampling_metadata)
+    num_logprobs = sampling_metadata.max_num_logprobs
+    # One softmax for verification and report: what is reported is what was sampled from.
+    logprobs_NV = None if num_logprobs is None else logits_NV.log_softmax(-1, dtype=torch.float32)
+    run_B, last_B = verify.verify_rows(logits_NV, logprobs_NV, drafts, counts, draft_probs, _rule(sampling_metadata))
+    ids_BW = verify.assemble(drafts, run_B, last_B)
+    logprobs = None if logprobs_NV is None else _gather_logprobs(sampler, logprobs_NV, ids_BW, drafts, num_logprobs)
+    return SamplerOutput(sampled_token_ids=ids_BW, logprobs_tensors=logprobs)
+
+
+def _rule(sampling_metadata: Any) -> verify.Rule:
+    sm = sampling_metadata
+    greedy_B = None if sm.all_random or sm.all_greedy else sm.temperature == 0
+    return verify.Rule(all_greedy=sm.all_greedy, greedy_B=greedy_B, generators=sm.generators)
+
+
+def _constrain(logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+    """Temperature, top-k and top-p of each request on all its rows. Leaves its input as it is."""
+
+    def spread(values_B: torch.Tensor | None) -> Any:
+        return None if values_B is None else torch.repeat_interleave(values_B, rows_B, output_size=logits_NV.shape[0])
+
+    temperature_B = sampling_metadata.temperature
+    if not sampling_metadata.all_random:
+        temperature_B = torch.where(temperature_B == 0, 1.0, temperature_B)
+    scaled_NV = logits_NV / spread(temperature_B).unsqueeze(1)
+    return rejection_sampler.apply_top_k_top_p(scaled_NV, spread(sampling_metadata.top_k), spread(sampling_metadata.top_p))
+
+
+def _gather_logprobs(
+    sampler: Any, logprobs_NV: torch.Tensor, ids_BW: torch.Tensor, drafts: verify.DraftRows, num_logprobs: int
+) -> LogprobsTensors:
+    """vLLM's log-prob tensors, one row per place in `ids_BW`; rows of places without a token mean nothing and are dropped later."""
+    steps_W = torch.arange(ids_BW.shape[1], device=ids_BW.device)
+    rows_BW = drafts.starts_B.unsqueeze(1) + torch.minimum(steps_W, drafts.counts_B.unsqueeze(1))
+    rows = rows_BW.flatten()
+    own_NV = logprobs_NV if rows.shape[0] == logprobs_NV.shape[0] else logprobs_NV[rows]
+    return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_BW.flatten().clamp_min(0).to(torch.int64))
+
+
+# ---- seeds in chunked prefill --------------------------------------------------------------------------------------------------
+
+
+def _discarded(runner: Any) -> list[int]:
+    """Requests of this step whose sampled token is thrown away, because their prompt isn't finished."""
+    return runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+
+
+def generators_without_offsets(original: Replaced) -> Replaced:
+    """Failure: vLLM takes back what an unfinished prompt drew by a generator's offset. The CPU's has none, and the engine dies.
+
+    Trigger: a request with a seed whose prompt is computed in pieces. Versions 0.31 and 0.32; not reported upstream.
+    """
+
+    @functools.wraps(original)
+    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        hidden = {i: generators.pop(i) for i in _discarded(self) if i in generators} if generators else {}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    return _bookkeeping_sync
+
+
+def generators_kept(original: Replaced) -> Replaced:
+    """The other half of `generators_without_offsets`: what an unfinished prompt drew is taken back here."""
+
+    @functools.wraps(original)
+    def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        generators = self.input_batch.generators
+        kept = {i: generators[i].get_state() for i in _discarded(self) if i in generators} if generators else {}
+        output = original(self, logits, spec_decode_metadata)
+        for index, state in kept.items():
+            generators[index].set_state(state)
+        return output
+
+    return _sample
+
+
+# ---- small weights -------------------------------------------------------------------------------------------------------------
+
+
+def no_small_amx_products(_: Replaced) -> Replaced:
+    """Failure: the AMX kernel for weights under 1 MiB kills the worker (SIGILL) at random, without any drafts too.
+
+    Trigger: a bfloat16 model with such weights, on a CPU with AMX. Versions 0.23 to 0.33; not reported upstream.
+    """
+    return lambda n, k, dtype: False
+
+
+CPU_MENDS = (
+    Mend("temperatures of drafts", rejection_sampler, "expand_batch_to_tokens", values_of_rows),
+    Mend("top-k without drafts", rejection_sampler, "apply_sampling_constraints", no_constraints_without_rows),
+    Mend("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
+    Mend("verification in one pass", rejection_sampler.RejectionSampler, "forward", verification_in_one_pass),
+    Mend("seeds in chunked prefill", model_runner.GPUModelRunner, "_bookkeeping_sync", generators_without_offsets),
+    Mend("", model_runner.GPUModelRunner, "_sample", generators_kept),
+    Mend("small AMX products", layer_utils, "check_cpu_sgl_kernel", no_small_amx_products),
+)
