@@ -167,7 +167,7 @@ class Recorder:
 
 def record(args: argparse.Namespace) -> None:
     """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run wrote can be used."""
-    config = load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}", "report.speed_every=0"])
+    config = load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}"])
     if (config.sampling.top_p, config.sampling.top_k) != (1.0, 0):
         raise UsageError("The sampler here knows no top_p and top_k.", given=config.sampling, expected="both off", do="Remove them.")
     if args.out.exists():

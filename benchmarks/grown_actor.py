@@ -12,25 +12,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_ppo.demo import ensure_demo_actor
-
-
-@torch.no_grad()
-def grow(small: LlamaForCausalLM, intermediate: int) -> LlamaForCausalLM:
-    """The same function with `intermediate` neurons in each feed-forward layer."""
-    config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
-    torch.manual_seed(0)
-    large = LlamaForCausalLM(config).float()
-    state = small.state_dict()
-    for name, parameter in large.named_parameters():
-        given = state[name]
-        if name.endswith("down_proj.weight"):
-            parameter.zero_()  # What the new neurons say is not listened to.
-        parameter[tuple(slice(0, size) for size in given.shape)] = given
-    return large
+from medusa_ppo.demo.demo_actor import grow
 
 
 def main() -> None:

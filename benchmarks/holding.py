@@ -45,7 +45,6 @@ SETTINGS = (
     "ppo.micro_batch_size=24",
     "ppo.threads=1",
     "ppo.checkpoint_every=20",
-    "report.speed_every=0",
 )
 """Over configs/gsm8k-4m.yaml. The companion is waited for, so that a seed gives the same numbers however busy the machine is."""
 POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)

@@ -75,7 +75,6 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
         "companion": {"epochs": 4, "learning_rate": 1e-2, "batch_positions": 256},
         # The tiny actor solves nothing: it is the entropy that moves it.
         "ppo": {"steps": steps, "prompts_per_step": 8, "threads": 1, "checkpoint_every": 10, "entropy_coefficient": 0.01},
-        "report": {"speed_every": 0},
     }
 
 

@@ -20,6 +20,8 @@ from heads.errors import ConfigError
 MAX_SUGGESTIONS = 1
 TEACHER_LOSSES = ("kl", "kl_tv")  # They read the actor's own distribution.
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
+EMBEDDED_ACTORS = ("demo", "demo-grown")
+"""Names of actors that are trained on first use."""
 Layout = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
@@ -33,9 +35,10 @@ class ModelConfig(Section):
     """The actor and what the critic starts from."""
 
     path: str = "demo"
-    """Folder or hub name of a transformers causal LM; `demo` is the embedded actor, trained on first use."""
+    """Folder or hub name of a transformers causal LM; `demo` is the embedded actor, trained on first use, `demo-grown` the same
+    with neurons that say nothing: a token costs what it costs in an actor of 20M parameters."""
     critic_path: str = ""
-    """Folder or hub name that the critic starts from; empty: the actor's own weights."""
+    """Folder or hub name that the critic starts from, or `demo`; empty: the actor's own weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the actor and critic in the PPO update."""
 
@@ -294,8 +297,11 @@ class PPOConfig(Section):
 class ReportConfig(Section):
     """What is measured besides."""
 
-    speed_every: int = Field(4, ge=0)
-    """Every n-th step the same prompts are also generated without drafting, in turn, and timed; 0: never."""
+    compare_pairs: int | None = Field(None, ge=1)
+    """After the last step, so many times in turn: rollouts and whole PPO steps with the plugin, and without it in an engine of its own at
+    vLLM's defaults; null: never."""
+    speed_every: int | None = Field(None, ge=1)
+    """Every n-th step the same prompts are also generated without drafting, in turn, by the same engine, and timed; null: never."""
     speed_prompts: int = Field(0, ge=0)
     """Prompts of such a pair; 0: the step's own."""
     trackers: tuple[str, ...] = ()
@@ -394,6 +400,13 @@ def _check_agreement(config: RunConfig) -> None:
             given="companion.offload=true, companion.num_gpus=0",
             expected="companion.num_gpus > 0, a share is enough",
             do="Give the companion a share of a GPU, or remove companion.offload.",
+        )
+    if config.report.compare_pairs and engine.url:
+        raise ConfigError(
+            "A run that is compared starts an engine without heads of its own, and can't do so at your server.",
+            given=f"report.compare_pairs={config.report.compare_pairs}, engine.url={engine.url!r}",
+            expected="report.compare_pairs=null, or no engine.url",
+            do="Remove one of the two.",
         )
     _check_engine(engine)
     _check_workers(config.companion)

@@ -75,6 +75,10 @@ def default_words(field: FieldInfo) -> str:
 
 
 def _name(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_name(part) for part in typing.get_args(kind))
     if isinstance(kind, types.GenericAlias):
         return "list of " + _name(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else "mapping"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(kind.__name__, kind.__name__)
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "NoneType": "null"}.get(
+        kind.__name__, kind.__name__
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from heads.errors import ModelError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config import EMBEDDED_ACTORS, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -203,18 +203,19 @@ def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """config.json of the actor; that of the embedded one from its recipe, since its folder may not exist yet."""
-    if path != "demo":
+    """config.json of the actor; that of an embedded one from its recipe, since its folder may not exist yet."""
+    if path not in EMBEDDED_ACTORS:
         return read_model_config(path)
-    from medusa_ppo.demo.demo_actor import DEFAULT_RECIPE as recipe
+    from medusa_ppo.demo.demo_actor import RECIPES
     from medusa_ppo.demo.task import build_tokenizer
 
+    recipe = RECIPES[path]
     return {
         "model_type": "llama",
         "hidden_size": recipe.hidden_size,
         "num_hidden_layers": recipe.num_layers,
         "num_attention_heads": recipe.num_heads,
-        "intermediate_size": recipe.intermediate_size,
+        "intermediate_size": recipe.grown_to or recipe.intermediate_size,
         "vocab_size": len(build_tokenizer()),
         "tie_word_embeddings": False,
     }

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +44,8 @@ class Recipe:
         slip_rate: share of the solutions that answer with the result before the last, see task.py.
         slips_from: share of the training that sees right solutions only. With slips from the start, copying is learned half as fast.
         init_range: standard deviation of the initial weights.
+        grown_to: neurons in each feed-forward layer of the finished actor; what is beyond `intermediate_size` says nothing (`grow`).
+            0: none.
     """
 
     seed: int = 0
@@ -59,9 +61,12 @@ class Recipe:
     num_heads: int = 4
     init_range: float = 0.05
     max_positions: int = 1024
+    grown_to: int = 0
 
 
 DEFAULT_RECIPE = Recipe()
+RECIPES = {"demo": DEFAULT_RECIPE, "demo-grown": replace(DEFAULT_RECIPE, grown_to=8192)}
+"""The embedded actors, by the names that `model.path` has for them."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,26 @@ def _pad(documents: list[tuple[list[int], list[int]]], end_id: int) -> tuple[tor
     return ids_BT, loss_mask_BT
 
 
+@torch.no_grad()
+def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
+    """The same function, in float32, with `intermediate` neurons in each feed-forward layer, most of which say nothing.
+
+    The new ones are read and multiplied as any others, but what they put into the residual stream is zero. So text that is as
+    foreseeable as a task's comes from an actor whose weights a CPU has to fetch from memory, without training a large one: whatever is
+    measured with it has to say so. In PPO the new part learns as the rest does.
+    """
+    config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        large = LlamaForCausalLM(config).float()
+    given = small.state_dict()
+    for name, parameter in large.named_parameters():
+        if name.endswith("down_proj.weight"):
+            parameter.zero_()  # What the new neurons say is not listened to.
+        parameter[tuple(slice(0, size) for size in given[name].shape)] = given[name]
+    return large.eval()
+
+
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -257,7 +282,7 @@ _SAMPLE = 64
 def ensure_demo_actor(
     progress: PretrainProgress | None = None, cache_dir: str | os.PathLike[str] | None = None, *, recipe: Recipe = DEFAULT_RECIPE
 ) -> Path:
-    """The folder of the demo actor; trains it first if the cache has none that is whole.
+    """The folder of the demo actor; trains it first if the cache has none that is whole, and grows it from the small one.
 
     Args:
         progress: called after every training step; never called when the actor is already there.
@@ -266,6 +291,7 @@ def ensure_demo_actor(
     Returns:
         A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.
     """
+    small = ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0)) if recipe.grown_to else None
     tokenizer = build_tokenizer()
     folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / _key(recipe, tokenizer)
     if is_whole(folder):
@@ -275,10 +301,19 @@ def ensure_demo_actor(
         if is_whole(folder):
             return folder
         partial = folder.with_name(folder.name + ".partial")
-        model = train_actor(recipe, tokenizer, progress=progress, partial=partial, threads=_usable_cores())
+        if small is not None:
+            model = grow(LlamaForCausalLM.from_pretrained(small), recipe.grown_to)
+        else:
+            model = train_actor(recipe, tokenizer, progress=progress, partial=partial, threads=_usable_cores())
         _install(folder, model, tokenizer, recipe)
         partial.unlink(missing_ok=True)
     return folder
+
+
+def actor_note(folder: Path) -> str | None:
+    """What has to be said of a demo actor beside every figure that was measured with it; None: nothing."""
+    note = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("note")
+    return str(note) if note else None
 
 
 def default_cache_dir() -> Path:
@@ -306,7 +341,11 @@ def _install(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
         model.generation_config = GenerationConfig(do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        record = {"recipe": recipe_fields(recipe), "files": {path.name: _checksum(path) for path in sorted(fresh.iterdir())}}
+        record = {
+            "recipe": recipe_fields(recipe),
+            "note": _note(model, recipe),
+            "files": {path.name: _checksum(path) for path in sorted(fresh.iterdir())},
+        }
         (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for path in fresh.iterdir():
             with path.open("rb") as file:
@@ -315,6 +354,17 @@ def _install(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
             logger.warning("The demo actor in %s is damaged; a new one takes its place.", folder)
             folder.rename(Path(scratch) / "damaged")
         fresh.rename(folder)
+
+
+def _note(model: LlamaForCausalLM, recipe: Recipe) -> str:
+    if not recipe.grown_to:
+        return ""
+    new = 3 * (recipe.grown_to - recipe.intermediate_size) * recipe.hidden_size * recipe.num_layers
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"an actor of {whole / 1e6:.1f}M parameters, {new / 1e6:.1f}M of which are neurons that say nothing "
+        "(a token costs what it costs in an actor of this size, the text is as easy to foresee as a small one's)"
+    )
 
 
 def _checksum(path: Path) -> str:

@@ -84,7 +84,7 @@ class SpeedPairs:
 
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:
         self._engine = engine
-        self._every = config.report.speed_every
+        self._every = config.report.speed_every or 0
         self._prompts = config.report.speed_prompts
         self._drafts = num_drafts(config)
 

@@ -17,6 +17,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.generation import RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.prompts import Prompt
 from medusa_ppo.ppo.run_progress import ProgressSink
@@ -171,4 +172,7 @@ def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: 
         parts, position, writer = session.prepare(resume)
         loop = PPOLoop(config, parts, progress, position)
         loop.run(writer)
-        return session.finish(parts, loop.position)
+        session.save(parts, loop.position)
+        if config.report.compare_pairs and parts.plugin is not None:  # medusa
+            session.compare(parts, lambda plain: compare(config, PPOLoop, parts, plain, progress, loop.position))  # medusa
+        return session.finish()

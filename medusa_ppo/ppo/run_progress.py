@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from medusa_ppo import metrics as names
 
-RAY, ACTOR, RANKS, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, FINISH = (
+RAY, ACTOR, RANKS, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, COMPARE, FINISH = (
     "start Ray",
     "prepare the actor",
     "start the actor's ranks",
@@ -23,6 +23,7 @@ RAY, ACTOR, RANKS, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, FINISH = (
     "update",
     "sync",
     "save",
+    "compare",
     "write the report",
 )
 """Names of the phases, in the order in which they first happen."""

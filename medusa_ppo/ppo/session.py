@@ -7,8 +7,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
-from medusa_ppo.demo.demo_actor import ensure_demo_actor
+from medusa_ppo.demo.demo_actor import RECIPES, actor_note, ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -30,7 +30,7 @@ from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.generation import num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.prompts import DEMO, PromptStream
+from medusa_ppo.ppo.prompts import PromptStream
 from medusa_ppo.ppo.rewards import RewardSource, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import (
@@ -101,6 +101,8 @@ class RunSession:
         actor = learner.actor
         heads_path = self._prepare_heads(actor)
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
+        if config.model.path in RECIPES:
+            self._writer.add(actor_note=actor_note(Path(actor_path)))
         self._start_ray()
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
@@ -115,12 +117,12 @@ class RunSession:
         config = self._config
         if config.actor.backend == "transformers":
             actor = _load(actor_path)
-            critic = Critic(_load(config.model.critic_path) if config.model.critic_path else actor)
+            critic = Critic(_load(self._folder_of(config.model.critic_path)) if config.model.critic_path else actor)
             return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
         # An optional dependency.
         from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
 
-        critic = Critic(_load(config.model.critic_path or actor_path))
+        critic = Critic(_load(self._folder_of(config.model.critic_path) or actor_path))
         self._start_ray()
         with self._phase(phases.RANKS):
             # Heads from a folder may be of any kind.
@@ -143,10 +145,9 @@ class RunSession:
             self._signals.install()  # Ray has put a handler of its own in place.
         self._ray_started = True
 
-    def finish(self, parts: Parts, position: RunPosition) -> dict[str, Any]:
-        """Save the trained actor, the heads and the last checkpoint, and write the report. Returns the summary."""
+    def save(self, parts: Parts, position: RunPosition) -> None:
+        """Save the trained actor, the heads and the last checkpoint."""
         config = self._config
-        assert self._writer is not None, "finish() follows prepare()"
         with self._phase(phases.SAVE):
             if config.ppo.checkpoint_every:
                 if parts.plugin is not None and config.companion.wait:
@@ -155,6 +156,24 @@ class RunSession:
             save_actor(parts.learner, parts.tokenizer, config.run_dir / ACTOR_FOLDER)
             if parts.plugin is not None:
                 parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+
+    def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
+        """Let `measure` have the same parts without the plugin, with an engine that is started for it: no speculation, compiled, vLLM's
+        defaults otherwise. Its figures go to the run's files; where it fails the run is none the worse."""
+        assert self._writer is not None, "compare() follows prepare()"
+        config = self._config
+        section = config.engine.model_copy(update={"enforce_eager": False})
+        try:
+            with self._phase(phases.COMPARE), contextlib.ExitStack() as stack:
+                engine = stack.enter_context(make_engine(config.run_dir / ACTOR_FOLDER, None, section, config.seed, supervised=True))
+                sync = stack.enter_context(ActorSync(engine, section.dtype, config.actor.bucket_bytes))
+                self._writer.add(comparison=measure(replace(parts, engine=engine, sync=sync, plugin=None)))
+        except MedusaError as error:
+            logger.warning("The plugin was not compared with vLLM alone. %s", error)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the report, after `save`. Returns the summary."""
+        assert self._writer is not None, "finish() follows prepare()"
         with self._phase(phases.FINISH):
             summary = self._writer.finish()
         self._finished = True
@@ -182,10 +201,14 @@ class RunSession:
 
     def _actor_path(self) -> str:
         """The actor's folder or hub name; the embedded one is trained first if the cache has none."""
-        if self._config.model.path != DEMO:
-            return self._config.model.path
+        return self._folder_of(self._config.model.path)
+
+    def _folder_of(self, path: str) -> str:
+        if path not in RECIPES:
+            return path
         with self._phase(phases.ACTOR):
-            return str(ensure_demo_actor(lambda s: self._progress.phase_advanced(s.done, s.total, f"loss {s.loss:.3f}")))
+            advance = self._progress.phase_advanced
+            return str(ensure_demo_actor(lambda s: advance(s.done, s.total, f"loss {s.loss:.3f}"), recipe=RECIPES[path]))
 
     def _prepare_heads(self, actor: Actor) -> str:
         """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""

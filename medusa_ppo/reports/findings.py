@@ -120,6 +120,19 @@ def _drafting_did_not_pay(run: Run, summary: dict[str, Any]) -> Iterator[Finding
         yield Finding("drafting_did_not_pay", text, "Draft fewer tokens (engine.num_drafts), or none while batches are large.")
 
 
+def _plugin_did_not_pay(_: Run, summary: dict[str, Any]) -> Iterator[Finding]:
+    ratio, pairs = summary["step_ratio"], summary["step_pairs"]
+    if ratio is not None and ratio > 1.0:
+        seconds = f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
+        text = f"The loop as a whole is slower with the plugin than without it: {seconds} a step, {w.more_time(ratio)}."
+        yield Finding(
+            "plugin_did_not_pay",
+            text,
+            "Give the companion cores or a device of its own, let it train less (companion.epochs), or do without where generation is a "
+            "small part of a step.",
+        )
+
+
 def _worse_than_frozen(run: Run, summary: dict[str, Any]) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain, error = lengths["gain"], lengths["gain_standard_error"]
@@ -227,6 +240,7 @@ CHECKS: tuple[Callable[[Run, dict[str, Any]], Iterator[Finding]], ...] = (
     _swap_alarm,
     _restarts,
     _drafting_did_not_pay,
+    _plugin_did_not_pay,
     _worse_than_frozen,
     _stale,
     _companion_stopped,

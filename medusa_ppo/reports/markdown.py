@@ -23,8 +23,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("The same by replay, trained heads / frozen heads", f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}"),
         ("Acceptance at position 1, 2, ...", ", ".join(w.percent(rate) for rate in summary["acceptance_per_position"] or []) or w.NONE),
         *pool,
-        ("Speed-up of the rollouts by drafting", _speedup(summary["rollout_speedup"], pairs)),
-        ("Tokens/s with drafting / without", f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}"),
+        (f"Rollouts with drafts, against {w.AGAINST[pairs['against']]}", _speedup(summary["rollout_speedup"], pairs)),
+        ("Tokens/s of these rollouts, with drafts / without", f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}"),
+        *_step_rows(summary),
         ("Right answers, first -> last steps", f"{w.percent(right['first'])} -> {w.percent(right['last'])}"),
         ("Reward, first -> last steps", f"{w.plain(reward['first'])} -> {w.plain(reward['last'])}"),
         (
@@ -37,6 +38,26 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
         *_sync_rows(summary.get("actor_sync")),
+    ]
+
+
+def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a user feels; nothing where no step was taken without the plugin."""
+    ratio, pairs = summary["step_ratio"], summary["step_pairs"]
+    note = [("Measured on", summary["actor_note"])] if summary["actor_note"] else []
+    if ratio is None:
+        return note
+    spread = f"median of {pairs['count']} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}"
+    return [
+        (
+            "A whole PPO step, with the plugin / without it",
+            f"{w.exact_seconds(pairs['with_s'])} / {w.exact_seconds(pairs['without_s'])}: {w.more_time(ratio)} ({spread})",
+        ),
+        (
+            "Of these, generation",
+            f"{w.exact_seconds(pairs['generate_with_s'])} / {w.exact_seconds(pairs['generate_without_s'])}",
+        ),
+        *note,
     ]
 
 
@@ -67,11 +88,17 @@ def verdict(summary: dict[str, Any]) -> str:
         return "No PPO step has finished yet."
     mal, parts = summary["mean_acceptance_length"], []
     if summary["rollout_speedup"] is not None:
-        times = summary["rollout_speedup"]
+        times, plain = summary["rollout_speedup"], w.AGAINST[summary["rollout_speedup_pairs"]["against"]]
         parts.append(
-            f"drafting made generation {times:.2f} times as fast"
+            f"drafts made generation {times:.2f} times as fast as {plain}"
             if times >= 1
-            else f"drafting slowed generation down to {times:.2f} of its speed"
+            else f"drafts slowed generation down to {times:.2f} of {plain}"
+        )
+    if summary["step_ratio"] is not None:
+        seconds = summary["step_pairs"]
+        parts.append(
+            f"a whole PPO step took {w.exact_seconds(seconds['with_s'])} with the plugin and {w.exact_seconds(seconds['without_s'])} "
+            f"without it ({w.more_time(summary['step_ratio'])})"
         )
     if mal["gain"] is not None:
         word = "more" if mal["gain"] >= 0 else "fewer"
@@ -84,7 +111,8 @@ def verdict(summary: dict[str, Any]) -> str:
     if not parts:
         return f"{w.whole(summary['steps'])} PPO steps were recorded, without any figure on drafting."
     text = f"{', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    return text[0].upper() + text[1:] + "."
+    note = f" Measured on {summary['actor_note']}." if summary["actor_note"] else ""
+    return f"{text[0].upper()}{text[1:]}.{note}"
 
 
 def render_markdown(run: Run, summary: dict[str, Any]) -> str:

@@ -54,6 +54,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         others=others,
         reason_rows=tables.reason_rows(summary),
         choice_rows=tables.choice_rows(run),
+        worth_rows=tables.worth_rows(run, summary),
         version_columns=tables.VERSION_COLUMNS,
         version_rows=rows,
         hidden_versions=hidden_rows,
@@ -87,7 +88,8 @@ def _acceptance_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, 
 def _speedup_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
     pairs, note = summary["rollout_speedup_pairs"], "no pair was timed"
     if pairs["count"]:
-        note = f"median of {w.whole(pairs['count'])} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}"
+        spread = f"median of {w.whole(pairs['count'])} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}"
+        note = f"against {w.AGAINST[pairs['against']]}, {spread}"
     return "Speed-up by drafting", w.ratio(summary["rollout_speedup"]), note, _spark(run, m.PAIR_SPEEDUP, "serving")
 
 
@@ -100,7 +102,12 @@ def _learning_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, st
 
 
 def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    """What a user feels, where it was measured."""
     speed, spark = summary["tokens_per_s"], _spark(run, m.TOKENS_PER_S, "rollouts")
+    if summary["step_ratio"] is not None:
+        pairs = summary["step_pairs"]
+        figures = f"{w.exact_seconds(pairs['with_s'])} with the plugin, {w.exact_seconds(pairs['without_s'])} without it"
+        return "Time of a whole PPO step", w.ratio(summary["step_ratio"]), f"{figures}: {w.more_time(summary['step_ratio'])}", ""
     if speed["drafting"] is not None:
         return "Tokens per second", w.whole(speed["drafting"]), f"{w.whole(speed['plain'])} without drafting", spark
     return "Tokens per second", w.whole(speed["rollouts"]), "in the last steps' rollouts", spark

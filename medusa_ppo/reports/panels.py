@@ -164,7 +164,7 @@ class Panels:
 
     def speed(self) -> Figure:
         """Tokens/s with and without drafting: dots for a few pairs, lines for many."""
-        title = "Tokens per second, with and without drafting"
+        title = "Tokens per second in the run"
         hint = "The same prompts on the same engine, timed in turn: blue above grey is what drafting is worth."
         drafting = self._series("with drafting", "serving", m.PAIR_DRAFTING_TOKENS_PER_S, format="whole", connect=True)
         plain = self._series("without", "plain", m.PAIR_PLAIN_TOKENS_PER_S, format="whole", connect=True, style="dash")
@@ -173,7 +173,7 @@ class Panels:
         pairs = len(drafting.values.present)
         if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
             if pairs == 0:
-                hint = "No pair was timed in this run (report.speed_every), so there is nothing to compare the rollouts with."
+                hint = "The run's own rollouts. A run generates nothing twice unless it is asked to (report.speed_every)."
             return self._lines("speed", title, hint, [s for s in series if s.values.present], height=WIDE_HEIGHT, floor=0.0, format="whole")
         labels = pairs <= PAIR_LABELS_UP_TO
         drawing = svg.draw_pairs("speed", title, drafting, plain, series[2:], self.grid, height=WIDE_HEIGHT, labels=labels)

@@ -158,6 +158,11 @@ class RunWriter:
         self._stream.flush()
         self._last_step = step
 
+    def add(self, **sections: Any) -> None:
+        """Put more sections into run.json, in the place of those of the same name."""
+        self.meta.update(clean(sections))
+        self._write_meta()
+
     def finish(self, status: str = "finished", extras: dict[str, Any] | None = None) -> dict[str, Any]:
         """Close the run and write summary.json, report.md and report.html; also for a run that stops half-way.
 

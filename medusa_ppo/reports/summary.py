@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
@@ -18,6 +19,8 @@ WINDOW_SHARE = 4
 """The first and the last 1/4 of the steps ..."""
 WINDOW_MOST = 20
 """... but at most so many steps are what `first` and `last` figures are taken over."""
+STEP_S = "step_s"
+"""Key of a whole step's seconds in a run's comparison."""
 
 SUMMARY_KEYS: dict[str, str] = {
     "name": "Name of the run.",
@@ -40,13 +43,29 @@ SUMMARY_KEYS: dict[str, str] = {
     "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
     "acceptance_per_position": "Accepted at position 1..K / draft steps, from vLLM's counters over the last window.",
     "mal_per_engine": "Mean acceptance length of each engine of a pool, over the last window's steps in which it generated.",
-    "rollout_speedup": "Median over all pairs of (tokens/s with drafting / tokens/s without), the same engine and prompts, timed in turn.",
+    "rollout_speedup": "Median over all pairs of (tokens/s with drafting / tokens/s without), the same prompts, timed in turn.",
+    "rollout_speedup_pairs.against": (
+        "What drafting was timed against. `vllm`: an engine of its own without speculation, compiled, at vLLM's defaults, after the last "
+        "step; `own`: this run's engine without drafts, in its paired steps; null: nothing."
+    ),
     "rollout_speedup_pairs.count": "Number of pairs.",
     "rollout_speedup_pairs.min": "Smallest ratio.",
     "rollout_speedup_pairs.max": "Largest ratio.",
     "rollout_speedup_pairs.lower_quartile": "A quarter of the pairs lies below; null for fewer than four pairs.",
     "rollout_speedup_pairs.upper_quartile": "A quarter of the pairs lies above; null for fewer than four pairs.",
     "rollout_speedup_pairs.last": "The last pair's ratio.",
+    "step_ratio": (
+        "Seconds of a whole PPO step with the plugin / seconds without it (in an engine of its own at vLLM's defaults), the same prompts "
+        "in turn after the last step, median over the pairs: above 1 the plugin makes the loop slower."
+    ),
+    "step_pairs.count": "Number of pairs.",
+    "step_pairs.min": "Smallest ratio.",
+    "step_pairs.max": "Largest ratio.",
+    "step_pairs.with_s": "Seconds of a step with the plugin, median over the pairs.",
+    "step_pairs.without_s": "Seconds of a step without it, median over the pairs.",
+    "step_pairs.generate_with_s": "Of the first, seconds of generation.",
+    "step_pairs.generate_without_s": "Of the second, seconds of generation.",
+    "actor_note": "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that say nothing; null: nothing.",
     "tokens_per_s.drafting": "Response tokens per second with drafting, median over the pairs.",
     "tokens_per_s.plain": "The same without drafting.",
     "tokens_per_s.rollouts": "Response tokens per second of the run's own generation, mean over the last window.",
@@ -82,7 +101,9 @@ SUMMARY_KEYS: dict[str, str] = {
 def build_summary(run: Run) -> dict[str, Any]:
     """All figures of a run as nested plain data (keys: SUMMARY_KEYS). Missing data gives None, never a made-up number."""
     window = window_steps(len(run.steps))
-    speedups = _present(run.column(m.PAIR_SPEEDUP))
+    pairs, against = speed_pairs(run)
+    speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
+    steps = step_pairs(run)
     return {
         "name": run.name,
         "status": run.status,
@@ -94,10 +115,13 @@ def build_summary(run: Run) -> dict[str, Any]:
         "acceptance_per_position": acceptance_per_position(run.steps[-window:] if window else ()),
         "mal_per_engine": mal_per_engine(run.steps[-window:] if window else ()),
         "rollout_speedup": median(speedups) if speedups else None,
-        "rollout_speedup_pairs": _spread(speedups),
+        "rollout_speedup_pairs": {**_spread(speedups), "against": against},
+        "step_ratio": median(pair.ratio for pair in steps) if steps else None,
+        "step_pairs": _step_figures(steps),
+        "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
-            "drafting": _median(run.column(m.PAIR_DRAFTING_TOKENS_PER_S)),
-            "plain": _median(run.column(m.PAIR_PLAIN_TOKENS_PER_S)),
+            "drafting": _median([pair.get(m.PAIR_DRAFTING_TOKENS_PER_S) for pair in pairs]),
+            "plain": _median([pair.get(m.PAIR_PLAIN_TOKENS_PER_S) for pair in pairs]),
             "rollouts": _mean_last(run.column(m.TOKENS_PER_S), window),
         },
         "reward": _first_last(run.column(m.REWARD_MEAN), window),
@@ -168,6 +192,65 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
             if generated:
                 lengths.setdefault(index, []).append(length)
     return [fmean(lengths[index]) if index in lengths else None for index in range(engines)] if engines else None
+
+
+def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
+    """Tokens/s with drafts and without, pair by pair, and against what: those after the last step where there are some."""
+    columns = (m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.PAIR_SPEEDUP)
+    for lines, against in ((_entries(run, "rollouts"), "vllm"), (run.steps, "own")):
+        pairs = [{name: number(line.get(name)) for name in columns} for line in lines]
+        pairs = [pair for pair in pairs if pair[m.PAIR_SPEEDUP] is not None]
+        if pairs:
+            return pairs, against
+    return [], None
+
+
+@dataclass(frozen=True)
+class StepPair:
+    """Seconds of two whole PPO steps and of their phases, by the names of the metrics; `step_s` is the whole."""
+
+    with_plugin: dict[str, float]
+    without: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        return self.with_plugin[STEP_S] / self.without[STEP_S]
+
+
+def step_pairs(run: Run) -> list[StepPair]:
+    """The steps that were taken in turn with the plugin and without it; a pair that can't be read is left out."""
+    found = []
+    for entry in _entries(run, "steps"):
+        sides = [_seconds(entry.get(side)) for side in ("with", "without")]
+        if all(side.get(STEP_S) for side in sides):
+            found.append(StepPair(*sides))
+    return found
+
+
+def _seconds(side: object) -> dict[str, float]:
+    return {str(name): value for name, given in side.items() if (value := number(given)) is not None} if isinstance(side, dict) else {}
+
+
+def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
+    entries = run.section("comparison").get(kind)
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
+    ratios = [pair.ratio for pair in pairs]
+
+    def seconds(name: str, plugin: bool) -> float | None:
+        return _median([(pair.with_plugin if plugin else pair.without).get(name) for pair in pairs])
+
+    return {
+        "count": len(pairs),
+        "min": min(ratios, default=None),
+        "max": max(ratios, default=None),
+        "with_s": seconds(STEP_S, True),
+        "without_s": seconds(STEP_S, False),
+        "generate_with_s": seconds(m.GENERATE_S, True),
+        "generate_without_s": seconds(m.GENERATE_S, False),
+    }
 
 
 def _acceptance_lengths(run: Run, window: int) -> dict[str, float | int | None]:

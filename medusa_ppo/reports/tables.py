@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from medusa_ppo import metrics as m
@@ -14,10 +14,19 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.markdown import summary_rows
 from medusa_ppo.reports.records import Run, number
-from medusa_ppo.reports.summary import mean_acceptance_length
+from medusa_ppo.reports.summary import STEP_S, mean_acceptance_length, speed_pairs, step_pairs
 
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
 """More versions than these two together are cut in the middle, or the table would outweigh the page."""
+
+WORTH_PHASES = {
+    STEP_S: "a whole PPO step",
+    m.GENERATE_S: "of it generation",
+    m.SCORE_S: "scoring",
+    m.UPDATE_S: "update",
+    m.SYNC_S: "sync",
+}
+"""Seconds that stand side by side, with the plugin and without it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,25 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
         label = str(running) if running == 1 else f"{running} to {2 * running - 1}"
         total = sum(counts)
         rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], w.ratio(speedup[running])))
+    return rows
+
+
+def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What, with the plugin, without it, ratio, its range, pairs; empty for a run that was not compared after its last step."""
+    rows: list[tuple[str, ...]] = []
+    steps = step_pairs(run)
+    pairs, against = speed_pairs(run)
+    if against == "vllm":
+        speed, spread = summary["tokens_per_s"], summary["rollout_speedup_pairs"]
+        figures = (w.whole(speed["drafting"]), w.whole(speed["plain"]), w.ratio(summary["rollout_speedup"]))
+        rows.append(("rollouts, tokens/s", *figures, f"{w.ratio(spread['min'])} to {w.ratio(spread['max'])}", w.whole(len(pairs))))
+    for name, what in WORTH_PHASES.items():
+        both = [(pair.with_plugin[name], pair.without[name]) for pair in steps if name in pair.with_plugin and pair.without.get(name)]
+        if both:
+            ratios = [ours / plain for ours, plain in both]
+            seconds = (w.exact_seconds(median(ours for ours, _ in both)), w.exact_seconds(median(plain for _, plain in both)))
+            extremes = f"{w.ratio(min(ratios))} to {w.ratio(max(ratios))}"
+            rows.append((what, *seconds, w.ratio(median(ratios)), extremes, w.whole(len(both))))
     return rows
 
 

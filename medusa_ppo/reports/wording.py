@@ -64,6 +64,20 @@ def seconds(value: float | None) -> str:
     return f"{value / 3600:.1f} h"
 
 
+def exact_seconds(value: float | None) -> str:
+    """Seconds that stand beside others that are hardly different."""
+    return NONE if value is None else f"{value:.1f} s"
+
+
+def more_time(ratio: float) -> str:
+    """A ratio of times, as what it means for whoever waits."""
+    percent = round(100 * (ratio - 1))
+    return f"{abs(percent)} % {'less' if percent < 0 else 'more'} time" if percent else "the same time"
+
+
+AGAINST = {"vllm": "vLLM without speculation", "own": "the same engine without drafts", None: "the same without"}
+"""What rollouts with drafts were timed against."""
+
 FORMATS: dict[str, Callable[[float | None], str]] = {
     "length": length,
     "ratio": ratio,

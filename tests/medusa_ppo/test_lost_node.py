@@ -134,7 +134,6 @@ def test_a_run_loses_a_node_and_catches_up(
                 "checkpoint_every": 0,
                 "threads": 1,
             },
-            "report": {"speed_every": 0},
         }
     )
     progress = LosesANode(three_nodes)

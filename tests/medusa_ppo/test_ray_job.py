@@ -55,7 +55,6 @@ def command(chain_actor: Path, tmp_path: Path) -> Callable[[int], str]:
             "heads": {"num_heads": 2},
             "companion": {"batch_positions": 256},
             "ppo": {"steps": steps, "prompts_per_step": 4, "minibatch_size": 8, "micro_batch_size": 8, "threads": 1},
-            "report": {"speed_every": 0},
         }
         file = tmp_path / "job.yaml"
         file.write_text(yaml.safe_dump(config))

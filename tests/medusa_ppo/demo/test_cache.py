@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_ppo.demo.demo_actor import RECORD, PretrainStatus, Recipe, default_cache_dir, ensure_demo_actor, is_whole
+from medusa_ppo.demo.demo_actor import RECORD, PretrainStatus, Recipe, actor_note, default_cache_dir, ensure_demo_actor, is_whole
 from medusa_ppo.demo.task import demo_rows
 
 MICRO = Recipe(steps=3, batch_size=2, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, warmup_steps=1)
@@ -93,3 +94,13 @@ def test_the_cache_follows_the_users_environment(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_cache_dir() == tmp_path / "home" / ".cache" / "medusa-ppo" / "actors"
+
+
+def test_a_grown_actor_writes_what_the_small_one_writes_and_is_called_grown(tmp_path: Path) -> None:
+    small_folder = ensure_demo_actor(None, tmp_path, recipe=MICRO)
+    grown_folder = ensure_demo_actor(None, tmp_path, recipe=replace(MICRO, grown_to=96))
+    small, grown = (AutoModelForCausalLM.from_pretrained(folder) for folder in (small_folder, grown_folder))
+    assert grown.config.intermediate_size == 96 and small.config.intermediate_size == 64
+    ids_BT = torch.arange(40)[None]
+    torch.testing.assert_close(grown(ids_BT).logits, small(ids_BT).logits)
+    assert actor_note(small_folder) is None and "neurons that say nothing" in str(actor_note(grown_folder))

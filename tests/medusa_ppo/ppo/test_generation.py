@@ -9,7 +9,7 @@ from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.generation import SpeedPairs, num_drafts, sampling_of
 
 
-def config(every: int = 2, prompts: int = 0, drafts: int = -1) -> RunConfig:
+def config(every: int | None = 2, prompts: int = 0, drafts: int = -1) -> RunConfig:
     sampling = {"max_new_tokens": 3, "responses_per_prompt": 1}
     values = {"report": {"speed_every": every, "speed_prompts": prompts}, "engine": {"num_drafts": drafts}, "sampling": sampling}
     return build_config(values)
@@ -43,7 +43,7 @@ def test_fewer_prompts_in_a_pair(engine):
     assert len(rollouts.prompts) == 3 and engine.drafts == [0, 4, 4]
 
 
-@pytest.mark.parametrize("settings", [config(every=0), config(drafts=0)])
+@pytest.mark.parametrize("settings", [config(every=None), config(drafts=0)])
 def test_no_pairs_when_there_is_nothing_to_compare(engine, settings: RunConfig):
     pairs = SpeedPairs(engine, settings)
     assert not any(pairs.due(step) for step in range(20))

@@ -57,7 +57,7 @@ def settings(tmp_path: Path, **ppo) -> RunConfig:
         **ppo,
     }
     sampling = {"max_new_tokens": 3, "responses_per_prompt": 4}
-    return build_config({"name": "run", "out": str(tmp_path), "ppo": section, "sampling": sampling, "report": {"speed_every": 0}})
+    return build_config({"name": "run", "out": str(tmp_path), "ppo": section, "sampling": sampling})
 
 
 class Scene:

@@ -30,7 +30,7 @@ def even(prompt, response, row):
 """
 
 
-def settings(actor: Path, out: Path, steps: int) -> RunConfig:
+def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = None) -> RunConfig:
     return build_config(
         {
             "name": "run",
@@ -51,7 +51,7 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
                 "checkpoint_every": 2,
                 "threads": 1,
             },
-            "report": {"speed_every": 2, "speed_prompts": 4},
+            "report": {"speed_every": 2, "speed_prompts": 4, "compare_pairs": compare_pairs},
         }
     )
 
@@ -78,7 +78,7 @@ def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Pa
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     before, children = leftovers(), set(psutil.Process().children(recursive=True))
-    config, progress = settings(chain_actor, tmp_path, steps=6), Phases()
+    config, progress = settings(chain_actor, tmp_path, steps=6, compare_pairs=1), Phases()
 
     summary = run_ppo(config, progress)
 
@@ -91,7 +91,9 @@ def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Pa
     assert steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
     assert [names.PAIR_SPEEDUP in s for s in steps] == [False, True] * 3
     assert steps[-1][names.COMPANION_TRAINED_TOKENS] > 1000 and summary["companion"]["versions_published"] >= 1
-    assert {"start vLLM", "generate", "score", "update", "sync", "save", "write the report"} <= set(progress.seen)
+    assert {"start vLLM", "generate", "score", "update", "sync", "save", "compare", "write the report"} <= set(progress.seen)
+    assert summary["rollout_speedup_pairs"]["against"] == "vllm" and summary["rollout_speedup_pairs"]["count"] == 1
+    assert summary["step_pairs"]["count"] == 1 and summary["step_ratio"] > 0
     for name in ("summary.json", "report.md", "report.html", "checkpoint/state.json"):
         assert (config.run_dir / name).is_file()
     check_results(config, chain_actor)

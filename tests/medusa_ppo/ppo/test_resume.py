@@ -45,7 +45,6 @@ def settings(actor: Path, out: Path) -> dict[str, Any]:
             "checkpoint_every": 3,
             "threads": 1,
         },
-        "report": {"speed_every": 0},
     }
 
 

@@ -40,6 +40,7 @@ CASES: dict[str, Run] = {
     "swap_alarm": make(drafted(1.5, swap_alarms=0), drafted(1.5, swap_alarms=1), drafted(1.5, swap_alarms=1)),
     "restarts": make({"engine_restarts": 0, "companion_restarts": 0}, {"engine_restarts": 0, "companion_restarts": 2}),
     "drafting_did_not_pay": make({"pair_speedup": 0.9}),
+    "plugin_did_not_pay": make({}, comparison={"steps": [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]}),
     "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
     "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),
     "companion_stopped": make(*[{"companion_trained_tokens": min(step, 3) * 100} for step in range(12)]),

@@ -8,6 +8,7 @@ import platform
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -224,3 +225,17 @@ def test_the_schedule_stands_with_its_reasons(runs: Path) -> None:
     steps = tuple({key: value for key, value in step.items() if "passes" not in key and "reason" not in key} for step in run.steps)
     old = Run(run.path, steps, run.meta)
     assert 'id="schedule"' not in page_of(old), "a run of an earlier release"
+
+
+def test_what_the_plugin_is_worth_stands_on_the_page_with_and_without(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    assert 'id="worth"' not in page_of(run)
+    comparison = {
+        "rollouts": [{"pair_speedup": 1.3, "pair_drafting_tokens_per_s": 650.0, "pair_plain_tokens_per_s": 500.0}],
+        "steps": [{"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}}],
+    }
+    text = page_of(replace(run, meta={**run.meta, "comparison": comparison, "actor_note": "an actor of paper"}))
+    parsed(text)
+    assert '<tr><th scope="row">a whole PPO step</th><td>11.0 s</td><td>10.0 s</td><td>\N{MULTIPLICATION SIGN}1.10</td>' in text
+    assert "<td>650</td><td>500</td>" in text and "Time of a whole PPO step" in text and "10 % more time" in text
+    assert text.count("Measured on an actor of paper.") == 2, "beside the verdict and beside the table"

@@ -30,9 +30,25 @@ def test_the_verdict_says_only_what_was_measured(runs: Path, name: str, sentence
 def test_the_verdict_does_not_praise_what_did_not_pay() -> None:
     run = Run(Path("r"), ({"step": 0, "pair_speedup": 0.8, "replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},))
     assert verdict(build_summary(run)) == (
-        "Drafting slowed generation down to 0.80 of its speed and the heads trained along the way give "
+        "Drafts slowed generation down to 0.80 of the same engine without drafts and the heads trained along the way give "
         "0.20 tokens fewer per engine step than frozen ones."
     )
+
+
+def test_a_loop_that_is_slower_with_the_plugin_is_called_that() -> None:
+    comparison = {
+        "rollouts": [{"pair_speedup": 1.3}],
+        "steps": [{"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}}],
+    }
+    run = Run(Path("r"), ({"step": 0},), {"comparison": comparison, "actor_note": "an actor of paper"})
+    summary = build_summary(run)
+    assert verdict(summary) == (
+        "Drafts made generation 1.30 times as fast as vLLM without speculation and a whole PPO step took 11.0 s with the plugin and "
+        "10.0 s without it (10 % more time). Measured on an actor of paper."
+    )
+    text = render_markdown(run, summary)
+    assert "11.0 s / 10.0 s: 10 % more time" in text and "The loop as a whole is slower with the plugin than without it" in text
+    assert [wording.more_time(ratio) for ratio in (0.9, 1.001, 1.25)] == ["10 % less time", "the same time", "25 % more time"]
 
 
 def test_names_can_not_break_the_table() -> None:

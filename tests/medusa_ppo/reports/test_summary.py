@@ -107,6 +107,31 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
     assert summary["versions"] == {"torch": "2.13.0"}
 
 
+COMPARISON = {
+    "rollouts": [{"pair_speedup": 1.2, "pair_drafting_tokens_per_s": 120.0, "pair_plain_tokens_per_s": 100.0}, {"pair_speedup": None}],
+    "steps": [
+        {"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}},
+        {"with": {"step_s": 12.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}},
+        {"with": {"step_s": 12.0}, "without": "torn"},
+    ],
+}
+
+
+def test_a_comparison_after_the_last_step_goes_before_pairs_within_the_run() -> None:
+    assert build_summary(HAND)["rollout_speedup_pairs"]["against"] == "own" and build_summary(HAND)["step_ratio"] is None
+    summary = build_summary(Run(HAND.path, HAND.steps, {"comparison": COMPARISON, "actor_note": "an actor of paper"}))
+    assert summary["rollout_speedup"] == 1.2 and summary["rollout_speedup_pairs"]["against"] == "vllm"
+    assert summary["tokens_per_s"] == {"drafting": 120.0, "plain": 100.0, "rollouts": None}
+    assert summary["step_ratio"] == pytest.approx(1.15)
+    assert summary["step_pairs"] == {
+        "count": 2, "min": pytest.approx(1.1), "max": pytest.approx(1.2), "with_s": 11.5, "without_s": 10.0,
+        "generate_with_s": 3.0, "generate_without_s": 4.0,
+    }  # fmt: skip
+    assert summary["actor_note"] == "an actor of paper"
+    broken = Run(HAND.path, HAND.steps, {"comparison": {"rollouts": 7, "steps": {"with": 1}}})
+    assert build_summary(broken)["rollout_speedup"] == 1.5 and build_summary(broken)["step_pairs"]["count"] == 0
+
+
 def test_frozen_and_serving_are_taken_over_the_same_steps() -> None:
     lonely = make(
         *[{"replay_mal_serving": 5.0}] * 4, {"replay_mal_serving": 2.0, "replay_mal_frozen": 1.5}, *[{"replay_mal_frozen": 9.0}] * 3
@@ -139,7 +164,7 @@ def test_nothing_measured_is_null_everywhere() -> None:
     for run in (make(), make({}), make({"drafts": 0, "accepted": 0, "mal_serving": 1.0})):
         flat = flatten(build_summary(run))
         made_up = {key: value for key, value in flat.items() if value is not None}
-        counts = {"steps", "window_steps", "mean_acceptance_length.replay_steps", "rollout_speedup_pairs.count"}
+        counts = {"steps", "window_steps", "mean_acceptance_length.replay_steps", "rollout_speedup_pairs.count", "step_pairs.count"}
         assert set(made_up) <= {"name", "status", "versions", "extras", *counts}
 
 

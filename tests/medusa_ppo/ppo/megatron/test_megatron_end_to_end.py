@@ -50,7 +50,6 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
                 "checkpoint_every": 0,
                 "threads": 1,
             },
-            "report": {"speed_every": 0},
         }
     )
 

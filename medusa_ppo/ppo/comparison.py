@@ -1,0 +1,140 @@
+"""What the plugin is worth: after a run's last step, rollouts and whole PPO steps with it and without it, in turn.
+
+"Without" is what a user would have without us: the same loop without the plugin, and an engine of its own, without speculation, compiled,
+at vLLM's defaults otherwise. It is started for the comparison and closed after it. Two things are timed on the same prompts:
+
+- rollouts: both engines with the same actor, nothing else running (the companion has caught up);
+- PPO steps: in the steps with the plugin the companion trains beside the loop as in any other step, on the batch of the step before
+  while responses are generated. So where the step before had no plugin, one that is not timed comes first; and before a step
+  without the plugin the companion ends its work, in time that nobody counts.
+
+The steps are real ones, and the policy goes on learning in all of them; what they learn is thrown away with the run's process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig
+from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.ppo.generation import sampling_of
+from medusa_ppo.ppo.learner import PPOLearner
+from medusa_ppo.ppo.prompts import PromptStream
+from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_state import RunPosition
+from medusa_ppo.ppo.session import Parts
+from medusa_ppo.reports.summary import STEP_S
+
+WARM_UP_PROMPTS = 4
+"""Prompts that each engine answers before anything is timed."""
+TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
+
+
+class Loop(Protocol):
+    """What is asked of a `PPOLoop`."""
+
+    position: RunPosition
+    prompts: PromptStream
+    learner: PPOLearner
+    engine: RolloutEngine
+    sync: ActorSync
+    plugin: MedusaPlugin | None
+
+    def step(self, step: int) -> dict[str, Any]: ...
+
+
+def compare(
+    config: RunConfig,
+    make_loop: Callable[[RunConfig, Parts, ProgressSink, RunPosition], Loop],
+    parts: Parts,
+    plain: Parts,
+    progress: ProgressSink,
+    position: RunPosition,
+) -> dict[str, Any]:
+    """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each; `plain` are the run's parts without the plugin."""
+    pairs = config.report.compare_pairs or 0
+    report = config.report.model_copy(update={"keep_rollouts": 0, "speed_every": None})  # These steps are no part of the run.
+    quiet = config.model_copy(update={"report": report})
+    loops = [make_loop(quiet, given, progress, position) for given in (parts, plain)]
+    comparison = Comparison(quiet, *loops)
+    return {"rollouts": comparison.rollouts(pairs), "steps": comparison.steps(pairs)}
+
+
+class Comparison:
+    """Takes turns between a run's own loop and the same without the plugin. The run's files are written before."""
+
+    def __init__(self, config: RunConfig, loop: Loop, plain: Loop) -> None:
+        """
+        Args:
+            loop: the run's own, at its end.
+            plain: the same learner, no plugin, an engine without speculation that has any weights of the same actor.
+        """
+        self._config = config
+        self._with, self._without = loop, plain
+        self._first, self._version = loop.position.next_step, loop.position.policy_version
+        self._busy = False  # The companion trains on the batch of a step before.
+
+    def rollouts(self, pairs: int) -> list[dict[str, float]]:
+        """Tokens/s of both engines on the same prompts; who is first changes from pair to pair."""
+        self._settle()
+        self._without.sync(self._without.learner.actor, self._version)
+        for loop in (self._with, self._without):
+            self._generate(loop, self._first, WARM_UP_PROMPTS)
+        found = []
+        for pair in range(pairs):
+            order = [self._with, self._without] if pair % 2 else [self._without, self._with]
+            rates = {loop is self._with: self._generate(loop, self._first + pair) for loop in order}
+            found.append(
+                {
+                    names.PAIR_DRAFTING_TOKENS_PER_S: rates[True],
+                    names.PAIR_PLAIN_TOKENS_PER_S: rates[False],
+                    names.PAIR_SPEEDUP: rates[True] / rates[False],
+                }
+            )
+        return found
+
+    def steps(self, pairs: int) -> list[dict[str, dict[str, float]]]:
+        """Seconds of whole steps, `with` and `without` the plugin, and of their phases; pairs in the order with, without, without, with."""
+        found = []
+        for pair in range(pairs):
+            order = [self._without, self._with] if pair % 2 else [self._with, self._without]
+            times = {loop is self._with: self._step(loop, self._first + pair) for loop in order}
+            found.append({"with": times[True], "without": times[False]})
+        return found
+
+    def _generate(self, loop: Loop, step: int, most: int | None = None) -> float:
+        prompts = loop.prompts.batch(step, self._config.ppo.prompts_per_step)[:most]
+        return loop.engine.generate([p.token_ids for p in prompts], sampling_of(self._config, step)).tokens_per_s
+
+    def _step(self, loop: Loop, step: int) -> dict[str, float]:
+        """One step, timed, from the state that it would find if all steps were of its kind."""
+        if loop is self._without:
+            self._settle()
+        if loop.engine.policy_version != self._version:
+            loop.sync(loop.learner.actor, self._version)
+        if loop is self._with and not self._busy:
+            self._take(loop, step)
+        began = time.perf_counter()
+        values = self._take(loop, step)
+        seconds = time.perf_counter() - began
+        return {STEP_S: seconds, **{name: float(values[name]) for name in TIMED}}
+
+    def _take(self, loop: Loop, step: int) -> dict[str, Any]:
+        loop.position = RunPosition(step, self._version)
+        values = loop.step(step)
+        self._version += 1
+        self._busy = loop is self._with
+        return values
+
+    def _settle(self) -> None:
+        """Let the companion end its work, and put what it published into its engine."""
+        plugin = self._with.plugin
+        assert plugin is not None, "nothing to compare without a plugin"
+        plugin.drain()
+        plugin.before_generation()
+        self._busy = False

@@ -1,0 +1,96 @@
+"""Who takes a step when, on which weights, and what is counted: the comparison with the same loop without the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from medusa_ppo import metrics as names
+from medusa_ppo.config import build_config
+from medusa_ppo.ppo.comparison import STEP_S, Comparison
+from medusa_ppo.ppo.prompts import Prompt, PromptStream
+from medusa_ppo.ppo.run_state import RunPosition
+
+STREAM = PromptStream([Prompt(str(i), (i,), {}) for i in range(64)], seed=0)
+
+
+class Plugin:
+    def __init__(self, diary: list[str]) -> None:
+        self._diary = diary
+
+    def drain(self) -> None:
+        self._diary.append("drain")
+
+    def before_generation(self) -> None:
+        self._diary.append("swap")
+
+
+class Engine:
+    """Answers at a rate that is known."""
+
+    def __init__(self, name: str, rate: float, diary: list[str]) -> None:
+        self.name, self.rate, self.diary, self.policy_version = name, rate, diary, 0
+
+    def generate(self, prompts: list[Any], sampling: Any) -> Any:
+        self.diary.append(f"{self.name} {len(prompts)}")
+        return SimpleNamespace(tokens_per_s=self.rate)
+
+
+@dataclass
+class Loop:
+    """Writes down what is asked of it, in a diary that both share."""
+
+    name: str
+    rate: float
+    diary: list[str]
+    plugin: Any = None
+    position: RunPosition = field(default_factory=lambda: RunPosition(14, 14))
+    prompts: PromptStream = STREAM
+    learner: Any = field(default_factory=lambda: SimpleNamespace(actor="actor"))
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.name, self.rate, self.diary)
+
+    def sync(self, actor: str, version: int) -> None:
+        self.engine.policy_version = version
+        self.diary.append(f"{self.name} gets {version}")
+
+    def step(self, step: int) -> dict[str, Any]:
+        version = self.position.policy_version
+        assert self.engine.policy_version == version, "the engine has the policy of this very step"
+        self.engine.policy_version = version + 1
+        self.diary.append(f"{self.name} step {step}")
+        return {names.GENERATE_S: 2.0, names.SCORE_S: 1.0, names.UPDATE_S: 3.0, names.SYNC_S: 0.1}
+
+
+@pytest.fixture
+def scene() -> tuple[Comparison, list[str]]:
+    diary: list[str] = []
+    ours, plain = Loop("ours", 150.0, diary, Plugin(diary)), Loop("plain", 100.0, diary)
+    ours.engine.policy_version = 14
+    return Comparison(build_config({"ppo": {"prompts_per_step": 6}}), ours, plain), diary
+
+
+def test_rollouts_are_timed_in_turn_after_a_warm_up_and_with_nothing_beside(scene: tuple[Comparison, list[str]]) -> None:
+    comparison, diary = scene
+    pairs = comparison.rollouts(2)
+    assert diary == ["drain", "swap", "plain gets 14", "ours 4", "plain 4", "plain 6", "ours 6", "ours 6", "plain 6"]
+    assert [pair[names.PAIR_SPEEDUP] for pair in pairs] == [1.5, 1.5] and pairs[0][names.PAIR_PLAIN_TOKENS_PER_S] == 100.0
+
+
+def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(scene: tuple[Comparison, list[str]]) -> None:
+    comparison, diary = scene
+    pairs = comparison.steps(3)
+    assert diary == [
+        "ours step 14", "ours step 14",  # The first is not timed: the companion has nothing to do in it.
+        "drain", "swap", "plain gets 16", "plain step 14",
+        "drain", "swap", "plain step 15",
+        "ours gets 18", "ours step 15", "ours step 15",
+        "ours step 16",  # The companion is busy already.
+        "drain", "swap", "plain gets 21", "plain step 16",
+    ]  # fmt: skip
+    assert len(pairs) == 3 and all(set(pair) == {"with", "without"} for pair in pairs)
+    assert pairs[0]["with"][names.UPDATE_S] == 3.0 and 0 < pairs[0]["without"][STEP_S] < 1.0, "the whole step by our own clock"
