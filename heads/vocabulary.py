@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
+GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
+
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
     """Logits (already divided by the temperature) with -inf for what top-k (0: off), then top-p (1: off), leave out.
@@ -31,8 +34,12 @@ class Vocabulary:
     """The operations of losses and drafting that need every token. The arithmetic around them is the same wherever the tokens are."""
 
     def width(self, held: int) -> int:
-        """Most tokens that any process holds, when this one holds `held`: chunks are sized by it, so that all have as many."""
+        """Most tokens that any process holds, when this one holds `held`."""
         return held
+
+    def chunk_rows(self, table_VD: torch.Tensor) -> int:
+        """Rows whose logits are computed at once with this process's lm_head; as many in all processes."""
+        return max(1, (GPU_CHUNK if table_VD.device.type == "cuda" else CPU_CHUNK) // self.width(table_VD.shape[0]))
 
     def look_up(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         """Rows of a table of tokens, `ND`."""
@@ -72,7 +79,7 @@ class Vocabulary:
         return draw(self.log_softmax(logits_CV).exp(), uniform_C)
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-        """As `heads.truncation.truncate_logits`."""
+        """As `truncate_logits`."""
         return truncate_logits(logits_CV, top_k, top_p)
 
     def sum_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -97,7 +97,7 @@ class Case:
             self.targets_NK,
             self.mask_NK,
             config,
-            logprobs_NK=self.logprobs_NK if config.needs_logprobs else None,
+            logprobs_NK=self.logprobs_NK if config.tv else None,
             teacher=teacher,
             temperature=0.8,
             chunk_rows=chunk_rows,
