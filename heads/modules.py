@@ -150,7 +150,7 @@ class MedusaHeads(nn.Module):
     def init_own_lm_heads(self, lm_head_VD: torch.Tensor) -> None:
         """Copy the actor's lm_head into every own one. ConfigError when the heads share it instead."""
         own_KVD = self._own_lm_heads()
-        self._check_table(lm_head_VD, "lm_head")
+        self.check_table(lm_head_VD, "lm_head")
         own_KVD.copy_(lm_head_VD.expand_as(own_KVD))
 
     def own_lm_head(self, k: int) -> torch.Tensor:
@@ -290,7 +290,8 @@ class MedusaHeads(nn.Module):
             )
         return hidden.reshape(-1, width).to(self.dtype)
 
-    def _check_table(self, table_VD: torch.Tensor, name: str) -> None:
+    def check_table(self, table_VD: torch.Tensor, name: str) -> None:
+        """ConfigError when a table of the actor's is not of the size that the heads were made for."""
         expected = (self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
             raise ConfigError(
@@ -303,7 +304,7 @@ class MedusaHeads(nn.Module):
     def _checked_table(self, table_VD: torch.Tensor | None, name: str, why: str) -> torch.Tensor:
         if table_VD is None:
             raise ConfigError(why, given=f"no {name}", expected=f"the actor's {name}", do=f"Pass the actor's {name}.")
-        self._check_table(table_VD, name)
+        self.check_table(table_VD, name)
         return table_VD.detach()
 
     def _checked_condition(self, hidden: torch.Tensor, condition: torch.Tensor | None) -> torch.Tensor:
