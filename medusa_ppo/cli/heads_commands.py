@@ -111,7 +111,7 @@ def train(
 
     options = TrainOptions(**given)
     if dry_run:
-        from medusa_ppo.standalone.train_plan import plan_training
+        from medusa_ppo.standalone.train import plan_training
 
         for name, value in plan_training(options):
             console.print(f"{name:<28}{value}", highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ from medusa_ppo.data import require_column
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
-from medusa_ppo.standalone.scene import Setting, engine_config, on_device, read_setting, running_engine, training_device
+from medusa_ppo.standalone.scene import Scene, engine_config, on_device, read_scene, running_engine, training_device
 from medusa_ppo.types import Rollouts, Sampling
 
 BOOTSTRAP_GROUPS = 16
@@ -93,8 +93,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
     folders = [options.heads, *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
-    setting = _read(options)
-    groups = _groups(options, setting)
+    scene = _read(options)
+    groups = _groups(options, scene)
     if options.engine == "replay":
         rollouts = _generate(options, groups, "", progress)
         measured = _replayed(options, heads, groups, rollouts, progress)
@@ -109,42 +109,32 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
     several = {"temperatures": rows} if options.temperatures else {}
     headline = {key: value for key, value in rows[0].items() if key != "temperature"}
-    return {**headline, **several, "prompts": len(setting.prompts), "settings": {**settings, "temperature": rows[0]["temperature"]}}
+    return {**headline, **several, "prompts": len(scene.prompts), "settings": {**settings, "temperature": rows[0]["temperature"]}}
 
 
-def _read(options: EvalOptions) -> Setting:
-    setting = read_setting(
-        options.model,
-        options.data,
-        options.template,
-        options.max_new_tokens,
-        options.limit,
-        column=options.column,
-        respond=True,
-    )
+def _read(options: EvalOptions) -> Scene:
+    ways: Any = {"column": options.column, "respond": True}
+    scene = read_scene(options.model, options.data, options.template, options.max_new_tokens, options.limit, **ways)
     if options.category:
-        require_column(list(setting.rows), options.category)
-    return setting
+        require_column(list(scene.rows), options.category)
+    return scene
 
 
-def _groups(options: EvalOptions, setting: Setting) -> list[Group]:
+def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
     """The prompts in the calls that an engine is to make. It counts for a whole call: small groups, of one category each."""
-    rows = list(setting.rows)
+    rows = list(scene.rows)
     by_category: dict[str, list[tuple[int, ...]]] = {}
-    for prompt, row in zip(setting.prompts, setting.kept, strict=True):
+    for prompt, row in zip(scene.prompts, scene.kept, strict=True):
         by_category.setdefault(str(rows[row][options.category]) if options.category else "", []).append(prompt)
     if len(by_category) > MAX_CATEGORIES:
-        raise DataError(
-            "The column has too many values to be a category.",
-            given=f"{options.category}: {len(by_category)} values",
-            expected=f"at most {MAX_CATEGORIES}",
-            do="Name another --category.",
-        )
+        given, expected = f"{options.category}: {len(by_category)} values", f"at most {MAX_CATEGORIES}"
+        problem = "The column has too many values to be a category."
+        raise DataError(problem, given=given, expected=expected, do="Name another --category.")
     groups = []
     for category, prompts in by_category.items():
         size = PROMPTS_PER_ROUND
         if options.engine == "vllm":
-            size = min(size, -(-len(setting.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS))
+            size = min(size, -(-len(scene.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS))
         groups += [Group(category, prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return groups
 
