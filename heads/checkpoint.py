@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -33,10 +33,7 @@ from heads.tensorfile import (
     read_header,
     read_regular,
     read_tensors,
-    require_finite,
     save_state,
-    sync_file,
-    write_tensors,
 )
 
 __all__ = [
@@ -107,20 +104,30 @@ def save_heads(
         version: heads version.
     """
     state = heads.trainable_state()
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    tensors = dict(state)
     lm_head_checksum = ""
     if lm_head_VD is not None and heads.config.lm_head == "shared":
         heads.check_table(lm_head_VD, "lm_head")
-        tensors[LM_HEAD_KEY] = lm_head_VD.detach().to("cpu", heads.dtype).contiguous()
+        tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
         lm_head_checksum = checksum({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
     own = HeadsMetadata(version, checksum(state), str(heads.dtype).removeprefix("torch."), lm_head_checksum, dict(metadata or {}))
     section = {"format_version": FORMAT_VERSION, "heads": heads.config.to_dict(), **dataclasses.asdict(own)}
     config = {**stock_config(heads.config), OWN_SECTION: section}
-    require_finite(tensors, "the heads to save")
     with new_directory(path) as temporary:
-        (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        sync_file(temporary / CONFIG_NAME)
-        write_tensors(temporary / WEIGHTS_NAME, tensors)
+        write_json(temporary / CONFIG_NAME, config)
+        save_state(temporary / WEIGHTS_NAME, tensors)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write and flush to the disk; no NaN or infinity."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        sync(file)
+
+
+def sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextmanager

@@ -117,22 +117,6 @@ class Teacher(NamedTuple):
         return vocabulary.log_softmax(vocabulary.truncate(logits_CV, self.top_k, self.top_p))
 
 
-def head_cross_entropy(
-    features_NKD: torch.Tensor,
-    lm_head: torch.Tensor,
-    targets_NK: torch.Tensor,
-    mask_NK: torch.Tensor,
-    chunk_rows: int | None = None,
-) -> torch.Tensor:
-    """Mean cross-entropy of each head, float32 `K`, in chunks. `lm_head` is the actor's `VD` (frozen) or own ones `KVD`."""
-    return head_loss(FactoredLogits(features_NKD, lm_head), targets_NK, mask_NK, LossConfig(), chunk_rows=chunk_rows)
-
-
-def reference_head_cross_entropy(logits_NKV: torch.Tensor, targets_NK: torch.Tensor, mask_NK: torch.Tensor) -> torch.Tensor:
-    """The same, plainly, from full logits."""
-    return reference_head_loss(logits_NKV, targets_NK, mask_NK, LossConfig())
-
-
 def head_loss(
     factored: FactoredLogits,
     targets_NK: torch.Tensor,

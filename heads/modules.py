@@ -81,12 +81,10 @@ class DraftState:
     Attributes:
         base_BKD: for kinds medusa and markov the finished features of all heads; for hydra h_t in slot 0 (`[B, 1, D]`).
         inputs: hydra only: n(h_t) and the normalised embeddings of the tokens so far, each `[B, D]`.
-        step: heads already asked.
     """
 
     base_BKD: torch.Tensor
     inputs: list[torch.Tensor] = field(default_factory=list)
-    step: int = 0
 
 
 def rms_normalise(values: torch.Tensor) -> torch.Tensor:
@@ -227,34 +225,13 @@ class MedusaHeads(nn.Module):
         base_BD = self._checked_hidden(hidden_BD)
         return DraftState(base_BD.unsqueeze(1), [rms_normalise(base_BD)])
 
-    def draft_step(
-        self,
-        state: DraftState,
-        last_ids_B: torch.Tensor,
-        lm_head_VD: torch.Tensor | None = None,
-        *,
-        embedding_VD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits of the next draft position, float32 `BV`. The first call asks head 1, the next head 2, and so on.
+    def draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
+        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each.
 
         Args:
-            state: from `start_draft`; moved on by one head.
-            last_ids_B: int64, the token before the one to draft: x_{t+1} for head 1 (the token that was really sampled),
-                then the draft of the head before.
-            lm_head_VD, embedding_VD: as in `forward`.
+            last_ids_B: int64, the token before the one to draft: x_{t+1} for head 1 (the token that was really sampled), then the draft
+                of the head before.
         """
-        k = state.step
-        if k >= self.config.num_heads:
-            raise ConfigError("More drafts than heads.", given=k + 1, expected=f"<= {self.config.num_heads}", do="Draft fewer tokens.")
-        weight = self._output_weight(lm_head_VD)
-        features_B1D, bias = self.draft_features(state, k, last_ids_B, embedding_VD).unsqueeze(1), []
-        if self.config.kind == "markov":
-            bias = [self.vocabulary.look_up(last_ids_B, self.markov_in[k]).unsqueeze(1), self.markov_out[k : k + 1]]
-        state.step = k + 1
-        return head_logits(FactoredLogits(features_B1D, weight if weight.dim() == 2 else weight[k], *bias), 0, slice(None))
-
-    def draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
         if self.config.kind != "hydra":
             return state.base_BKD[:, k]
         state.inputs.append(self._embed(last_ids_B, self._checked_embedding(embedding_VD)))

@@ -13,7 +13,7 @@ and once per backward pass the gradient of the features, D numbers. The losses a
     loss_K.sum().backward()
     heads.clip_gradients(1.0)
 
-Logits that `forward`, `draft_step` and `multiply_out` return are this rank's columns; autograd through them gives a part of a gradient.
+Logits that `forward` and `multiply_out` return are this rank's columns; autograd through them gives a part of a gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from heads.checkpoint import HeadsMetadata, load_heads
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.vocabulary import Vocabulary, draw
+from heads.vocabulary import Vocabulary
 
 SHARDED_KEYS = ("lm_heads.", "markov.")  # File keys of tensors with one row per token.
 SHARDED_PARAMETERS = ("lm_heads", "markov_")
@@ -101,16 +101,6 @@ class ShardedVocabulary(Vocabulary):
         best = logits_CV.max(-1)
         highest_C = self._reduce(best.values.clone(), dist.ReduceOp.MAX)
         return self._reduce(torch.where(best.values == highest_C, best.indices + self.first, self.size), dist.ReduceOp.MIN)
-
-    def sample(self, logits_CV: torch.Tensor, uniform_C: torch.Tensor) -> torch.Tensor:
-        mass_CV = self.log_softmax(logits_CV).exp()
-        masses_WC = self._gather(mass_CV.double().sum(-1))
-        ends_WC = masses_WC.cumsum(0)
-        whose_C = (ends_WC <= uniform_C.double()).sum(0)
-        last_C = torch.where(masses_WC > 0, torch.arange(self.ranks, device=masses_WC.device).unsqueeze(1), 0).amax(0)
-        mine_C = torch.minimum(whose_C, last_C) == self.rank
-        ids_C = draw(mass_CV, uniform_C.double() - (ends_WC - masses_WC)[self.rank]) + self.first
-        return self._reduce(torch.where(mine_C, ids_C, 0))
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         """Ties with the last token that is kept are kept (the whole vocabulary's top-p keeps some of them)."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from heads.errors import CheckpointError
 
@@ -32,12 +31,6 @@ STATE_DTYPES = {**FLOAT_DTYPES, "F64": torch.float64, "I64": torch.int64, "I32":
 CODES = {dtype: code for code, dtype in STATE_DTYPES.items()}
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to `path` and flush them to the disk; not atomic by itself."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    sync_file(path)
 
 
 def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -143,11 +136,6 @@ def crc(state: Mapping[str, torch.Tensor]) -> int:
     for name in sorted(state):
         value = zlib.crc32(_bytes(state[name]), value)
     return value
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb") as handle:
-        os.fsync(handle.fileno())
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:

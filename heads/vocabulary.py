@@ -31,7 +31,7 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
 
 
 class Vocabulary:
-    """The operations of losses and drafting that need every token. The arithmetic around them is the same wherever the tokens are."""
+    """The operations of losses and replay that need every token. The arithmetic around them is the same wherever the tokens are."""
 
     def width(self, held: int) -> int:
         """Most tokens that any process holds, when this one holds `held`."""
@@ -69,15 +69,6 @@ class Vocabulary:
         """The likeliest token of each row, int64 `C`; the smallest id among equals."""
         return logits_CV.argmax(-1)
 
-    def sample(self, logits_CV: torch.Tensor, uniform_C: torch.Tensor) -> torch.Tensor:
-        """Tokens drawn from softmax(logits), int64 `C`: the first one whose cumulative probability exceeds the row's uniform number.
-
-        Args:
-            logits_CV: already divided by the temperature; -inf for what is cut.
-            uniform_C: numbers in [0, 1); the same on every rank.
-        """
-        return draw(self.log_softmax(logits_CV).exp(), uniform_C)
-
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         """As `truncate_logits`."""
         return truncate_logits(logits_CV, top_k, top_p)
@@ -88,12 +79,3 @@ class Vocabulary:
 
 
 WHOLE = Vocabulary()
-
-
-def draw(mass_CV: torch.Tensor, below_C: torch.Tensor) -> torch.Tensor:
-    """First token whose cumulative mass exceeds `below_C`; where rounding leaves none, the last token with any mass."""
-    cumulative_CV = mass_CV.double().cumsum(-1)
-    first_C = (cumulative_CV <= below_C.double().unsqueeze(1)).sum(-1)
-    positions_V = torch.arange(mass_CV.shape[-1], device=mass_CV.device)
-    last_C = torch.where(mass_CV > 0, positions_V, 0).amax(-1)
-    return torch.minimum(first_C, last_C)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,19 +10,19 @@ from typing import Any
 
 import torch
 
-from heads.checkpoint import OWN_SECTION, load_heads, load_lm_head, new_directory, save_heads, stock_config
+from heads.checkpoint import OWN_SECTION, load_heads, load_lm_head, new_directory, save_heads, stock_config, sync, write_json
 from heads.errors import ConfigError, ModelError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.tensorfile import file_inside, read_header, sync_file, write_tensors
+from heads.tensorfile import file_inside, read_header, save_state
 from medusa_ppo.exchange.foreign import (
     CLAIMS,
     FULL_MODELS,
     NUMBERED_CLAIMS,
     FoundHeads,
+    base_lm_head,
     base_model_of,
     is_output_table,
-    lm_head_name,
     model_files,
     open_files,
     read_config,
@@ -59,19 +58,12 @@ def open_base_model(name: str) -> BaseModel:
     config = read_config(folder)
     if not config:
         raise ModelError("The model folder has no config.json.", given=name, expected="a transformers model folder", do="Correct --model.")
-    tables = open_files(model_files(folder), is_output_table)
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    key = lm_head_name(tables.header, tied)
-    if key is None:
-        raise ModelError(
-            "The model's lm_head was not found.",
-            given=f"{name}: no lm_head.weight" + (" and no embedding table" if tied else ""),
-            expected="a causal LM written by save_pretrained",
-            do="Load the model with transformers and save it again.",
-        )
-    return BaseModel(folder, name, config, tables.read([key])[key])
+    lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
+    if lm_head_VD is None:
+        given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
+        do = "Load the model with transformers and save it again."
+        raise ModelError("The model's lm_head was not found.", given=given, expected="a causal LM written by save_pretrained", do=do)
+    return BaseModel(folder, name, config, lm_head_VD)
 
 
 def write_full_model(
@@ -100,16 +92,11 @@ def write_full_model(
     if set(weight_map) & set(tensors):
         do = "Give the model without heads."
         raise ModelError("The model has heads already.", given=base.name, expected="the base model alone", do=do)
-    write_tensors(out / names[-1], tensors)
+    save_state(out / names[-1], tensors)
     weight_map.update(dict.fromkeys(tensors, names[-1]))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    _write_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    _write_json(out / "config.json", {**base.config, **changes})
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    sync_file(path)
+    write_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    write_json(out / "config.json", {**base.config, **changes})
 
 
 @dataclass(frozen=True)
@@ -193,18 +180,19 @@ def _write(read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say:
     if to in FULL_MODELS.values() and base is not None:
         write_full_model(base, folder, tensors, _counts(config, to), say)
     elif to == "vllm":
-        write_tensors(folder / "model.safetensors", tensors)
-        _write_json(folder / "config.json", stock_config(config, biased=heads.biased))
+        save_state(folder / "model.safetensors", tensors)
+        write_json(folder / "config.json", stock_config(config, biased=heads.biased))
     else:
         if to == "fasterdecoding":
-            torch.save(tensors, folder / "medusa_lm_head.pt")
-            sync_file(folder / "medusa_lm_head.pt")
+            with (folder / "medusa_lm_head.pt").open("wb") as file:
+                torch.save(tensors, file)
+                sync(file)
         else:
-            write_tensors(folder / "medusa_lm_head.safetensors", tensors)
+            save_state(folder / "medusa_lm_head.safetensors", tensors)
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         known = {"base_model_name_or_path": read.base_model} if read.base_model else {}
         version = {"version": "2"} if to == "tgi-v2" else {}
-        _write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
+        write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
         if not known:
             notes.append("Write base_model_name_or_path into config.json: the format's loader asks for it, and the source doesn't say.")
     if not heads.biased and to != "vllm":

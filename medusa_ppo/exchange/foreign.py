@@ -76,17 +76,29 @@ def model_files(folder: Path) -> list[Path]:
     raise CheckpointError("The folder holds no weights.", given=str(folder), expected=expected, do="Check the path.")
 
 
-def lm_head_name(header: Header, tied: bool) -> str | None:
-    """The tensor that a causal LM's lm_head is read from: its own, or the embedding table where they are one; None when not found."""
-    names = sorted(name for name in header if name.endswith("lm_head.weight") and not name.startswith("medusa_head"))
-    if not names and tied:
-        names = sorted(name for name in header if name.endswith(EMBEDDINGS))
-    return min(names, key=len) if names else None
-
-
 def is_output_table(name: str) -> bool:
     """The name may be that of a causal LM's lm_head or embedding table."""
     return name.endswith(("lm_head.weight", *EMBEDDINGS))
+
+
+def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
+    """A causal LM's lm_head: its own, or the embedding table where the configuration says that they are one; None when not found."""
+    names = [name for name in files.header if name.endswith("lm_head.weight") and not name.startswith("medusa_head")]
+    if not names and config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings")):
+        names = [name for name in files.header if name.endswith(EMBEDDINGS)]
+    if not names:
+        return None
+    name = min(sorted(names), key=len)
+    dtype, shape = files.header[name]
+    if dtype not in FLOAT_DTYPES or len(shape) != 2:
+        given = f"{name} {shape} {dtype}"
+        raise CheckpointError("The lm_head is no table of numbers.", given=given, expected="[V, D]", do="Check the model.")
+    return files.read([name])[name]
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ def _read_model(folder: Path, config: Mapping[str, Any], lm_head_VD: torch.Tenso
     name = _full_format(files, config, folder)
     if name == "vllm":
         return _read_stock(files, config, lm_head_VD, str(folder))
-    lm_head_VD = _base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
+    lm_head_VD = base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
     heads = TensorFiles({key: entry for key, entry in files.header.items() if key.startswith(prefixes)}, files.places)
     return _read(name, heads, config, lm_head_VD, str(folder))
 
@@ -199,10 +211,8 @@ def _stock(config: Mapping[str, Any]) -> bool:
 
 def _claims(name: str, config: Mapping[str, Any]) -> Claims:
     """What the configuration says; sections of it count more than its top."""
-    sections = (config.get("medusa") if name == "modelopt" else None, config.get("text_config"))
-    values = dict(config)
-    for section in sections:
-        values |= section if isinstance(section, dict) else {}
+    section = config.get("medusa") if name == "modelopt" else None
+    values = {**config, **(section if isinstance(section, dict) else {}), **_text_config(config)}
     keys = (*CLAIMS.get(name, NUMBERED_CLAIMS), "vocab_size", "hidden_size")
     for key in keys:
         value = values.get(key)
@@ -212,17 +222,6 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
                 "The configuration of the heads is damaged.", given=given, expected=expected, do=f"Correct {CONFIG_NAME}."
             )
     return Claims(*map(values.get, keys))
-
-
-def _base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
-    name = lm_head_name(files.header, tied=bool(config.get("tie_word_embeddings")))
-    if name is None:
-        return None
-    dtype, shape = files.header[name]
-    if dtype not in FLOAT_DTYPES or len(shape) != 2:
-        given = f"{name} {shape} {dtype}"
-        raise CheckpointError("The lm_head is no table of numbers.", given=given, expected="[V, D]", do="Check the model.")
-    return files.read([name])[name]
 
 
 # ---- stock vLLM ------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.data import require_column
-from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.standalone.scene import Scene, engine_config, on_device, read_scene, running_engine, training_device
@@ -146,19 +146,16 @@ def _generate(options: EvalOptions, groups: Sequence[Group], heads: str, progres
     with running_engine(options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed) as engine:
         if heads and options.draft == "sampled":
             engine.set_drafting(sampled=True, draft_temperature=options.draft_temperature)
-        return [_at_temperature(options, engine, temperature, groups, progress) for temperature in options.every_temperature]
-
-
-def _at_temperature(
-    options: EvalOptions, engine: RolloutEngine, temperature: float, groups: Sequence[Group], progress: OfflineProgress
-) -> list[Rollouts]:
-    rounds = []
-    with progress.phase(f"Responses, temperature {temperature:g}", sum(len(group.prompts) for group in groups)) as advance:
-        for number, group in enumerate(groups):
-            sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens, seed=options.seed + number)
-            rounds.append(engine.generate(group.prompts, sampling))
-            advance(len(group.prompts), f"{rounds[-1].tokens_per_s:.0f} tokens/s")
-    return rounds
+        runs: list[list[Rollouts]] = []
+        for temperature in options.every_temperature:
+            sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
+            runs.append([])
+            with progress.phase(f"Responses, temperature {temperature:g}", len(prompts)) as advance:
+                for number, group in enumerate(groups):
+                    rollouts = engine.generate(group.prompts, replace(sampling, seed=options.seed + number))
+                    runs[-1].append(rollouts)
+                    advance(len(group.prompts), f"{rollouts.tokens_per_s:.0f} tokens/s")
+        return runs
 
 
 def _replayed(
@@ -191,10 +188,9 @@ def _replayed(
 
 def _counted(groups: Sequence[Group], rounds: Sequence[Rollouts]) -> Measured:
     """vLLM's counters; the units are the calls, which are groups of prompts."""
-    width = max(len(r.counters.accepted_per_position) for r in rounds)
-    accepted = [[*r.counters.accepted_per_position, *[0] * (width - len(r.counters.accepted_per_position))] for r in rounds]
-    drafts = torch.tensor([float(r.counters.drafts) for r in rounds], dtype=torch.float64)
-    result = ReplayResult(drafts, torch.tensor(accepted, dtype=torch.float64), torch.zeros_like(drafts))
+    accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
+    drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
+    result = ReplayResult(drafts, torch.tensor(accepted, dtype=torch.float64).reshape(-1, len(rounds)).T, torch.zeros_like(drafts))
     return Measured(result, [group.category for group in groups])
 
 
@@ -204,8 +200,7 @@ def _by_category(options: EvalOptions, found: Sequence[Measured]) -> dict[str, A
     rows = []
     for category in sorted(set(found[0].categories)):
         chosen = torch.tensor([own == category for own in found[0].categories])
-        some = [Measured(one.result.select(chosen), [category]) for one in found]
-        rows.append({"category": category, **_figures(some)})
+        rows.append({"category": category, **_figures([Measured(one.result.select(chosen), [category]) for one in found])})
     return {"categories": rows}
 
 

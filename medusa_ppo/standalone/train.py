@@ -167,10 +167,9 @@ def _read_log(path: Path, count: int) -> list[Line]:
     lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
     try:
         found = [json.loads(line) for line in lines]
+        problem = f"{path}: {len(found)} lines"
     except ValueError as error:
         found, problem = [], f"{path}: {error}"
-    else:
-        problem = f"{path}: {len(found)} lines"
     if len(found) != count:
         raise DataError("The log of the interrupted training is damaged.", given=problem, expected=f"{count} lines", do="Use --fresh.")
     return found
