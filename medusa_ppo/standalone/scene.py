@@ -62,9 +62,6 @@ def _cpu_flags() -> set[str]:
     return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
 
 
-Kind = Literal["prompts", "texts", "chat", "rollouts"]
-
-
 @dataclass(frozen=True)
 class Source:
     """Where tokens come from.
@@ -74,7 +71,7 @@ class Source:
         column: that holds them; empty with a template and for rollouts.
     """
 
-    kind: Kind
+    kind: Literal["prompts", "texts", "chat", "rollouts"]
     column: str = ""
 
 
