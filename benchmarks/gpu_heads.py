@@ -31,16 +31,17 @@ from typing import Any
 
 import torch
 
-from heads import linear_loss
 from heads.heads_config import HeadsConfig
-from heads.losses import LossConfig, head_loss
+from heads.losses import LossConfig, fused_cross_entropy, head_loss, liger_installed
 from heads.modules import FactoredLogits, MedusaHeads
+from heads.vocabulary import WHOLE
 
 logger = logging.getLogger("gpu_heads")
 
 FULL = {"hidden": 4096, "vocab": 128_000, "heads": 4, "rows": 4096, "matrix": 8192, "rounds": 10}
 SMALL = {"hidden": 32, "vocab": 512, "heads": 2, "rows": 64, "matrix": 128, "rounds": 2}
 LOSSES = ("ce", "ce_tv")
+CHUNKS, LIGER = "chunks", "liger"
 WARM_UP = 2
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     logger.info("%s; %s", record["hardware"], record["versions"])
     case = Case(options, device, dtype)
     for form in forms(options, device):
-        for loss in LOSSES if form == linear_loss.CHUNKS else LOSSES[:1]:
+        for loss in LOSSES if form == CHUNKS else LOSSES[:1]:
             result = measure(case, form, loss, options.rounds)
             record["results"].append(result)
             logger.info("%s", json.dumps(result))
@@ -91,12 +92,11 @@ class Case:
         self.optimizer.zero_grad(set_to_none=True)
 
     def loss(self, form: str, loss: str, factored: FactoredLogits) -> torch.Tensor:
-        if form == linear_loss.CHUNKS:
-            rows = self.chunk_rows or linear_loss.rows_of_a_chunk(self.device, self.config.vocab_size)
+        if form == CHUNKS:
+            rows = self.chunk_rows or WHOLE.chunk_rows(self.lm_head_VD)
             config = LossConfig.named(loss)
             return head_loss(factored, self.targets_NK, self.mask_NK, config, logprobs_NK=self.logprobs_NK, chunk_rows=rows)
-        rows = self.chunk_rows or linear_loss.rows_of_a_chunk(self.device, self.config.vocab_size)
-        return linear_loss.fused_cross_entropy(form, factored, self.targets_NK, self.mask_NK, 1.0, rows)
+        return fused_cross_entropy(factored, self.targets_NK, self.mask_NK)
 
     def product(self) -> None:
         torch.mm(self.left_MM, self.right_MM)
@@ -134,7 +134,7 @@ def measure(case: Case, form: str, loss: str, rounds: int) -> dict[str, Any]:
 
 def forms(options: argparse.Namespace, device: torch.device) -> list[str]:
     """Those that were asked for; Liger's only where it can run."""
-    able = {linear_loss.LIGER: device.type == "cuda" and linear_loss.liger_installed()}
+    able = {LIGER: device.type == "cuda" and liger_installed()}
     return [form for form in options.forms.split(",") if able.get(form, True)]
 
 
@@ -191,8 +191,8 @@ def parse() -> argparse.Namespace:
     for name, value in FULL.items():
         parser.add_argument(f"--{name}", type=int, help=f"default {value:,}")
     parser.add_argument("--layers", type=int, default=1, help="residual layers of a head")
-    parser.add_argument("--chunk-rows", type=int, default=0, help="rows of a chunk; 0: as in training")
-    parser.add_argument("--forms", default="chunks,torch,liger", help="who computes cross-entropy; liger only where it is installed")
+    parser.add_argument("--chunk-rows", type=int, default=0, help="rows of one of our chunks; 0: as in training")
+    parser.add_argument("--forms", default="chunks,liger", help="who computes cross-entropy; liger only where it is installed")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--small", action="store_true", help="tiny sizes")

@@ -22,13 +22,12 @@ Stops near the end of a response, as vLLM counts them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from heads.errors import DataError
-from heads.linear_loss import rows_of_a_chunk
 from heads.modules import MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
 
@@ -213,16 +212,10 @@ def draft_ids_for_rows(
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens."""
-    rows = chunk_rows or rows_of_a_chunk(heads.blocks[0].device, heads.vocabulary.width(heads.config.vocab_size))
-    chunks = []
-    for start in range(0, hidden_MD.shape[0], rows):
-        part = slice(start, start + rows)
-        condition_CK = None if condition_MK is None else condition_MK[part]
-        factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
-        chunks.append(
-            torch.stack([heads.vocabulary.argmax(head_logits(factored, k, slice(None))) for k in range(heads.config.num_heads)], dim=1)
-        )
-    return torch.cat(chunks) if chunks else torch.zeros(0, heads.config.num_heads, dtype=torch.int64)
+    out_MK = torch.zeros(hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device)
+    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, chunk_rows):
+        out_MK[part, k] = heads.vocabulary.argmax(logits_CV)
+    return out_MK
 
 
 @torch.no_grad()
@@ -247,19 +240,31 @@ def draft_logprobs_for_rows(
         temperatures: what head logits are divided by: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
     """
-    rows = chunk_rows or rows_of_a_chunk(heads.blocks[0].device, heads.vocabulary.width(heads.config.vocab_size))
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
+    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, chunk_rows):
+        for index, temperature in enumerate(temperatures):
+            cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
+            picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
+            out_QMK[index, part, k] = picked_C - heads.vocabulary.logsumexp(cut_CV).squeeze(1)
+    return out_QMK
+
+
+def _logits(
+    heads: MedusaHeads,
+    hidden_MD: torch.Tensor,
+    lm_head_VD: torch.Tensor | None,
+    condition_MK: torch.Tensor | None,
+    embedding_VD: torch.Tensor | None,
+    chunk_rows: int | None,
+) -> Iterator[tuple[slice, int, torch.Tensor]]:
+    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV."""
+    rows = chunk_rows or heads.vocabulary.chunk_rows(heads.own_lm_head(1) if lm_head_VD is None else lm_head_VD)
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
         factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
         for k in range(heads.config.num_heads):
-            logits_CV = head_logits(factored, k, slice(None))
-            for index, temperature in enumerate(temperatures):
-                cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
-                picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
-                out_QMK[index, part, k] = picked_C - heads.vocabulary.logsumexp(cut_CV).squeeze(1)
-    return out_QMK
+            yield part, k, head_logits(factored, k, slice(None))
 
 
 def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:

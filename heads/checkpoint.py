@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -33,10 +33,7 @@ from heads.tensorfile import (
     read_header,
     read_regular,
     read_tensors,
-    require_finite,
     save_state,
-    sync_file,
-    write_tensors,
 )
 
 __all__ = [
@@ -57,6 +54,7 @@ FORMAT_VERSION = 1
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
+DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
 
@@ -106,23 +104,30 @@ def save_heads(
         version: heads version.
     """
     state = heads.trainable_state()
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    tensors = dict(state)
     lm_head_checksum = ""
     if lm_head_VD is not None and heads.config.lm_head == "shared":
-        expected = (heads.config.vocab_size, heads.config.hidden_size)
-        if tuple(lm_head_VD.shape) != expected:
-            raise ConfigError(
-                "The lm_head does not fit the heads.", given=tuple(lm_head_VD.shape), expected=expected, do="Pass this actor's lm_head."
-            )
-        tensors[LM_HEAD_KEY] = lm_head_VD.detach().to("cpu", heads.dtype).contiguous()
+        heads.check_table(lm_head_VD, "lm_head")
+        tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
         lm_head_checksum = checksum({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
     own = HeadsMetadata(version, checksum(state), str(heads.dtype).removeprefix("torch."), lm_head_checksum, dict(metadata or {}))
-    config = _config_json(heads.config, own)
-    require_finite(tensors, "the heads to save")
+    section = {"format_version": FORMAT_VERSION, "heads": heads.config.to_dict(), **dataclasses.asdict(own)}
+    config = {**stock_config(heads.config), OWN_SECTION: section}
     with new_directory(path) as temporary:
-        (temporary / CONFIG_NAME).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        sync_file(temporary / CONFIG_NAME)
-        write_tensors(temporary / WEIGHTS_NAME, tensors)
+        write_json(temporary / CONFIG_NAME, config)
+        save_state(temporary / WEIGHTS_NAME, tensors)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write and flush to the disk; no NaN or infinity."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        sync(file)
+
+
+def sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextmanager
@@ -139,8 +144,11 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _config_json(config: HeadsConfig, own: HeadsMetadata) -> dict[str, Any]:
-    """config.json: stock vLLM's Medusa keys for kind medusa, a name that it refuses for the kinds that it can't run."""
+def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]:
+    """The keys that stock vLLM's Medusa reads, with names that it refuses for kinds that it can't run.
+
+    There is no other key with `num` in it: vLLM would take it for one of these.
+    """
     stock = config.kind == "medusa"
     return {
         "model_type": "medusa" if stock else "medusa_ppo",
@@ -151,8 +159,7 @@ def _config_json(config: HeadsConfig, own: HeadsMetadata) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "truncated_vocab_size": config.vocab_size,
         "original_lm_head": config.lm_head == "shared",
-        "medusa_fc_bias": False,
-        OWN_SECTION: {"format_version": FORMAT_VERSION, "heads": config.to_dict(), **dataclasses.asdict(own)},
+        "medusa_fc_bias": biased,
     }
 
 
@@ -184,100 +191,75 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
     Raises:
         CheckpointError: the directory is missing, damaged, of an unknown format, or of other sizes.
     """
-    path, config, metadata = _open(path)
+    weights, config, metadata = _open(path)
     for name, actor in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if actor is not None and getattr(config, name) != actor:
-            raise CheckpointError(
+            raise _damaged(
                 "The heads were made for another actor.",
-                given=f"{name} {getattr(config, name)} in {path}",
-                expected=f"{name} {actor}, the actor's",
-                do="Use heads that were trained for this actor, or train new ones.",
+                f"{name} {getattr(config, name)} in {path}",
+                f"{name} {actor}, the actor's",
+                "Use heads that were trained for this actor, or train new ones.",
             )
-    weights = file_inside(path, WEIGHTS_NAME)
-    _check_names_and_shapes(weights, config, metadata)
-    state = read_tensors(weights, list(config.tensor_shapes()))
-    _check_bytes(state, metadata.checksum, weights)
     heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
-    heads.load_trainable_state(state)
+    heads.load_trainable_state(_read_checked(weights, list(config.tensor_shapes()), metadata.checksum))
     return heads, metadata
 
 
 def load_lm_head(path: str | Path) -> torch.Tensor | None:
     """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the heads."""
-    path, config, metadata = _open(path)
-    weights = file_inside(path, WEIGHTS_NAME)
-    _check_names_and_shapes(weights, config, metadata)
-    if not metadata.has_lm_head:
-        return None
-    tensors = read_tensors(weights, [LM_HEAD_KEY])
-    _check_bytes(tensors, metadata.lm_head_checksum, weights)
-    return tensors[LM_HEAD_KEY]
+    weights, _, metadata = _open(path)
+    return _read_checked(weights, [LM_HEAD_KEY], metadata.lm_head_checksum)[LM_HEAD_KEY] if metadata.has_lm_head else None
 
 
 def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata]:
-    """Where the directory really stands, and its configuration."""
+    """Where the weights really are, and the configuration that their header agrees with."""
     path = Path(path).absolute()
     if not path.is_dir() and previous_of(path).is_dir():
         logger.warning("The writer of %s was cut short; reading the directory it was to replace.", path)
         path = previous_of(path)
     if not path.is_dir():
-        raise CheckpointError(
-            "There is no heads directory.",
-            given=str(path),
-            expected=f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
-            do="Check the path.",
-        )
-    return path, *_read_config(file_inside(path, CONFIG_NAME))
+        raise _damaged("There is no heads directory.", path, f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}", "Check the path.")
+    config, metadata = _read_config(file_inside(path, CONFIG_NAME))
+    weights = file_inside(path, WEIGHTS_NAME)
+    _check_names_and_shapes(weights, config, metadata)
+    return weights, config, metadata
 
 
-def _check_bytes(tensors: dict[str, torch.Tensor], expected: str, path: Path) -> None:
+def _read_checked(path: Path, names: list[str], expected: str) -> dict[str, torch.Tensor]:
+    tensors = read_tensors(path, names)
     given = checksum(tensors)
     if given != expected:
-        raise CheckpointError(
-            f"The bytes of {path} do not match their checksum.", given=given, expected=expected, do="Copy the directory again."
-        )
+        raise _damaged(f"The bytes of {path} do not match their checksum.", given, expected, "Copy the directory again.")
+    return tensors
 
 
 def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata]:
     raw = parse_json(read_regular(path, MAX_CONFIG_BYTES), path)
     section = raw.get(OWN_SECTION)
     if not isinstance(section, dict):
-        raise CheckpointError(
+        raise _damaged(
             "This is not a native heads directory.",
-            given=f"{path} without the key {OWN_SECTION}",
-            expected="heads/FORMAT.md",
-            do="Convert it with `medusa-ppo convert`.",
+            f"{path} without the key {OWN_SECTION}",
+            "heads/FORMAT.md",
+            "Convert it with `medusa-ppo convert`.",
         )
-    if section.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            "The heads directory has an unknown format version.",
-            given=section.get("format_version"),
-            expected=FORMAT_VERSION,
-            do="Update medusa-ppo, or save the heads again.",
-        )
+    version = section.get("format_version")
+    if version != FORMAT_VERSION:
+        do = "Update medusa-ppo, or save the heads again."
+        raise _damaged("The heads directory has an unknown format version.", version, FORMAT_VERSION, do)
     try:
         config = HeadsConfig.from_dict(section["heads"])
-        metadata = HeadsMetadata(
-            section["version"], section["checksum"], section["dtype"], section["lm_head_checksum"], section["metadata"]
-        )
+        metadata = HeadsMetadata(*(section[field.name] for field in dataclasses.fields(HeadsMetadata)))
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(
-            "The heads' configuration is damaged.", given=f"{path}: {error}", expected="heads/FORMAT.md", do="Save the heads again."
-        ) from error
+        raise _damaged(DAMAGED, f"{path}: {error}", "heads/FORMAT.md") from error
     _check_config(path, raw, config, metadata)
     return config, metadata
 
 
 def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata) -> None:
     """Bounds, types, and that the keys for vLLM say the same as our own."""
-    bounds = {
-        "num_heads": MAX_HEADS,
-        "num_layers": MAX_LAYERS,
-        "hidden_size": MAX_WIDTH,
-        "vocab_size": MAX_VOCAB,
-        "rank": MAX_WIDTH,
-        "mlp_ratio": 64,
-    }
+    sizes = {"num_heads": MAX_HEADS, "num_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
+    bounds = {**sizes, "rank": MAX_WIDTH, "mlp_ratio": 64}
     faults = [f"{name} {getattr(config, name)} > {bound}" for name, bound in bounds.items() if getattr(config, name) > bound]
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")
@@ -288,23 +270,15 @@ def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata
         faults.append(f"dtype {metadata.dtype!r}")
     if not isinstance(metadata.metadata, dict):
         faults.append(f"metadata {metadata.metadata!r}")
-    outside = {
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "original_lm_head": config.lm_head == "shared",
-        "medusa_fc_bias": False,
-        "model_type": "medusa" if config.kind == "medusa" else "medusa_ppo",
-    }
-    faults += [f"{key} {raw.get(key)!r} (own section: {value!r})" for key, value in outside.items() if raw.get(key) != value]
+    for key, value in stock_config(config).items():
+        if raw.get(key) != value and key not in ("architectures", "truncated_vocab_size"):
+            faults.append(f"{key} {raw.get(key)!r} (own section: {value!r})")
     if faults:
-        raise CheckpointError(
-            "The heads' configuration is damaged.",
-            given=f"{path}: {'; '.join(faults)}",
-            expected="heads/FORMAT.md",
-            do="Save the heads again.",
-        )
+        raise _damaged(DAMAGED, f"{path}: {'; '.join(faults)}", "heads/FORMAT.md")
+
+
+def _damaged(problem: str, given: object, expected: object, do: str = "Save the heads again.") -> CheckpointError:
+    return CheckpointError(problem, given=given, expected=expected, do=do)
 
 
 def _check_names_and_shapes(path: Path, config: HeadsConfig, metadata: HeadsMetadata) -> None:
@@ -314,18 +288,10 @@ def _check_names_and_shapes(path: Path, config: HeadsConfig, metadata: HeadsMeta
         shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
     missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
     if missing or unknown:
-        raise CheckpointError(
-            "The tensors in the file are not those of its configuration.",
-            given=f"{path}: missing {missing[:3]}, unknown {unknown[:3]}",
-            expected=f"{len(shapes)} tensors",
-            do="Save the heads again.",
-        )
+        given, expected = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}", f"{len(shapes)} tensors"
+        raise _damaged("The tensors in the file are not those of its configuration.", given, expected)
     for name, shape in shapes.items():
-        code, given = header[name]
-        if given != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != metadata.dtype:
-            raise CheckpointError(
-                "A tensor in the file has the wrong shape or dtype.",
-                given=f"{name} {given} {code}",
-                expected=f"{shape} {metadata.dtype}",
-                do="Save the heads again.",
-            )
+        code, found = header[name]
+        if found != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != metadata.dtype:
+            problem = "A tensor in the file has the wrong shape or dtype."
+            raise _damaged(problem, f"{name} {found} {code}", f"{shape} {metadata.dtype}")

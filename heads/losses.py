@@ -7,24 +7,27 @@ For every loss here the gradient of one row and head with respect to its logits 
 the head's softmax: cross-entropy (c = 1, target one-hot), total variation on on-policy tokens (c = q(y)/p(y) where q(y) < p(y),
 else 0), their mix, and KL to the actor's own distribution (c = 1, target p); exact total variation is alike. So the chunked
 form computes the gradient of a chunk in the forward pass, while the chunk's logits are still there, and never holds more than
-one chunk of them. Softmax, logarithms and sums are float32.
+one chunk of them. Softmax, logarithms and sums are float32. Plain cross-entropy on CUDA is computed by Liger's kernel (package
+liger_kernel) where it is installed: no copy of logits in float32.
 
 Each head has a loss of its own; callers add them up. The actor's lm_head never gets a gradient.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from heads import linear_loss
 from heads.errors import ConfigError
 from heads.modules import FactoredLogits, head_logits
 from heads.vocabulary import WHOLE, Vocabulary
 
+IGNORED = -100  # Target of a row that does not count, for Liger.
 WARM_UP_STEPS = 60  # Of a named loss without a part that pulls from afar.
 
 # (ce, tv, kl, exact_tv)
@@ -81,11 +84,6 @@ class LossConfig:
         """Whether the actor's own distribution is read."""
         return self.kl > 0 or self.exact_tv > 0
 
-    @property
-    def needs_logprobs(self) -> bool:
-        """Whether behaviour log-probs are read."""
-        return self.tv > 0
-
     @classmethod
     def named(cls, name: str, *, accept_until_fail: float | None = None) -> LossConfig:
         """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name them."""
@@ -119,22 +117,6 @@ class Teacher(NamedTuple):
         return vocabulary.log_softmax(vocabulary.truncate(logits_CV, self.top_k, self.top_p))
 
 
-def head_cross_entropy(
-    features_NKD: torch.Tensor,
-    lm_head: torch.Tensor,
-    targets_NK: torch.Tensor,
-    mask_NK: torch.Tensor,
-    chunk_rows: int | None = None,
-) -> torch.Tensor:
-    """Mean cross-entropy of each head, float32 `K`, in chunks. `lm_head` is the actor's `VD` (frozen) or own ones `KVD`."""
-    return head_loss(FactoredLogits(features_NKD, lm_head), targets_NK, mask_NK, LossConfig(), chunk_rows=chunk_rows)
-
-
-def reference_head_cross_entropy(logits_NKV: torch.Tensor, targets_NK: torch.Tensor, mask_NK: torch.Tensor) -> torch.Tensor:
-    """The same, plainly, from full logits."""
-    return reference_head_loss(logits_NKV, targets_NK, mask_NK, LossConfig())
-
-
 def head_loss(
     factored: FactoredLogits,
     targets_NK: torch.Tensor,
@@ -158,18 +140,49 @@ def head_loss(
         teacher: the actor's distribution; needed for KL and exact TV.
         temperature: sampling temperature of the rollouts. The heads' logits are divided by it, as the actor's are when it samples:
             heads trained at one temperature then fit the others too, and heads that start as lm_head start right.
-        chunk_rows: rows of one of our chunks; None: as many as `linear_loss.rows_of_a_chunk` says, or a library's fused form where
-            heads/linear_loss.py chooses one.
+        chunk_rows: rows of one of our chunks; None: as many as the vocabulary says, or Liger's kernel where it can do it.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
     _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
-    rows = chunk_rows or linear_loss.rows_of_a_chunk(factored.weight.device, vocabulary.width(factored.head_weight(0).shape[0]))
-    fusible = config.plain and chunk_rows is None and not mask_NK.is_floating_point()  # Libraries know no weights.
-    form = linear_loss.choose_form(factored, vocabulary) if fusible else linear_loss.CHUNKS
-    if form != linear_loss.CHUNKS:
-        return config.ce * linear_loss.fused_cross_entropy(form, factored, targets_NK, mask_NK, temperature, rows)
+    fusible = config.plain and chunk_rows is None and not mask_NK.is_floating_point()  # Liger knows no weights.
+    if fusible and liger_can(factored, vocabulary):
+        return config.ce * fused_cross_entropy(factored, targets_NK, mask_NK, temperature)
+    rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
     return _ChunkedLoss.apply(job, *factored)
+
+
+def liger_can(factored: FactoredLogits, vocabulary: Vocabulary) -> bool:
+    """Whether Liger's kernel is to compute these heads' plain cross-entropy: installed, on CUDA, no bias, one process's vocabulary."""
+    plain = factored.bias_NKr is None and type(vocabulary) is Vocabulary
+    return plain and factored.weight.device.type == "cuda" and liger_installed()
+
+
+@cache
+def liger_installed() -> bool:
+    """Whether the package is there; it is imported when it is first used."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def fused_cross_entropy(
+    factored: FactoredLogits, targets_NK: torch.Tensor, mask_NK: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Mean cross-entropy of each head by `liger_sum`, float32 `K`; 0 for a head without a position. Never holds all logits either."""
+    weight_KVD = factored.weight if factored.weight.dim() == 3 else factored.weight.detach().expand(targets_NK.shape[1], -1, -1)
+    features_NKD = factored.features_NKD.to(weight_KVD.dtype) / temperature
+    labels_NK = torch.where(mask_NK, targets_NK, IGNORED)
+    heads = zip(features_NKD.unbind(1), weight_KVD.unbind(0), labels_NK.unbind(1), strict=True)
+    sums = [liger_sum(features_ND.contiguous(), weight_VD, labels_N.contiguous()) for features_ND, weight_VD, labels_N in heads]
+    return torch.stack(sums).float() / mask_NK.sum(0).clamp(min=1)
+
+
+def liger_sum(features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Liger sizes its chunks itself: as much memory as the features of one head. The gradient of own lm_heads adds up in float32."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(
+        features_ND, weight_VD, targets_N, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
+    )
 
 
 def reference_head_loss(
@@ -265,20 +278,15 @@ class _Gradients:
         return self.features_NKD, self.weight_KVD, self.bias_NKr, self.bias_weight_KVr
 
     def add(self, factored: FactoredLogits, head: int, rows: slice, dlogits_CV: torch.Tensor) -> None:
-        weight_VD = factored.head_weight(head)
-        dlow_CV = dlogits_CV.to(weight_VD.dtype)
-        if self.features_NKD is not None:
-            self.features_NKD[rows, head] = (dlow_CV @ weight_VD).to(self.features_NKD.dtype)
-        if self.weight_KVD is not None:
-            self.weight_KVD[head] += (dlow_CV.T @ factored.features_NKD[rows, head].to(dlow_CV.dtype)).float()
-        if factored.bias_NKr is None or factored.bias_weight_KVr is None:
-            return
-        out_Vr = factored.bias_weight_KVr[head]
-        dlow_CV = dlogits_CV.to(out_Vr.dtype)
-        if self.bias_NKr is not None:
-            self.bias_NKr[rows, head] = (dlow_CV @ out_Vr).to(self.bias_NKr.dtype)
-        if self.bias_weight_KVr is not None:
-            self.bias_weight_KVr[head] += (dlow_CV.T @ factored.bias_NKr[rows, head].to(dlow_CV.dtype)).float()
+        products = [(factored.features_NKD, factored.head_weight(head), self.features_NKD, self.weight_KVD)]
+        if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
+            products.append((factored.bias_NKr, factored.bias_weight_KVr[head], self.bias_NKr, self.bias_weight_KVr))
+        for read_NKr, weight_Vr, gradient_NKr, gradient_KVr in products:
+            dlow_CV = dlogits_CV.to(weight_Vr.dtype)
+            if gradient_NKr is not None:
+                gradient_NKr[rows, head] = (dlow_CV @ weight_Vr).to(gradient_NKr.dtype)
+            if gradient_KVr is not None:
+                gradient_KVr[head] += (dlow_CV.T @ read_NKr[rows, head].to(dlow_CV.dtype)).float()
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -16,6 +16,7 @@ of the calls, frozen and never copied into the module; it holds trainable tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +30,14 @@ from heads.targets import condition_ids
 from heads.vocabulary import WHOLE, Vocabulary
 
 RMS_EPS = 1e-6
+STACKED = {
+    "lm_heads.{k}.weight": "lm_heads",
+    "markov.{k}.in.weight": "markov_in",
+    "markov.{k}.out.weight": "markov_out",
+    "mlps.{k}.in.weight": "mlp_in",
+    "mlps.{k}.out.weight": "mlp_out",
+}
+"""File key -> parameter of all heads, in the file's order (the residual blocks come first)."""
 
 
 class FactoredLogits(NamedTuple):
@@ -72,18 +81,32 @@ class DraftState:
     Attributes:
         base_BKD: for kinds medusa and markov the finished features of all heads; for hydra h_t in slot 0 (`[B, 1, D]`).
         inputs: hydra only: n(h_t) and the normalised embeddings of the tokens so far, each `[B, D]`.
-        step: heads already asked.
     """
 
     base_BKD: torch.Tensor
     inputs: list[torch.Tensor] = field(default_factory=list)
-    step: int = 0
 
 
 def rms_normalise(values: torch.Tensor) -> torch.Tensor:
     """v / rms(v) over the last dim, in float32, returned in the dtype given."""
     wide = values.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_EPS)).to(values.dtype)
+
+
+def _features_of_one(weights: Sequence[torch.Tensor], base_ND: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """What lm_head reads for one head, `ND`: the module's formulas, with `MedusaHeads._weights()[k]`.
+
+    Args:
+        base_ND: h_t.
+        inputs: hydra only: n(h_t) and the embeddings of the tokens since; the MLP reads as many as it is wide.
+    """
+    if inputs:
+        into_HC, out_DH, *weights = weights
+        read_NC = torch.cat(inputs[: into_HC.shape[1] // base_ND.shape[1]], dim=-1)
+        base_ND = base_ND + F.linear(F.silu(F.linear(read_NC, into_HC)), out_DH)
+    for block_DD in weights:
+        base_ND = base_ND + F.silu(F.linear(base_ND, block_DD))
+    return base_ND
 
 
 class MedusaHeads(nn.Module):
@@ -124,20 +147,13 @@ class MedusaHeads(nn.Module):
     @torch.no_grad()
     def init_own_lm_heads(self, lm_head_VD: torch.Tensor) -> None:
         """Copy the actor's lm_head into every own one. ConfigError when the heads share it instead."""
-        if self.config.lm_head != "own":
-            raise ConfigError(
-                "These heads share the actor's lm_head.", given="lm_head=shared", expected="lm_head=own", do="Leave the call out."
-            )
-        self._check_table(lm_head_VD, "lm_head")
-        self.lm_heads.copy_(lm_head_VD.expand_as(self.lm_heads))
+        own_KVD = self._own_lm_heads()
+        self.check_table(lm_head_VD, "lm_head")
+        own_KVD.copy_(lm_head_VD.expand_as(own_KVD))
 
     def own_lm_head(self, k: int) -> torch.Tensor:
         """The trainable lm_head `VD` of head k (1..K)."""
-        if self.config.lm_head != "own":
-            raise ConfigError(
-                "These heads share the actor's lm_head.", given="lm_head=shared", expected="lm_head=own", do="Pass the actor's."
-            )
-        return self.lm_heads[k - 1]
+        return self._own_lm_heads()[k - 1]
 
     # ---- teacher-forced: all heads of all rows at once -------------------------------------------------------------
 
@@ -151,17 +167,13 @@ class MedusaHeads(nn.Module):
             condition: int64 `...K`, the tokens since h_t, oldest first (`heads.targets.condition_ids`); conditioned kinds only.
             embedding_VD: the actor's embedding table; kind hydra only.
         """
-        self._check_hidden(hidden)
-        base_ND = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
+        base_ND = self._checked_hidden(hidden)
+        inputs = []
         if self.config.kind == "hydra":
-            condition_NK = self._checked_condition(hidden, condition).reshape(-1, self.config.num_heads)
-            table_VD = self._checked_embedding(embedding_VD)
-            inputs = [rms_normalise(base_ND)] + [self._embed(condition_NK[:, j], table_VD) for j in range(self.config.num_heads)]
-            base_NKD = torch.stack([base_ND + self._mlp(inputs, k) for k in range(self.config.num_heads)], dim=1)
-            features_NKD = self._residual(base_NKD)
-        else:
-            features_NKD = self._residual_from_one(base_ND)
-        return features_NKD.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.hidden_size)
+            condition_NK, table_VD = self._checked_condition(hidden, condition), self._checked_embedding(embedding_VD)
+            inputs = [rms_normalise(base_ND), *(self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1))]
+        features = [_features_of_one(weights, base_ND, inputs) for weights in self._weights()]
+        return torch.stack(features, dim=1).reshape(*hidden.shape[:-1], self.config.num_heads, self.config.hidden_size)
 
     def factored(
         self,
@@ -177,10 +189,8 @@ class MedusaHeads(nn.Module):
         weight = self._output_weight(lm_head_VD)
         if self.config.kind != "markov":
             return FactoredLogits(features_NKD, weight)
-        condition_NK = self._checked_condition(hidden, condition).reshape(-1, self.config.num_heads)
-        bias_NKr = torch.stack(
-            [self.vocabulary.look_up(condition_NK[:, k], self.markov_in[k]) for k in range(self.config.num_heads)], dim=1
-        )
+        ids_and_tables = zip(self._checked_condition(hidden, condition).unbind(1), self.markov_in.unbind(0), strict=True)
+        bias_NKr = torch.stack([self.vocabulary.look_up(ids_N, table_Vr) for ids_N, table_Vr in ids_and_tables], dim=1)
         return FactoredLogits(features_NKD, weight, bias_NKr, self.markov_out)
 
     def forward(
@@ -209,93 +219,56 @@ class MedusaHeads(nn.Module):
     # ---- step by step: one head after the other, each told what was drafted before -------------------------------------
 
     def start_draft(self, hidden_BD: torch.Tensor) -> DraftState:
-        """Begin a draft at h_t. Whatever doesn't depend on tokens is computed here, for all heads in one product."""
-        self._check_hidden(hidden_BD)
-        base_BD = hidden_BD.to(self.dtype)
-        if self.config.kind == "hydra":
-            return DraftState(base_BD.unsqueeze(1), [rms_normalise(base_BD)])
-        return DraftState(self._residual_from_one(base_BD))
-
-    def draft_step(
-        self,
-        state: DraftState,
-        last_ids_B: torch.Tensor,
-        lm_head_VD: torch.Tensor | None = None,
-        *,
-        embedding_VD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits of the next draft position, float32 `BV`. The first call asks head 1, the next head 2, and so on.
-
-        Args:
-            state: from `start_draft`; moved on by one head.
-            last_ids_B: int64, the token before the one to draft: x_{t+1} for head 1 (the token that was really sampled),
-                then the draft of the head before.
-            lm_head_VD, embedding_VD: as in `forward`.
-        """
-        k = state.step
-        if k >= self.config.num_heads:
-            raise ConfigError("More drafts than heads.", given=k + 1, expected=f"<= {self.config.num_heads}", do="Draft fewer tokens.")
-        features_BD, bias_B1r, out_1Vr = self.draft_features(state, k, last_ids_B, embedding_VD), None, None
-        if self.config.kind == "markov":
-            bias_B1r, out_1Vr = self.vocabulary.look_up(last_ids_B, self.markov_in[k]).unsqueeze(1), self.markov_out[k : k + 1]
-        weight = self._output_weight(lm_head_VD)
-        weight_VD = weight if weight.dim() == 2 else weight[k]
-        state.step = k + 1
-        return head_logits(FactoredLogits(features_BD.unsqueeze(1), weight_VD, bias_B1r, out_1Vr), 0, slice(None))
+        """Begin a draft at h_t. Whatever doesn't depend on tokens is computed here, for all heads."""
+        if self.config.kind != "hydra":
+            return DraftState(self.features(hidden_BD))
+        base_BD = self._checked_hidden(hidden_BD)
+        return DraftState(base_BD.unsqueeze(1), [rms_normalise(base_BD)])
 
     def draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
+        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each.
+
+        Args:
+            last_ids_B: int64, the token before the one to draft: x_{t+1} for head 1 (the token that was really sampled), then the draft
+                of the head before.
+        """
         if self.config.kind != "hydra":
             return state.base_BKD[:, k]
         state.inputs.append(self._embed(last_ids_B, self._checked_embedding(embedding_VD)))
-        features_BD = state.base_BKD[:, 0] + self._mlp(state.inputs, k)
-        for block_KDD in self.blocks:
-            features_BD = features_BD + F.silu(F.linear(features_BD, block_KDD[k]))
-        return features_BD
+        return _features_of_one(self._weights()[k], state.base_BKD[:, 0], state.inputs)
 
     # ---- parts ----------------------------------------------------------------------------------------------------------
 
-    def _residual_from_one(self, base_ND: torch.Tensor) -> torch.Tensor:
-        """Residual blocks of all heads on one shared input: `ND` -> `NKD`. The first layer is a single product."""
-        first_KDD = self.blocks[0]
-        K, D = first_KDD.shape[0], first_KDD.shape[1]
-        first_NKD = F.linear(base_ND, first_KDD.reshape(K * D, D)).reshape(-1, K, D)
-        return self._residual(base_ND.unsqueeze(1) + F.silu(first_NKD), first=1)
-
-    def _residual(self, base_NKD: torch.Tensor, first: int = 0) -> torch.Tensor:
-        features_NKD = base_NKD
-        for block_KDD in list(self.blocks)[first:]:
-            features_NKD = features_NKD + F.silu(torch.einsum("nki,koi->nko", features_NKD, block_KDD))
-        return features_NKD
-
-    def _mlp(self, inputs: list[torch.Tensor], k: int) -> torch.Tensor:
-        """Hydra MLP of the head with index k (from 0): reads n(h_t) and the first k + 1 embeddings."""
-        inner_NH = F.silu(F.linear(torch.cat(inputs[: k + 2], dim=-1), self.mlp_in[k]))
-        return F.linear(inner_NH, self.mlp_out[k])
+    def _weights(self) -> list[tuple[torch.Tensor, ...]]:
+        """The matrices of each head, hydra's MLP first. Unbound: autograd fills zeros of the whole tensor for each that is selected."""
+        mlps = [self.mlp_in, self.mlp_out.unbind(0)] if self.config.kind == "hydra" else []
+        return list(zip(*mlps, *(block_KDD.unbind(0) for block_KDD in self.blocks), strict=True))
 
     def _embed(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         return rms_normalise(self.vocabulary.look_up(ids_N, table_VD)).to(self.dtype)
 
+    def _own_lm_heads(self) -> torch.Tensor:
+        if self.config.lm_head != "own":
+            raise ConfigError(
+                "These heads share the actor's lm_head.", given="lm_head=shared", expected="lm_head=own", do="Use the actor's."
+            )
+        return self.lm_heads
+
     def _output_weight(self, lm_head_VD: torch.Tensor | None) -> torch.Tensor:
         if self.config.lm_head == "own":
             return self.lm_heads
-        if lm_head_VD is None:
-            raise ConfigError(
-                "These heads share the actor's lm_head.", given="no lm_head", expected="lm_head_VD", do="Pass the actor's lm_head."
-            )
-        self._check_table(lm_head_VD, "lm_head")
-        return lm_head_VD.detach()
+        return self._checked_table(lm_head_VD, "lm_head", "These heads share the actor's lm_head.")
 
-    def _check_hidden(self, hidden: torch.Tensor) -> None:
-        if hidden.shape[-1] != self.config.hidden_size:
+    def _checked_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        given, width = hidden.shape[-1], self.config.hidden_size
+        if given != width:
             raise ConfigError(
-                "The hidden states do not fit the heads.",
-                given=f"width {hidden.shape[-1]}",
-                expected=self.config.hidden_size,
-                do="Use heads of this actor.",
+                "The hidden states do not fit the heads.", given=f"width {given}", expected=width, do="Use heads of this actor."
             )
+        return hidden.reshape(-1, width).to(self.dtype)
 
-    def _check_table(self, table_VD: torch.Tensor, name: str) -> None:
+    def check_table(self, table_VD: torch.Tensor, name: str) -> None:
+        """ConfigError when a table of the actor's is not of the size that the heads were made for."""
         expected = (self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
             raise ConfigError(
@@ -303,14 +276,16 @@ class MedusaHeads(nn.Module):
             )
 
     def _checked_embedding(self, embedding_VD: torch.Tensor | None) -> torch.Tensor:
-        if embedding_VD is None:
-            raise ConfigError(
-                "Hydra heads read embeddings.", given="no table", expected="embedding_VD", do="Pass the actor's embedding table."
-            )
-        self._check_table(embedding_VD, "embedding table")
-        return embedding_VD.detach()
+        return self._checked_table(embedding_VD, "embedding table", "Hydra heads read embeddings.")
+
+    def _checked_table(self, table_VD: torch.Tensor | None, name: str, why: str) -> torch.Tensor:
+        if table_VD is None:
+            raise ConfigError(why, given=f"no {name}", expected=f"the actor's {name}", do=f"Pass the actor's {name}.")
+        self.check_table(table_VD, name)
+        return table_VD.detach()
 
     def _checked_condition(self, hidden: torch.Tensor, condition: torch.Tensor | None) -> torch.Tensor:
+        """The ids as `NK`."""
         expected = (*hidden.shape[:-1], self.config.num_heads)
         if condition is None or tuple(condition.shape) != expected:
             raise ConfigError(
@@ -319,24 +294,17 @@ class MedusaHeads(nn.Module):
                 expected=f"ids of shape {expected}",
                 do="Pass heads.targets.condition_ids(...).",
             )
-        return condition
+        return condition.reshape(-1, self.config.num_heads)
 
     # ---- state in the file's key names ------------------------------------------------------------------------------------
 
     def trainable_views(self) -> dict[str, torch.Tensor]:
         """File key -> view of the parameter it lives in; the keys and their order are those of `config.tensor_shapes()`."""
+        tables = {name: getattr(self, attribute) for name, attribute in STACKED.items() if hasattr(self, attribute)}
         views: dict[str, torch.Tensor] = {}
         for k in range(self.config.num_heads):
-            for layer, block_KDD in enumerate(self.blocks):
-                views[f"blocks.{k}.layers.{layer}.weight"] = block_KDD.detach()[k]
-            if self.config.lm_head == "own":
-                views[f"lm_heads.{k}.weight"] = self.lm_heads.detach()[k]
-            if self.config.kind == "markov":
-                views[f"markov.{k}.in.weight"] = self.markov_in.detach()[k]
-                views[f"markov.{k}.out.weight"] = self.markov_out.detach()[k]
-            if self.config.kind == "hydra":
-                views[f"mlps.{k}.in.weight"] = self.mlp_in[k].detach()
-                views[f"mlps.{k}.out.weight"] = self.mlp_out.detach()[k]
+            views |= {f"blocks.{k}.layers.{layer}.weight": block_KDD.detach()[k] for layer, block_KDD in enumerate(self.blocks)}
+            views |= {name.format(k=k): table[k].detach() for name, table in tables.items()}
         return views
 
     def trainable_state(self) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ and once per backward pass the gradient of the features, D numbers. The losses a
     loss_K.sum().backward()
     heads.clip_gradients(1.0)
 
-Logits that `forward`, `draft_step` and `multiply_out` return are this rank's columns; autograd through them gives a part of a gradient.
+Logits that `forward` and `multiply_out` return are this rank's columns; autograd through them gives a part of a gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from heads.checkpoint import HeadsMetadata, load_heads
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.vocabulary import Vocabulary, draw
+from heads.vocabulary import Vocabulary
 
 SHARDED_KEYS = ("lm_heads.", "markov.")  # File keys of tensors with one row per token.
 SHARDED_PARAMETERS = ("lm_heads", "markov_")
@@ -80,41 +80,27 @@ class ShardedVocabulary(Vocabulary):
         return _SumOverRanks.apply(rows_ND, self._group)
 
     def logsumexp(self, logits_CV: torch.Tensor) -> torch.Tensor:
-        highest_C1 = logits_CV.amax(-1, keepdim=True)
-        dist.all_reduce(highest_C1, dist.ReduceOp.MAX, group=self._group)
-        return highest_C1 + self._sum((logits_CV - highest_C1).exp_().sum(-1, keepdim=True)).log()
+        highest_C1 = self._reduce(logits_CV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
+        return highest_C1 + self._reduce((logits_CV - highest_C1).exp_().sum(-1, keepdim=True)).log()
 
     def log_softmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         return logits_CV - self.logsumexp(logits_CV)
 
     def pick(self, values_CV: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
         index_C, mine_C = self._local(ids_C)
-        return self._sum(torch.where(mine_C, super().pick(values_CV, index_C), 0.0))
+        return self._reduce(torch.where(mine_C, super().pick(values_CV, index_C), 0.0))
 
     def add_at(self, values_CV: torch.Tensor, ids_C: torch.Tensor, amounts_C: torch.Tensor) -> torch.Tensor:
         index_C, mine_C = self._local(ids_C)
         return super().add_at(values_CV, index_C, torch.where(mine_C, amounts_C, 0.0))
 
     def total(self, values_CV: torch.Tensor) -> torch.Tensor:
-        return self._sum(values_CV.sum(-1))
+        return self._reduce(values_CV.sum(-1))
 
     def argmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         best = logits_CV.max(-1)
-        highest_C = best.values.clone()
-        dist.all_reduce(highest_C, dist.ReduceOp.MAX, group=self._group)
-        ids_C = torch.where(best.values == highest_C, best.indices + self.first, self.size)
-        dist.all_reduce(ids_C, dist.ReduceOp.MIN, group=self._group)
-        return ids_C
-
-    def sample(self, logits_CV: torch.Tensor, uniform_C: torch.Tensor) -> torch.Tensor:
-        mass_CV = self.log_softmax(logits_CV).exp()
-        masses_WC = self._gather(mass_CV.double().sum(-1))
-        ends_WC = masses_WC.cumsum(0)
-        whose_C = (ends_WC <= uniform_C.double()).sum(0)
-        last_C = torch.where(masses_WC > 0, torch.arange(self.ranks, device=masses_WC.device).unsqueeze(1), 0).amax(0)
-        mine_C = torch.minimum(whose_C, last_C) == self.rank
-        ids_C = draw(mass_CV, uniform_C.double() - (ends_WC - masses_WC)[self.rank]) + self.first
-        return self._sum(torch.where(mine_C, ids_C, 0))
+        highest_C = self._reduce(best.values.clone(), dist.ReduceOp.MAX)
+        return self._reduce(torch.where(best.values == highest_C, best.indices + self.first, self.size), dist.ReduceOp.MIN)
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         """Ties with the last token that is kept are kept (the whole vocabulary's top-p keeps some of them)."""
@@ -130,8 +116,7 @@ class ShardedVocabulary(Vocabulary):
     def _top_p(self, logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
         """Bisection on the bits of the lowest logit that stays: as many sums of one number per row as a float has bits."""
         mass_CV, keys_CV = self.log_softmax(logits_CV).exp().double(), _ordered_bits(logits_CV)
-        high_C = keys_CV.amax(-1)
-        dist.all_reduce(high_C, dist.ReduceOp.MAX, group=self._group)
+        high_C = self._reduce(keys_CV.amax(-1), dist.ReduceOp.MAX)
         low_C = torch.full_like(high_C, -(1 << (KEY_BITS - 1)))
         for _ in range(KEY_BITS):
             middle_C = (low_C + high_C).div(2, rounding_mode="floor")
@@ -141,11 +126,7 @@ class ShardedVocabulary(Vocabulary):
         return logits_CV.masked_fill(keys_CV < high_C.unsqueeze(1), -torch.inf)
 
     def sum_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else self._sum(gradient)
-
-    def sum_squares(self, squares_K: torch.Tensor) -> torch.Tensor:
-        """Sums of squares of tensors of which each rank holds some rows, over all ranks."""
-        return self._sum(squares_K)
+        return None if gradient is None else self._reduce(gradient)
 
     def whole(self, rows_V: torch.Tensor) -> torch.Tensor:
         """A table (not logits: these are never gathered) from all ranks' rows, on every rank."""
@@ -158,8 +139,8 @@ class ShardedVocabulary(Vocabulary):
         mine_N = (ids_N >= self.first) & (ids_N < self.first + self.rows)
         return torch.where(mine_N, ids_N - self.first, 0), mine_N
 
-    def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, group=self._group)
+    def _reduce(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        dist.all_reduce(values, how, group=self._group)
         return values
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -238,7 +219,7 @@ class ParallelHeads(MedusaHeads):
             for k, gradient in own:
                 squares_K[sharded, k] += torch.linalg.vector_norm(gradient.float()).square()
             parts += own
-        norm_K = (squares_K[0] + self.vocabulary.sum_squares(squares_K[1])).sqrt()
+        norm_K = (squares_K[0] + self.vocabulary.total(squares_K[1].unsqueeze(1))).sqrt()
         for k, gradient in parts:
             gradient.mul_((clip_norm / (norm_K[k] + 1e-12)).clamp(max=1.0))
         return norm_K

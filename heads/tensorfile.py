@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from heads.errors import CheckpointError
 
@@ -34,30 +33,15 @@ CODES = {dtype: code for code, dtype in STATE_DTYPES.items()}
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to `path` and flush them to the disk; not atomic by itself."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    sync_file(path)
-
-
 def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write tensors to one safetensors file, atomically; no NaN or infinity."""
-    path = Path(path)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    require_finite(tensors, "the state to save")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.new-", dir=path.parent)
-    os.close(handle)
-    try:
-        write_tensors(Path(temporary), tensors)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with StateWriter(path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}) as writer:
+        for name, tensor in state.items():
+            writer.put(name, tensor)
 
 
 class StateWriter:
-    """A file as `save_state` writes it, tensor by tensor in any order, so that nobody holds the whole of it. A context manager.
+    """Writes a safetensors file tensor by tensor, in any order, so that nobody holds the whole of it. A context manager.
 
     The file appears, complete, when the block ends well.
     """
@@ -94,14 +78,12 @@ class StateWriter:
         """Write one tensor, in the dtype that was announced. CheckpointError for one that is not expected or not finite."""
         dtype, shape = self._entries.get(name, (None, None))
         if name not in self._waiting or tuple(tensor.shape) != shape:
-            given = f"{name} {tuple(tensor.shape)}"
-            raise CheckpointError(
-                "A tensor does not belong into the file.", given=given, expected=f"shape {shape}, once", do="Report this."
-            )
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
+            given, expected = f"{name} {tuple(tensor.shape)}", f"shape {shape}, once"
+            raise CheckpointError("A tensor does not belong into the file.", given=given, expected=expected, do="Report this.")
+        tensor = tensor.detach().to("cpu", dtype)
         require_finite({name: tensor}, "the state to save")
         self._file.seek(len(self._header) + self._starts[name])
-        self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._file.write(_bytes(tensor))
         self._waiting.remove(name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -123,10 +105,14 @@ def checksum(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 (hex) over sorted names, dtypes, shapes and bytes; the device does not matter."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
+        tensor = state[name]
         digest.update(f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> str:
@@ -148,21 +134,15 @@ def crc(state: Mapping[str, torch.Tensor]) -> int:
     """CRC-32 over the bytes in the order of sorted names: several times as quick as `checksum`, for bytes that someone has checked."""
     value = 0
     for name in sorted(state):
-        value = zlib.crc32(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+        value = zlib.crc32(_bytes(state[name]), value)
     return value
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb") as handle:
-        os.fsync(handle.fileno())
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"NaN or infinity in {what}.", given=name, expected="finite numbers", do="Train with a smaller step size."
-            )
+            do = "Train with a smaller step size."
+            raise CheckpointError(f"NaN or infinity in {what}.", given=name, expected="finite numbers", do=do)
 
 
 def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Tensor]:
@@ -175,9 +155,7 @@ def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Ten
     header = read_header(path)
     for name, (dtype, _) in header.items():
         if dtype not in STATE_DTYPES:
-            raise CheckpointError(
-                "A tensor has a dtype that is not supported.", given=f"{name} {dtype}", expected=" | ".join(STATE_DTYPES), do="Convert it."
-            )
+            raise _damaged("A tensor has a dtype that is not supported.", f"{name} {dtype}", " | ".join(STATE_DTYPES), "Convert it.")
     return read_tensors(path, list(header), finite=finite)
 
 
@@ -185,12 +163,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     """The whole of a small regular file; a device or pipe is refused unopened."""
     size = regular_size(path)
     if size > limit:
-        raise CheckpointError(
-            "A file of the checkpoint is too large.",
-            given=f"{path}: {size} bytes",
-            expected=f"<= {limit}",
-            do="This is not a heads checkpoint.",
-        )
+        do = "This is not a heads checkpoint."
+        raise _damaged("A file of the checkpoint is too large.", f"{path}: {size} bytes", f"<= {limit}", do)
     return path.read_bytes()
 
 
@@ -199,13 +173,9 @@ def regular_size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise CheckpointError(
-            "A file of the checkpoint is missing.", given=str(path), expected="a readable file", do="Check the path."
-        ) from error
+        raise _damaged("A file of the checkpoint is missing.", path, "a readable file", "Check the path.") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            "A file of the checkpoint is not a plain file.", given=str(path), expected="a plain file", do="Check the path."
-        )
+        raise _damaged("A file of the checkpoint is not a plain file.", path, "a plain file", "Check the path.")
     return status.st_size
 
 
@@ -213,13 +183,9 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            "A file of the checkpoint is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy it again."
-        ) from error
+        raise _damaged("A file of the checkpoint is damaged.", f"{path}: {error}", "JSON") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(
-            "A file of the checkpoint is damaged.", given=f"{path}: {type(raw).__name__}", expected="a JSON object", do="Copy it again."
-        )
+        raise _damaged("A file of the checkpoint is damaged.", f"{path}: {type(raw).__name__}", "a JSON object")
     return raw
 
 
@@ -237,16 +203,16 @@ def file_inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
-        raise CheckpointError(
-            "A file is named by a path.", given=repr(name[:80]), expected="a file name without folders", do="Don't trust this folder."
-        )
+        raise _damaged("A file is named by a path.", repr(name[:80]), "a file name without folders", "Don't trust this folder.")
     home = folder.resolve()
     home = home.parent.parent if home.parent.name == "snapshots" else home
     if path.is_symlink() and not path.resolve().is_relative_to(home):
-        raise CheckpointError(
-            "A file of the folder is a link that leads out of it.", given=str(path), expected="a plain file", do="Copy the file itself."
-        )
+        raise _damaged("A file of the folder is a link that leads out of it.", path, "a plain file", "Copy the file itself.")
     return path
+
+
+def _damaged(problem: str, given: object, expected: str, do: str = "Copy it again.") -> CheckpointError:
+    return CheckpointError(problem, given=given, expected=expected, do=do)
 
 
 def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
@@ -255,12 +221,8 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
     with path.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(limit, size - 8):
-            raise CheckpointError(
-                "The file is cut short, no safetensors file, or has a header beyond bounds.",
-                given=f"{path}: {size} bytes, header {length}",
-                expected="a whole file",
-                do="Copy it again.",
-            )
+            problem = "The file is cut short, no safetensors file, or has a header beyond bounds."
+            raise _damaged(problem, f"{path}: {size} bytes, header {length}", "a whole file")
         raw = parse_json(handle.read(length), path)
     raw.pop("__metadata__", None)
     out, spans = {}, []
@@ -271,19 +233,12 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
-            raise CheckpointError(
-                "The header of the file is damaged.",
-                given=f"{path}: {name[:80]!r}",
-                expected="dtype, shape, data_offsets",
-                do="Copy it again.",
-            )
+            raise _damaged("The header of the file is damaged.", f"{path}: {name[:80]!r}", "dtype, shape, data_offsets")
         out[name] = (entry["dtype"], shape)
         spans.append((begin, end))
     ends = [0] + [end for _, end in sorted(spans)]
     if [begin for begin, _ in sorted(spans)] != ends[:-1] or ends[-1] != size - 8 - length:
-        raise CheckpointError(
-            "The file is cut short or its tensors overlap.", given=str(path), expected="tensors that fill the file", do="Copy it again."
-        )
+        raise _damaged("The file is cut short or its tensors overlap.", path, "tensors that fill the file")
     return out
 
 
@@ -292,9 +247,7 @@ def read_tensors(path: Path, names: list[str], *, finite: bool = False) -> dict[
         with safe_open(path, framework="pt", device="cpu") as handle:
             state = {name: handle.get_tensor(name) for name in names}
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
-        raise CheckpointError(
-            "The file can't be read.", given=f"{path}: {error}", expected="a safetensors file", do="Copy it again."
-        ) from error
+        raise _damaged("The file can't be read.", f"{path}: {error}", "a safetensors file") from error
     if not finite:
         require_finite(state, str(path))
     return state

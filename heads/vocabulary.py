@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
+GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
+
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
     """Logits (already divided by the temperature) with -inf for what top-k (0: off), then top-p (1: off), leave out.
@@ -28,11 +31,15 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
 
 
 class Vocabulary:
-    """The operations of losses and drafting that need every token. The arithmetic around them is the same wherever the tokens are."""
+    """The operations of losses and replay that need every token. The arithmetic around them is the same wherever the tokens are."""
 
     def width(self, held: int) -> int:
-        """Most tokens that any process holds, when this one holds `held`: chunks are sized by it, so that all have as many."""
+        """Most tokens that any process holds, when this one holds `held`."""
         return held
+
+    def chunk_rows(self, table_VD: torch.Tensor) -> int:
+        """Rows whose logits are computed at once with this process's lm_head; as many in all processes."""
+        return max(1, (GPU_CHUNK if table_VD.device.type == "cuda" else CPU_CHUNK) // self.width(table_VD.shape[0]))
 
     def look_up(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         """Rows of a table of tokens, `ND`."""
@@ -62,17 +69,8 @@ class Vocabulary:
         """The likeliest token of each row, int64 `C`; the smallest id among equals."""
         return logits_CV.argmax(-1)
 
-    def sample(self, logits_CV: torch.Tensor, uniform_C: torch.Tensor) -> torch.Tensor:
-        """Tokens drawn from softmax(logits), int64 `C`: the first one whose cumulative probability exceeds the row's uniform number.
-
-        Args:
-            logits_CV: already divided by the temperature; -inf for what is cut.
-            uniform_C: numbers in [0, 1); the same on every rank.
-        """
-        return draw(self.log_softmax(logits_CV).exp(), uniform_C)
-
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-        """As `heads.truncation.truncate_logits`."""
+        """As `truncate_logits`."""
         return truncate_logits(logits_CV, top_k, top_p)
 
     def sum_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -81,12 +79,3 @@ class Vocabulary:
 
 
 WHOLE = Vocabulary()
-
-
-def draw(mass_CV: torch.Tensor, below_C: torch.Tensor) -> torch.Tensor:
-    """First token whose cumulative mass exceeds `below_C`; where rounding leaves none, the last token with any mass."""
-    cumulative_CV = mass_CV.double().cumsum(-1)
-    first_C = (cumulative_CV <= below_C.double().unsqueeze(1)).sum(-1)
-    positions_V = torch.arange(mass_CV.shape[-1], device=mass_CV.device)
-    last_C = torch.where(mass_CV > 0, positions_V, 0).amax(-1)
-    return torch.minimum(first_C, last_C)

@@ -14,7 +14,7 @@ SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")]
 
 # Foreign library -> the only places that may import it (DESIGN: a foreign library has one home).
 HOMES = {
-    "liger_kernel": ("heads/linear_loss.py",),
+    "liger_kernel": ("heads/losses.py",),
     "vllm": ("medusa_ppo/vllm_plugin/", "medusa_ppo/engines/"),
     "megatron": ("medusa_ppo/actors/", "medusa_ppo/ppo/megatron/"),
     "huggingface_hub": ("medusa_ppo/exchange/hub.py",),

@@ -25,7 +25,7 @@ from medusa_ppo.ppo.learner import Learner, Tap
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.processes import local_ray
 from medusa_ppo.standalone.collect import take_prompts
-from medusa_ppo.standalone.scene import read_setting
+from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.types import Rollouts, Sampling
 
 WITHOUT, WITH = "without", "with the companion"
@@ -55,7 +55,7 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
     Raises:
         ModelError, DataError: unusable model, data or template.
     """
-    prompts = read_setting(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
+    prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     cores = sorted(os.sched_getaffinity(0))
     config = _config(bench, max(len(p) for p in prompts), cores[1:2])
     actor = load_actor(bench.model)

@@ -29,9 +29,9 @@ from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.console import OfflineProgress
-from medusa_ppo.standalone.collect import Sample, samples_of, split_samples, write_responses
+from medusa_ppo.standalone.collect import Sample, response_rounds, samples_of, split_samples
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
-from medusa_ppo.standalone.scene import engine_config, read_setting, running_engine
+from medusa_ppo.standalone.scene import engine_config, read_scene, running_engine
 from medusa_ppo.types import RolloutBatch, Sampling
 
 ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"
@@ -206,12 +206,13 @@ class Collected:
 
 def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
     """On-policy rollouts of the model at temperature 1."""
-    setting = read_setting(bench.model, bench.data, bench.template, bench.max_new_tokens)
+    setting = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens)
     held_tokens = HELD_OUT_RESPONSES * bench.max_new_tokens
     wanted = bench.train_tokens + held_tokens
     with running_engine(bench.model, "", engine_config(setting.prompts, bench.max_new_tokens), bench.seed) as engine:
         with progress.phase("Writing responses", wanted) as advance:
-            rounds = write_responses(engine, setting.prompts, Sampling(max_new_tokens=bench.max_new_tokens), wanted, bench.seed, advance)
+            sampling = Sampling(max_new_tokens=bench.max_new_tokens, seed=bench.seed)
+            rounds = list(response_rounds(engine, setting.prompts, sampling, wanted, advance))
     samples = samples_of(rounds)
     training, held = split_samples(samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed)
     training = first_tokens(training, bench.train_tokens)

@@ -15,7 +15,7 @@ from medusa_ppo.console import OfflineProgress
 from medusa_ppo.drafting.draft_vocabulary import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.processes import local_ray
 from medusa_ppo.standalone.collect import take_prompts
-from medusa_ppo.standalone.scene import read_setting
+from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.types import Counters, Sampling
 
 MIN_SEQUENCES = 6
@@ -51,7 +51,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         ModelError, DataError, CheckpointError, ConfigError: before anything starts.
         EngineError: an engine failed.
     """
-    prompts = read_setting(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
+    prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     config = EngineConfig(
         dtype=bench.dtype,
         max_num_seqs=max(bench.batches),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from medusa_ppo.console import command, console
+from medusa_ppo.standalone.train_options import Dtype, Kind, Loss, TrainOptions
 
 
 @command
@@ -71,31 +72,38 @@ NewTokens = Annotated[int, typer.Option(min=1, help="Longest response, in tokens
 Respond = Annotated[bool, typer.Option("--respond", help="Messages are prompts: the model answers in place of their last answer.")]
 
 
+DEFAULT = TrainOptions  # The class has the defaults.
+
+
 @command
 def train(
     model: Model,
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for the heads (native checkpoint) and train.jsonl.")],
-    kind: Annotated[Literal["medusa", "markov", "hydra"], typer.Option(help="Kind of the heads.")] = "hydra",
-    num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = 4,
-    loss: Annotated[Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], typer.Option(help="Loss of the heads.")] = "ce_tv",
+    kind: Annotated[Kind, typer.Option(help="Kind of the heads.")] = DEFAULT.kind,
+    num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = DEFAULT.num_heads,
+    loss: Annotated[Loss, typer.Option(help="Loss of the heads.")] = DEFAULT.loss,
     template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.")] = "",
     column: Annotated[str, typer.Option(help="Column with full texts, or chat messages (only the assistant's turns are trained on).")] = "",
     respond: Respond = False,
     streaming: Annotated[bool, typer.Option("--streaming", help="Read the data row by row, and only as much as is needed.")] = False,
-    max_train_tokens: Annotated[int, typer.Option(min=1, help="Response tokens to train on.")] = 100_000,
-    max_minutes: Annotated[float, typer.Option(min=0, help="Stop training after this many minutes; 0: no limit.")] = 0.0,
-    target_mal: Annotated[float, typer.Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")] = 0.0,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the tokens.")] = 4,
-    learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = 2e-3,
-    batch_positions: Annotated[int, typer.Option(min=1, help="Positions per micro-batch.")] = 512,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Ray processes that train together, each on its own sequences; a GPU each.")] = 1,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model, its hidden states and all products.")] = "float32",
-    cache_bytes: Annotated[int, typer.Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")] = 4 * 1024**3,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = 1.0,
-    max_new_tokens: NewTokens = 128,
-    seed: Seed = 0,
+    max_train_tokens: Annotated[int, typer.Option(min=1, help="Response tokens to train on.")] = DEFAULT.max_train_tokens,
+    max_minutes: Annotated[float, typer.Option(min=0, help="Stop training after this many minutes; 0: no limit.")] = DEFAULT.max_minutes,
+    target_mal: Annotated[float, typer.Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")] = DEFAULT.target_mal,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the tokens.")] = DEFAULT.epochs,
+    learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = DEFAULT.learning_rate,
+    batch_positions: Annotated[int, typer.Option(min=1, help="Positions per micro-batch.")] = DEFAULT.batch_positions,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = DEFAULT.accumulate,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Ray processes that train together, each on its own sequences; a GPU each.")
+    ] = DEFAULT.workers,
+    dtype: Annotated[Dtype, typer.Option(help="Of the model, its hidden states and all products.")] = DEFAULT.dtype,
+    cache_bytes: Annotated[
+        int, typer.Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")
+    ] = DEFAULT.cache_bytes,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = DEFAULT.temperature,
+    max_new_tokens: NewTokens = DEFAULT.max_new_tokens,
+    seed: Seed = DEFAULT.seed,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew where an interrupted training would go on.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")] = False,
 ) -> None:
@@ -107,11 +115,9 @@ def train(
     """
     given = dict(locals())  # The fields of TrainOptions have the names of these options.
     del given["dry_run"]
-    from medusa_ppo.standalone.train_options import TrainOptions
-
     options = TrainOptions(**given)
     if dry_run:
-        from medusa_ppo.standalone.train_plan import plan_training
+        from medusa_ppo.standalone.train import plan_training
 
         for name, value in plan_training(options):
             console.print(f"{name:<28}{value}", highlight=False, soft_wrap=True)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, new_directory, save_heads
+from heads.checkpoint import OWN_SECTION, load_heads, load_lm_head, new_directory, save_heads, stock_config, sync, write_json
 from heads.errors import ConfigError, ModelError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.tensorfile import file_inside, read_header, sync_file, write_tensors
-from medusa_ppo.exchange.foreign import is_output_table, lm_head_name, model_files, open_files, read_config, read_foreign
+from heads.tensorfile import file_inside, read_header, save_state
+from medusa_ppo.exchange.foreign import (
+    CLAIMS,
+    FULL_MODELS,
+    NUMBERED_CLAIMS,
+    FoundHeads,
+    base_lm_head,
+    base_model_of,
+    is_output_table,
+    model_files,
+    open_files,
+    read_config,
+    read_foreign,
+)
 from medusa_ppo.exchange.formats import FORMATS, PlainHeads, refuse_unrepresentable, to_keys
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,25 +53,17 @@ def open_base_model(name: str) -> BaseModel:
     """ModelError when there is no such folder or no lm_head in it; CheckpointError for damaged files."""
     folder = Path(name).absolute()
     if not folder.is_dir():
-        raise ModelError(
-            "There is no such model folder.", given=name, expected="a folder with config.json and weights", do="Correct --model."
-        )
+        expected = "a folder with config.json and weights"
+        raise ModelError("There is no such model folder.", given=name, expected=expected, do="Correct --model.")
     config = read_config(folder)
     if not config:
         raise ModelError("The model folder has no config.json.", given=name, expected="a transformers model folder", do="Correct --model.")
-    tables = open_files(model_files(folder), is_output_table)
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    key = lm_head_name(tables.header, tied)
-    if key is None:
-        raise ModelError(
-            "The model's lm_head was not found.",
-            given=f"{name}: no lm_head.weight" + (" and no embedding table" if tied else ""),
-            expected="a causal LM written by save_pretrained",
-            do="Load the model with transformers and save it again.",
-        )
-    return BaseModel(folder, name, config, tables.read([key])[key])
+    lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
+    if lm_head_VD is None:
+        given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
+        do = "Load the model with transformers and save it again."
+        raise ModelError("The model's lm_head was not found.", given=given, expected="a causal LM written by save_pretrained", do=do)
+    return BaseModel(folder, name, config, lm_head_VD)
 
 
 def write_full_model(
@@ -80,32 +83,20 @@ def write_full_model(
         if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
     # transformers takes a lone model.safetensors for the whole model, so the shards are numbered anew with the heads as the last.
-    total = len(shards) + 1
+    names = [f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors" for number in range(1, len(shards) + 2)]
     weight_map: dict[str, str] = {}
-    for number, path in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{total:05d}.safetensors"
+    for number, (path, name) in enumerate(zip(shards, names, strict=False), start=1):
         say(f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f} MiB ...")
         shutil.copyfile(path, out / name)
         weight_map.update(dict.fromkeys(read_header(path), name))
     if set(weight_map) & set(tensors):
-        raise ModelError(
-            "The model has heads already.", given=base.name, expected="the base model alone", do="Give the model without heads."
-        )
-    name = f"model-{total:05d}-of-{total:05d}.safetensors"
-    write_tensors(out / name, tensors)
-    weight_map.update(dict.fromkeys(tensors, name))
+        do = "Give the model without heads."
+        raise ModelError("The model has heads already.", given=base.name, expected="the base model alone", do=do)
+    save_state(out / names[-1], tensors)
+    weight_map.update(dict.fromkeys(tensors, names[-1]))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    _write_model_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    _write_model_json(out / "config.json", {**base.config, **changes})
-
-
-def _write_model_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    sync_file(path)
-
-
-NATIVE_KEY = "medusa_ppo"
-FULL_MODELS = ("medusa-1.0", "modelopt")
+    write_json(out / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    write_json(out / "config.json", {**base.config, **changes})
 
 
 @dataclass(frozen=True)
@@ -124,22 +115,13 @@ class Conversion:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Source:
-    format: str
-    heads: PlainHeads
-    base_model: str
-    notes: tuple[str, ...]
-    native: HeadsMetadata | None = None
-
-
 def convert(source: Path, target: Path, to: str, model: str = "", say: Callable[[str], None] = lambda text: None) -> Conversion:
     """Read heads of any format, write them as another.
 
     Args:
         source: a folder, or a file medusa_lm_head.pt or .safetensors.
         target: a new folder.
-        to: one of heads.formats.FORMATS.
+        to: one of `formats.FORMATS`.
         model: folder of the model that the heads are for; needed where its lm_head or its whole weights go into the target.
         say: told of what takes long.
 
@@ -151,32 +133,27 @@ def convert(source: Path, target: Path, to: str, model: str = "", say: Callable[
     if to not in FORMATS:
         raise ConfigError("Unknown format.", given=to, expected=" | ".join(FORMATS), do="Set --to to one of these.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            "The target is there already.", given=str(target), expected="a new folder", do="Choose another name, or remove it."
-        )
+        do = "Choose another name, or remove it."
+        raise ConfigError("The target is there already.", given=str(target), expected="a new folder", do=do)
     base = open_base_model(model) if model else None
     read = _read(source, to, base)
-    if to in FULL_MODELS and base is None:
-        raise ConfigError(
-            f"{to} holds the whole model beside the heads.",
-            given="no --model",
-            expected="the base model",
-            do="Give its folder with --model.",
-        )
+    if to in FULL_MODELS.values() and base is None:
+        do = "Give its folder with --model."
+        raise ConfigError(f"{to} holds the whole model beside the heads.", given="no --model", expected="the base model", do=do)
     refuse_unrepresentable(read.heads, to)
     with new_directory(target) as folder:
         notes = _write(read, folder, to, base, say)
     return Conversion(read.format, to, read.heads.config, (*read.notes, *notes))
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------------------
-
-
-def _read(source: Path, to: str, base: BaseModel | None) -> _Source:
+def _read(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     lm_head_VD = base.lm_head_VD if base else None
-    if not (source.is_dir() and NATIVE_KEY in read_config(source)):
-        found = read_foreign(source, lm_head_VD)
-        return _Source(found.format, found.heads, base.name if base else found.base_model, found.notes)
+    found = _read_native(source, to, base) if source.is_dir() and OWN_SECTION in read_config(source) else read_foreign(source, lm_head_VD)
+    return replace(found, base_model=base.name) if base else found
+
+
+def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
+    lm_head_VD = base.lm_head_VD if base else None
     sizes = {"hidden_size": base.lm_head_VD.shape[1], "vocab_size": base.lm_head_VD.shape[0]} if base else {}
     heads, metadata = load_heads(source, **sizes)
     if heads.config.kind != "medusa":
@@ -191,87 +168,51 @@ def _read(source: Path, to: str, base: BaseModel | None) -> _Source:
     if shipped_VD is not None and lm_head_VD is not None and not torch.equal(shipped_VD, lm_head_VD.to(shipped_VD.dtype)):
         notes.append("The lm_head in the source is not the model's (a policy that moved on?): the model's is written.")
     plain = PlainHeads(heads.config, heads.trainable_state(), shipped_VD if lm_head_VD is None else lm_head_VD)
-    options = metadata.metadata.get("options")
-    known = options.get("model") if isinstance(options, dict) else metadata.metadata.get("base_model")
-    return _Source("native", plain, base.name if base else str(known or ""), tuple(notes), metadata)
+    return FoundHeads("native", plain, base_model_of(metadata), tuple(notes), metadata)
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------------------
-
-
-def _write(read: _Source, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]) -> list[str]:
+def _write(read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]) -> list[str]:
     heads, config = read.heads, read.heads.config
     if to == "native":
         return _write_native(read, folder)
     tensors = to_keys(heads, to)
     notes = []
-    if to == "vllm":
-        write_tensors(folder / "model.safetensors", tensors)
-        _write_json(folder, _vllm_config(heads))
-    elif to in FULL_MODELS and base is not None:
-        write_full_model(base, folder, tensors, _full_model_config(config, to), say)
+    if to in FULL_MODELS.values() and base is not None:
+        write_full_model(base, folder, tensors, _counts(config, to), say)
+    elif to == "vllm":
+        save_state(folder / "model.safetensors", tensors)
+        write_json(folder / "config.json", stock_config(config, biased=heads.biased))
     else:
         if to == "fasterdecoding":
-            torch.save(tensors, folder / "medusa_lm_head.pt")
-            sync_file(folder / "medusa_lm_head.pt")
+            with (folder / "medusa_lm_head.pt").open("wb") as file:
+                torch.save(tensors, file)
+                sync(file)
         else:
-            write_tensors(folder / "medusa_lm_head.safetensors", tensors)
-        _write_json(folder, _numbered_config(config, to, read.base_model))
-        if not read.base_model:
+            save_state(folder / "medusa_lm_head.safetensors", tensors)
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        known = {"base_model_name_or_path": read.base_model} if read.base_model else {}
+        version = {"version": "2"} if to == "tgi-v2" else {}
+        write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
+        if not known:
             notes.append("Write base_model_name_or_path into config.json: the format's loader asks for it, and the source doesn't say.")
     if not heads.biased and to != "vllm":
         notes.append("The format wants biases: zeros are written.")
-    if config.lm_head == "shared" and to in ("fasterdecoding", "tgi-v1", *FULL_MODELS):
+    if config.lm_head == "shared" and to in ("fasterdecoding", "tgi-v1", *FULL_MODELS.values()):
         notes.append(f"The format wants an lm_head for each head: the model's is written {config.num_heads} times.")
     return notes
 
 
-def _write_native(read: _Source, folder: Path) -> list[str]:
+def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     heads = MedusaHeads(read.heads.config).to(read.heads.dtype)
     heads.load_trainable_state(read.heads.tensors)
     came_from = {"converted_from": read.format, **({"base_model": read.base_model} if read.base_model else {})}
-    metadata = dict(read.native.metadata) if read.native else came_from
-    version = read.native.version if read.native else 0
+    metadata, version = (read.native.metadata, read.native.version) if read.native else (came_from, 0)
     save_heads(folder, heads, lm_head_VD=read.heads.lm_head_VD, metadata=metadata, version=version)
     if read.heads.config.lm_head == "shared" and read.heads.lm_head_VD is None:
         return ["There is no lm_head in the folder: our engine needs none, stock vLLM does (give --model)."]
     return []
 
 
-def _vllm_config(heads: PlainHeads) -> dict[str, Any]:
-    """The nine keys that vLLM's Medusa reads, and no other with `num` in it: vLLM would take it for one of these."""
-    config = heads.config
-    return {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "truncated_vocab_size": config.vocab_size,
-        "original_lm_head": config.lm_head == "shared",
-        "medusa_fc_bias": heads.biased,
-    }
-
-
-def _numbered_config(config: HeadsConfig, to: str, base_model: str) -> dict[str, Any]:
-    return {
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        **({"base_model_name_or_path": base_model} if base_model else {}),
-        **({"version": "2"} if to == "tgi-v2" else {}),
-    }
-
-
-def _full_model_config(config: HeadsConfig, to: str) -> dict[str, Any]:
-    if to == "modelopt":
-        return {"medusa": {"num_medusa_heads": config.num_heads, "num_medusa_layers": config.num_layers}}
-    return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
-
-
-def _write_json(folder: Path, value: dict[str, Any]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    sync_file(path)
+def _counts(config: HeadsConfig, to: str) -> dict[str, Any]:
+    counts = dict(zip(CLAIMS.get(to, NUMBERED_CLAIMS), (config.num_heads, config.num_layers), strict=True))
+    return {"medusa": counts} if to == "modelopt" else counts

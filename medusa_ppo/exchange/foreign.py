@@ -2,60 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from heads.checkpoint import CONFIG_NAME, MAX_CONFIG_BYTES
+from heads.checkpoint import CONFIG_NAME, MAX_CONFIG_BYTES, HeadsMetadata
 from heads.errors import CheckpointError
 from heads.tensorfile import FLOAT_DTYPES, MAX_HEADS_HEADER_BYTES, Header, file_inside, parse_json, read_header, read_regular, read_tensors
-from medusa_ppo.exchange.formats import NUMBERED, OWN, SHARED, TABLES, Claims, KeyTable, PlainHeads, plain_heads, read_layout
+from medusa_ppo.exchange.formats import OWN, SHARED, TABLES, Claims, PlainHeads, plain_heads, read_layout
 from medusa_ppo.exchange.picklefile import read_pickle_header, read_pickle_tensors
 
 MAX_FILES = 1000
 PATTERNS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 """Where a model's weights are, the first pattern with any file. Index files are not read: the files' own headers say more."""
+EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
+HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
+"""Prefix of the heads' tensors -> format that has them inside the whole model."""
+CLAIMS = {"vllm": ("num_heads", "num_hidden_layers"), "modelopt": ("num_medusa_heads", "num_medusa_layers")}
+NUMBERED_CLAIMS = ("medusa_num_heads", "medusa_num_layers")
+"""The configuration's keys for K and L in all other formats."""
 
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Some tensors of one or more files: name -> (dtype code, shape), and name -> file."""
+    """Some tensors of one or more files: name -> (dtype code, shape), and name -> (file, name in the file)."""
 
     header: Header
-    files: dict[str, Path]
+    places: dict[str, tuple[Path, str]]
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Copies of these tensors, checked to be finite."""
-        by_file: dict[Path, list[str]] = {}
+        by_file: dict[Path, dict[str, str]] = {}
         for name in names:
-            by_file.setdefault(self.files[name], []).append(name)
+            path, inside = self.places[name]
+            by_file.setdefault(path, {})[inside] = name
         state: dict[str, torch.Tensor] = {}
         for path, wanted in by_file.items():
-            state.update(read_tensors(path, wanted) if path.suffix == ".safetensors" else read_pickle_tensors(path, wanted))
+            read = read_tensors if path.suffix == ".safetensors" else read_pickle_tensors
+            state |= {wanted[inside]: tensor for inside, tensor in read(path, list(wanted)).items()}
         return state
 
 
 def open_files(paths: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True) -> TensorFiles:
     """The tensors of these files whose names are wanted. CheckpointError for a damaged file, and for a name that stands in two."""
     header: Header = {}
-    files: dict[str, Path] = {}
+    places: dict[str, tuple[Path, str]] = {}
     for path in paths:
         entries = read_header(path, MAX_HEADS_HEADER_BYTES) if path.suffix == ".safetensors" else read_pickle_header(path)
         for name, entry in entries.items():
             if not wanted(name):
                 continue
             if name in header:
-                raise CheckpointError(
-                    "A tensor stands in two files.",
-                    given=f"{name[:80]} in {files[name].name} and {path.name}",
-                    expected="one",
-                    do="Remove one.",
-                )
-            header[name], files[name] = entry, path
-    return TensorFiles(header, files)
+                given = f"{name[:80]} in {places[name][0].name} and {path.name}"
+                raise CheckpointError("A tensor stands in two files.", given=given, expected="one", do="Remove one.")
+            header[name], places[name] = entry, (path, name)
+    return TensorFiles(header, places)
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -63,51 +68,63 @@ def model_files(folder: Path) -> list[Path]:
     for pattern in PATTERNS:
         found = sorted(folder.glob(pattern))
         if len(found) > MAX_FILES:
-            raise CheckpointError(
-                "The folder has too many files.", given=f"{len(found)} in {folder}", expected=MAX_FILES, do="Check the path."
-            )
+            given = f"{len(found)} in {folder}"
+            raise CheckpointError("The folder has too many files.", given=given, expected=MAX_FILES, do="Check the path.")
         if found:
             return [file_inside(folder, path.name) for path in found]
-    raise CheckpointError(
-        "The folder holds no weights.",
-        given=str(folder),
-        expected="*.safetensors, pytorch_model*.bin or medusa_lm_head.pt",
-        do="Check the path.",
-    )
-
-
-def lm_head_name(header: Header, tied: bool) -> str | None:
-    """The tensor that a causal LM's lm_head is read from: its own, or the embedding table where they are one; None when not found."""
-    names = sorted(name for name in header if name.endswith("lm_head.weight") and not name.startswith("medusa_head"))
-    if not names and tied:
-        names = sorted(name for name in header if name.endswith((".embed_tokens.weight", ".wte.weight", ".embed_in.weight")))
-    return min(names, key=len) if names else None
+    expected = "*.safetensors, pytorch_model*.bin or medusa_lm_head.pt"
+    raise CheckpointError("The folder holds no weights.", given=str(folder), expected=expected, do="Check the path.")
 
 
 def is_output_table(name: str) -> bool:
     """The name may be that of a causal LM's lm_head or embedding table."""
-    return name.endswith(("lm_head.weight", ".embed_tokens.weight", ".wte.weight", ".embed_in.weight"))
+    return name.endswith(("lm_head.weight", *EMBEDDINGS))
 
 
-HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-NUMBERED_CLAIMS, MODELOPT_CLAIMS = ("medusa_num_heads", "medusa_num_layers"), ("num_medusa_heads", "num_medusa_layers")
-FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
+def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
+    """A causal LM's lm_head: its own, or the embedding table where the configuration says that they are one; None when not found."""
+    names = [name for name in files.header if name.endswith("lm_head.weight") and not name.startswith("medusa_head")]
+    if not names and config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings")):
+        names = [name for name in files.header if name.endswith(EMBEDDINGS)]
+    if not names:
+        return None
+    name = min(sorted(names), key=len)
+    dtype, shape = files.header[name]
+    if dtype not in FLOAT_DTYPES or len(shape) != 2:
+        given = f"{name} {shape} {dtype}"
+        raise CheckpointError("The lm_head is no table of numbers.", given=given, expected="[V, D]", do="Check the model.")
+    return files.read([name])[name]
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """What was found.
+class FoundHeads:
+    """Heads as they were found.
 
     Attributes:
-        format: one of heads.formats.FORMATS.
+        format: one of `formats.FORMATS`.
         base_model: name or path of the model the heads belong to, as the configuration has it, or empty.
         notes: what differed from the configuration or was left out, in sentences.
+        native: what a native directory says besides.
     """
 
     format: str
     heads: PlainHeads
     base_model: str
     notes: tuple[str, ...]
+    native: HeadsMetadata | None = None
+
+
+def base_model_of(metadata: HeadsMetadata) -> str:
+    """The model that native heads were trained for, as their metadata names it, or empty."""
+    notes = metadata.metadata
+    options = notes.get("options")
+    found = options.get("model") if isinstance(options, Mapping) else notes.get("base_model", notes.get("model"))
+    return found if isinstance(found, str) else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return parse_json(read_regular(path, MAX_CONFIG_BYTES), path) if path.exists() else {}
 
 
-def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> Foreign:
+def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHeads:
     """Read heads of any format but the native one.
 
     Args:
@@ -136,35 +153,26 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> Foreign:
     files = open_files([file_inside(folder, heads_file.name)])
     own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
     name = "tgi-v2" if not own else "tgi-v1" if heads_file.suffix == ".safetensors" else "fasterdecoding"
-    return _read(name, files, NUMBERED, _claims(config, *NUMBERED_CLAIMS), config, lm_head_VD, str(path), [])
+    return _read(name, files, config, lm_head_VD, str(path))
 
 
-def _read_model(folder: Path, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None) -> Foreign:
+def _read_model(folder: Path, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None) -> FoundHeads:
     """Heads inside a whole model, or in a folder for stock vLLM."""
     prefixes = tuple(FULL_MODELS)
     files = open_files(model_files(folder), lambda name: name.startswith(prefixes) or is_output_table(name) or _stock(config))
     name = _full_format(files, config, folder)
     if name == "vllm":
         return _read_stock(files, config, lm_head_VD, str(folder))
-    section = config.get("medusa") if name == "modelopt" else None
-    values = {**config, **(section if isinstance(section, dict) else {})}
-    claims = _claims(values, *(MODELOPT_CLAIMS if name == "modelopt" else NUMBERED_CLAIMS))
-    lm_head_VD = _base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
-    heads = TensorFiles({key: entry for key, entry in files.header.items() if key.startswith(prefixes)}, files.files)
-    return _read(name, heads, TABLES[name], claims, config, lm_head_VD, str(folder), [])
+    lm_head_VD = base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
+    heads = TensorFiles({key: entry for key, entry in files.header.items() if key.startswith(prefixes)}, files.places)
+    return _read(name, heads, config, lm_head_VD, str(folder))
 
 
 def _read(
-    name: str,
-    files: TensorFiles,
-    table: KeyTable,
-    claims: Claims,
-    config: Mapping[str, Any],
-    lm_head_VD: torch.Tensor | None,
-    where: str,
-    notes: list[str],
-) -> Foreign:
-    layout = read_layout(files.header, table, claims, where)
+    name: str, files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str, notes: Sequence[str] = ()
+) -> FoundHeads:
+    claims = _claims(name, config)
+    layout = read_layout(files.header, TABLES[name], claims, where)
     rows = lm_head_VD.shape[0] if lm_head_VD is not None else None
     vocab_size = layout.vocab_size or rows or claims.vocab_size
     if lm_head_VD is not None and (rows, lm_head_VD.shape[1]) != (vocab_size, layout.hidden_size):
@@ -175,15 +183,12 @@ def _read(
             do="Give the model that the heads were trained for.",
         )
     if vocab_size is None:
-        raise CheckpointError(
-            "Nothing says how large the vocabulary is.",
-            given=f"{where}: no lm_head, and no vocab_size in {CONFIG_NAME}",
-            expected="the model",
-            do="Give the model's folder with --model.",
-        )
+        given = f"{where}: no lm_head, and no vocab_size in {CONFIG_NAME}"
+        do = "Give the model's folder with --model."
+        raise CheckpointError("Nothing says how large the vocabulary is.", given=given, expected="the model", do=do)
     heads, more = plain_heads(layout, files.read(layout.names), lm_head_VD, vocab_size, where)
     base = config.get("base_model_name_or_path")
-    return Foreign(name, heads, base if isinstance(base, str) else "", (*notes, *more))
+    return FoundHeads(name, heads, base if isinstance(base, str) else "", (*notes, *more))
 
 
 def _full_format(files: TensorFiles, config: Mapping[str, Any], folder: Path) -> str:
@@ -204,37 +209,25 @@ def _stock(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "medusa"
 
 
-def _claims(config: Mapping[str, Any], heads: str, layers: str) -> Claims:
-    nested = config.get("text_config")
-    values = {**config, **(nested if isinstance(nested, dict) else {})}
-    found = [values.get(key) for key in (heads, layers, "vocab_size", "hidden_size")]
-    for key, value in zip((heads, layers, "vocab_size", "hidden_size"), found, strict=True):
+def _claims(name: str, config: Mapping[str, Any]) -> Claims:
+    """What the configuration says; sections of it count more than its top."""
+    section = config.get("medusa") if name == "modelopt" else None
+    values = {**config, **(section if isinstance(section, dict) else {}), **_text_config(config)}
+    keys = (*CLAIMS.get(name, NUMBERED_CLAIMS), "vocab_size", "hidden_size")
+    for key in keys:
+        value = values.get(key)
         if value is not None and (type(value) is not int or not 0 < value <= 1 << 24):
+            given, expected = f"{key} {str(value)[:40]!r}", "a positive whole number"
             raise CheckpointError(
-                "The configuration of the heads is damaged.",
-                given=f"{key} {str(value)[:40]!r}",
-                expected="a positive whole number",
-                do=f"Correct {CONFIG_NAME}.",
+                "The configuration of the heads is damaged.", given=given, expected=expected, do=f"Correct {CONFIG_NAME}."
             )
-    return Claims(*found)
-
-
-def _base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
-    name = lm_head_name(files.header, tied=bool(config.get("tie_word_embeddings")))
-    if name is None:
-        return None
-    dtype, shape = files.header[name]
-    if dtype not in FLOAT_DTYPES or len(shape) != 2:
-        raise CheckpointError(
-            "The lm_head is no table of numbers.", given=f"{name} {shape} {dtype}", expected="[V, D]", do="Check the model."
-        )
-    return files.read([name])[name]
+    return Claims(*map(values.get, keys))
 
 
 # ---- stock vLLM ------------------------------------------------------------------------------------------------------------------
 
 
-def _read_stock(files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str) -> Foreign:
+def _read_stock(files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str) -> FoundHeads:
     """vLLM's own directory, with its traps: older names, biases without a flag, the two places of a shared lm_head, token maps."""
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)
@@ -258,23 +251,10 @@ def _read_stock(files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch
     if any(name.endswith(".bias") for name in names) and config.get("medusa_fc_bias") is not True:
         notes.append("The file has biases and medusa_fc_bias is not true: vLLM drops them in silence. Here they count.")
     header = {name: files.header[source] for name, source in names.items()}
-    claims = _claims(config, "num_heads", "num_hidden_layers")
     if not shared and header and OWN.format(k=0) not in header:
         raise _refused(where, "no lm_heads, and original_lm_head is not true", "vLLM would not start: weights are missing")
-    view = _Renamed(header, {name: files.files[source] for name, source in names.items()}, names)
-    return _read("vllm", view, TABLES["vllm"], claims, config, lm_head_VD, where, notes)
-
-
-@dataclass(frozen=True)
-class _Renamed(TensorFiles):
-    """Tensors under other names than in their files: `sources` maps to the names there."""
-
-    sources: dict[str, str]
-
-    def read(self, names: Any) -> dict[str, torch.Tensor]:
-        wanted = {self.sources[name]: name for name in names}
-        inner = TensorFiles({}, {source: self.files[name] for source, name in wanted.items()})
-        return {wanted[source]: tensor for source, tensor in inner.read(wanted).items()}
+    view = TensorFiles(header, {name: files.places[source] for name, source in names.items()})
+    return _read("vllm", view, config, lm_head_VD, where, notes)
 
 
 def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
@@ -295,9 +275,5 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
 
 
 def _refused(where: str, given: str, expected: str) -> CheckpointError:
-    return CheckpointError(
-        "These heads are written for stock vLLM in a way that can't be taken over.",
-        given=f"{where}: {given}",
-        expected=expected,
-        do="See docs/formats.md.",
-    )
+    problem = "These heads are written for stock vLLM in a way that can't be taken over."
+    return CheckpointError(problem, given=f"{where}: {given}", expected=expected, do="See docs/formats.md.")

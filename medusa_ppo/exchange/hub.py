@@ -1,9 +1,10 @@
-"""The model card of heads: what they are, what was measured and under which settings, how to use them."""
+"""Heads on the model hub: pulled by name, and pushed with a card that says what was measured, under which settings, and how to use them."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,16 @@ from typing import Any, Protocol
 from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, save_heads
 from heads.errors import ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.exchange.foreign import HEADS_FILES, base_model_of
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SECRET = re.compile(r"hf_[A-Za-z0-9]{6,}")
+logger = logging.getLogger(__name__)
+
+PREFIX = "hf://"
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
+PULLED = ["config.json", "model.safetensors", "model-*.safetensors", *HEADS_FILES, "pytorch_model*.bin"]
+PUSHED = ["config.json", "model.safetensors", "README.md"]
+TOKENS = re.compile(r"hf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+")
 NEEDED = ("mean_acceptance_length", "acceptance_per_position", "confidence_interval", "drafts", "generated_tokens", "settings")
 SHOWN_SETTINGS = ("draft", "draft_temperature", "temperature", "top_p", "top_k", "max_new_tokens", "limit", "seed", "data")
 
@@ -28,7 +36,7 @@ def shareable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [shareable(item) for item in value]
     if isinstance(value, str):
-        return SECRET.sub("***", Path(value).name if _is_path(value) else value)
+        return scrubbed(Path(value).name if _is_path(value) else value)
     return value
 
 
@@ -38,21 +46,13 @@ def _is_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~")) or Path(text).exists()
 
 
-def base_model_of(metadata: HeadsMetadata) -> str:
-    """The model that the heads were trained for, as the metadata names it, or empty."""
-    notes = metadata.metadata
-    options = notes.get("options")
-    found = options.get("model") if isinstance(options, Mapping) else notes.get("base_model", notes.get("model"))
-    return shareable(found) if isinstance(found, str) else ""
-
-
 def render_card(repo: str, config: HeadsConfig, metadata: HeadsMetadata, figures: Sequence[Path] = ()) -> str:
     """README.md of a repository with heads.
 
     Raises:
         DataError: a file of figures is not what `medusa-ppo eval --json` writes.
     """
-    base = base_model_of(metadata)
+    base = shareable(base_model_of(metadata))
     parts = [
         _front_matter(base),
         f"# Draft heads for {base or 'a language model'}",
@@ -69,13 +69,13 @@ def render_card(repo: str, config: HeadsConfig, metadata: HeadsMetadata, figures
 
 def _front_matter(base: str) -> str:
     lines = ["---", "library_name: medusa-ppo", "tags: [medusa, speculative-decoding, draft-heads, vllm]"]
-    if HUB_NAME.fullmatch(base):
+    if NAME.fullmatch(base):
         lines.append(f"base_model: {base}")
     return "\n".join([*lines, "---"])
 
 
 def _what(config: HeadsConfig, metadata: HeadsMetadata) -> str:
-    numbers = sum(_product(shape) for shape in config.tensor_shapes().values())
+    numbers = sum(math.prod(shape) for shape in config.tensor_shapes().values())
     lm_head = "shared with the model" if config.lm_head == "shared" else "one of its own for each head"
     rows = {
         "kind": config.kind,
@@ -89,13 +89,6 @@ def _what(config: HeadsConfig, metadata: HeadsMetadata) -> str:
     }
     sentence = "Head k reads the model's final hidden state h_t and drafts token x_{t+1+k}. Every draft is verified by the model: what it"
     return f"{sentence} writes has the same distribution as without drafts.\n\n{_table(('', ''), rows.items())}"
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def _measured(metadata: HeadsMetadata, figures: Sequence[Mapping[str, Any]]) -> str:
@@ -159,29 +152,11 @@ def _read_figures(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         missing = [name for name in NEEDED if name not in found]
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            "The figures can't be read.", given=f"{path}: {error}", expected="a JSON file", do="Give one of eval --json."
-        ) from None
+        given, do = f"{path}: {error}", "Give one of eval --json."
+        raise DataError("The figures can't be read.", given=given, expected="a JSON file", do=do) from None
     if missing or not isinstance(found, dict):
         raise DataError("These are no figures of eval.", given=f"{path}: no {missing}", expected=NEEDED, do="Give one of eval --json.")
     return found
-
-
-logger = logging.getLogger(__name__)
-
-PREFIX = "hf://"
-NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
-PULLED = [
-    "config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "medusa_lm_head.safetensors",
-    "medusa_lm_head.pt",
-    "pytorch_model*.bin",
-]
-PUSHED = ["config.json", "model.safetensors", "README.md"]
-TOKENS = re.compile(r"hf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+")
 
 
 class Hub(Protocol):

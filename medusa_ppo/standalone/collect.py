@@ -1,23 +1,26 @@
-"""What heads are trained and measured on: sequences of tokens, written by the model itself or taken from texts."""
+"""What heads are trained and measured on: sequences of tokens, written by the model itself or taken from texts and chats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from heads.errors import DataError
+from heads.errors import DataError, ModelError
 from medusa_ppo.console import Advance
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.types import Counters, Rollouts, Sampling
+from medusa_ppo.types import Rollouts, Sampling
 
 PROMPTS_PER_ROUND = 128
+ASSISTANT = "assistant"
 
 Prompt = TypeVar("Prompt")
+Messages = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -75,19 +78,6 @@ def response_rounds(
         yield rollouts
 
 
-def write_responses(
-    engine: RolloutEngine,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    max_tokens: int,
-    seed: int,
-    advance: Advance,
-    per_round: int = PROMPTS_PER_ROUND,
-) -> list[Rollouts]:
-    """All of `response_rounds` at once."""
-    return list(response_rounds(engine, prompts, replace(sampling, seed=seed), max_tokens, advance, per_round))
-
-
 def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
     """Flatten rollouts; empty responses teach nothing and are left out."""
     samples = []
@@ -95,9 +85,13 @@ def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
         for response in rollouts.responses:
             if response.token_ids:
                 prompt = tuple(rollouts.prompts[response.prompt_index])
-                ids = prompt + tuple(response.token_ids)
-                samples.append(Sample(ids, ((len(prompt), len(ids)),), 0, tuple(response.logprobs)))
+                samples.append(response_sample(prompt, tuple(response.token_ids), tuple(response.logprobs)))
     return number_prompts(samples)
+
+
+def response_sample(prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tuple[float, ...] | None) -> Sample:
+    """A response behind its prompt, not numbered yet."""
+    return Sample(prompt + response, ((len(prompt), len(prompt) + len(response)),), 0, logprobs)
 
 
 def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
@@ -115,21 +109,30 @@ def samples_from_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase,
     Raises:
         DataError: when no text has at least two tokens.
     """
+    windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
+    nothing = {"expected": "at least two tokens each", "do": "Check --column."}
+    return take_samples(windows, max_tokens, "No text is long enough to train on.", "texts", **nothing)
+
+
+def _windows(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int) -> list[Sample]:
+    ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
+    # The first token of a window was the last one of the window before.
+    windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
+    return [Sample(window, ((1, len(window)),), number) for window in windows]
+
+
+def take_samples(rows: Iterable[list[Sample]], max_tokens: int, problem: str, what: str, *, expected: str, do: str) -> list[Sample]:
+    """The samples of one row after the other, until so many written tokens are there (0: all); DataError when there are none."""
     samples: list[Sample] = []
     tokens = seen = 0
-    for number, text in enumerate(texts):
+    for found in rows:
         seen += 1
-        ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
-        for start in range(0, len(ids) - 1, max_length - 1):
-            window = ids[start : start + max_length]  # The first token of a window was the last one of the window before.
-            samples.append(Sample(window, ((1, len(window)),), number))
-            tokens += len(window) - 1
+        samples += found
+        tokens += sum(sample.written for sample in found)
         if max_tokens and tokens >= max_tokens:
             break
     if not samples:
-        raise DataError(
-            "No text is long enough to train on.", given=f"{seen} texts", expected="at least two tokens each", do="Check --column."
-        )
+        raise DataError(problem, given=f"{seen} {what}", expected=expected, do=do)
     return samples
 
 
@@ -145,12 +148,8 @@ def split_samples(samples: Sequence[Sample], fraction: float, most_tokens: int, 
     """
     prompts = sorted({sample.prompt for sample in samples})
     if len(prompts) < 2:
-        raise DataError(
-            "Too few prompts to keep some out of training.",
-            given=f"{len(samples)} responses, 1 prompt",
-            expected="2 prompts",
-            do="Give more.",
-        )
+        given = f"{len(samples)} responses, 1 prompt"
+        raise DataError("Too few prompts to keep some out of training.", given=given, expected="2 prompts", do="Give more.")
     written: dict[int, int] = dict.fromkeys(prompts, 0)
     for sample in samples:
         written[sample.prompt] += sample.written
@@ -164,9 +163,118 @@ def split_samples(samples: Sequence[Sample], fraction: float, most_tokens: int, 
     return [s for s in samples if s.prompt not in held], [s for s in samples if s.prompt in held]
 
 
-def total_counters(rounds: Iterable[Rollouts]) -> Counters:
-    """Sum of vLLM's counters over all rounds."""
-    total = Counters()
-    for rollouts in rounds:
-        total = total + rollouts.counters
-    return total
+# ---- chats -----------------------------------------------------------------------------------------------------------------------
+
+
+def is_chat(value: object) -> bool:
+    """Whether a field of a row holds messages: a list of {role, content}."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+
+
+def samples_from_chats(chats: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int) -> list[Sample]:
+    """Conversations: only the assistant's turns (the token that ends each included) count as written.
+
+    Args:
+        max_length: longer conversations are cut at their end.
+        max_tokens: stop when so many written tokens are there; 0: all.
+
+    Raises:
+        ModelError: the tokenizer has no chat template, or can't say where its tokens begin.
+        DataError: a row is no list of messages, the template refuses it, or nowhere does an assistant say anything.
+    """
+    check_template(tokenizer)
+    every = (_conversation(messages, tokenizer, max_length, number) for number, messages in enumerate(chats))
+    nothing = {"expected": "messages of the role assistant", "do": "Add --respond, so that the model writes the answers itself."}
+    return take_samples(every, max_tokens, "No conversation has an assistant's turn to train on.", "conversations", **nothing)
+
+
+def _conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int) -> list[Sample]:
+    samples = [_chat_sample(text, turns, tokenizer, max_length, number) for text, turns in _written_turns(messages, tokenizer, number)]
+    return [sample for sample in samples if sample is not None]
+
+
+def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
+    """The conversation, without its last answer if it ends with one, ready for the model to answer."""
+    asked = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
+    return _render(asked, tokenizer, number, answer=True)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError when the tokenizer can't render messages."""
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "The tokenizer has no chat template.",
+            given=tokenizer.name_or_path or type(tokenizer).__name__,
+            expected="chat_template in tokenizer_config.json, or chat_template.jinja beside it",
+            do="Use the folder of a chat model, or train on plain texts (--column) or prompts (--template).",
+        )
+    if not tokenizer.is_fast:
+        raise ModelError(
+            "The tokenizer can't say where its tokens begin in the text.",
+            given=type(tokenizer).__name__,
+            expected="a fast tokenizer (tokenizer.json)",
+            do="Convert it, or train on plain texts (--column) or prompts (--template).",
+        )
+
+
+def _written_turns(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Texts with the places (in characters) of what the assistant wrote.
+
+    One text holds all turns, unless the template shows a turn otherwise once more messages follow (some drop earlier reasoning): then the
+    turn stands in a text of its own, as the model wrote it.
+    """
+    if not is_chat(messages):
+        given, expected = f"row {number}: {messages!r:.120}", "a list of messages with role and content"
+        raise DataError("A row is no conversation.", given=given, expected=expected, do="Name another --column.")
+    whole = _render(messages, tokenizer, number)
+    together: list[tuple[int, int]] = []
+    alone = []
+    for index, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before, after = _render(messages[:index], tokenizer, number, answer=True), _render(messages[: index + 1], tokenizer, number)
+        # A generation prompt can say more than the turn does in the end (an opening tag for reasoning): the common part was given.
+        turn = (_common_prefix(before, after), len(after))
+        if whole.startswith(after):
+            together.append(turn)
+        else:
+            alone.append((after, [turn]))
+    return [(whole, together), *alone] if together else alone
+
+
+def _common_prefix(left: str, right: str) -> int:
+    """Number of characters that both begin with."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _render(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False) -> str:
+    if not messages:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            "The chat template refuses a conversation.",
+            given=f"row {number}: {type(error).__name__}: {error}",
+            expected="messages as this model's template wants them",
+            do="Correct the row, or leave it out.",
+        ) from error
+
+
+def _chat_sample(
+    text: str, turns: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+) -> Sample | None:
+    """Tokens of a text, and the stretches of them that lie in the turns."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False)
+    ids, starts = tuple(encoded["input_ids"][:max_length]), [start for start, _ in encoded["offset_mapping"][:max_length]]
+    spans = []
+    for begin, end in turns:
+        inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
+        if not inside:
+            continue
+        first, last = inside[0], inside[-1]
+        # What the template puts behind the end token is never written by the model.
+        ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
+        spans.append((first, (ends[-1] if ends else last) + 1))
+    return Sample(ids, tuple(spans), number) if spans else None

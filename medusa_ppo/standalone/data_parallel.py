@@ -11,6 +11,7 @@ Every worker takes the same optimizer steps on the same gradients, so all hold t
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from medusa_ppo.standalone.scene import compute_dtype, on_device, training_devic
 from medusa_ppo.standalone.train_options import TrainOptions
 
 State = dict[str, torch.Tensor]
+SHARED = ("loss", "learning_rate", "batch_positions", "accumulate")
+"""Options that are settings of the companion's trainer; the others of these have its defaults."""
 
 
 class Worker:
@@ -69,13 +72,7 @@ class Worker:
         self._trainer = HeadsTrainer(
             MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], options.num_heads, options.kind)),
             lm_head_VD,
-            CompanionConfig(
-                loss=options.loss,
-                learning_rate=options.learning_rate,
-                batch_positions=options.batch_positions,
-                accumulate=options.accumulate,
-                epochs=1,
-            ),
+            CompanionConfig(**{name: getattr(options, name) for name in SHARED}, epochs=1),
             options.seed,
             embedding_VD=embedding_VD,
             device=training_device(),
@@ -117,17 +114,14 @@ class Worker:
         )
 
     def heads(self) -> MedusaHeads:
-        """The heads, to be saved at once."""
-        return self._trainer.heads
+        """A copy of the heads, on the CPU."""
+        return copy.deepcopy(self._trainer.heads).cpu()
 
     def state_dict(self) -> State:
         return self._trainer.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         self._trainer.load_state_dict(state)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 def deal_parts(groups: int, parts: int, workers: int, seed: int, epoch: int) -> list[list[list[int]]]:
@@ -164,7 +158,6 @@ class WorkerHost:
         torch.set_num_threads(threads)
         self._rank, self._size = rank, size
         self._store: dist.Store | None = None
-        self._worker: Worker | None = None
 
     def meet_here(self) -> tuple[str, int]:
         """Open the place where the workers find each other; its address."""
@@ -176,17 +169,10 @@ class WorkerHost:
         team = GlooTeam(self._store, rank, size) if self._store else GlooTeam.at(place, rank, size)
         self._worker = Worker(options, training, held_out, rank=rank, team=team)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Of the worker."""
-        return getattr(self._worker, method)(*arguments)
-
-    def facts(self) -> tuple[int, int, HeadsConfig, torch.Tensor]:
-        assert self._worker is not None, "start comes first"
-        return self._worker.groups, self._worker.tokens, self._worker.heads().config, self._worker.lm_head_VD
-
-    def parts(self) -> int:
-        assert self._worker is not None, "start comes first"
-        return self._worker.parts
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """A call of the worker, or one of its attributes."""
+        found = getattr(self._worker, name)
+        return found(*arguments) if callable(found) else found
 
 
 class Workers:
@@ -201,30 +187,27 @@ class Workers:
         place = self._get(self._hosts[0].meet_here.remote())
         shared = ray.put(training)
         self._get([host.start.remote(place, options, shared, held_out if not rank else []) for rank, host in enumerate(self._hosts)])
-        self.groups, self.tokens, self._config, self.lm_head_VD = self._get(self._hosts[0].facts.remote())
+        self.groups, self.tokens, self.lm_head_VD = (self._first(name) for name in ("groups", "tokens", "lm_head_VD"))
         if self.groups < size:
             expected = f"at most {self.groups}"
             raise ConfigError("There is too little text for so many workers.", given=size, expected=expected, do="Use fewer --workers.")
 
     @property
     def parts(self) -> int:
-        return self._get(self._hosts[0].parts.remote())
+        return self._first("parts")
 
     def train(self, dealt: list[list[int]], number: int) -> tuple[TrainReport, int]:
         done = self._all("train", dealt, number)
         return done[0][0], sum(tokens for _, tokens in done)
 
     def judge(self) -> ReplayResult:
-        return self._get(self._hosts[0].call.remote("judge"))
+        return self._first("judge")
 
     def heads(self) -> MedusaHeads:
-        heads = MedusaHeads(self._config)
-        state = self.state_dict()
-        heads.load_trainable_state({name[6:]: value for name, value in state.items() if name.startswith("heads.")})
-        return heads
+        return self._first("heads")
 
     def state_dict(self) -> State:
-        return self._get(self._hosts[0].call.remote("state_dict"))
+        return self._first("state_dict")
 
     def load_state_dict(self, state: State) -> None:
         self._all("load_state_dict", ray.put(state))
@@ -234,8 +217,11 @@ class Workers:
         for host in self._hosts:
             ray.kill(host)
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._get([host.call.remote(method, *arguments) for host in self._hosts])
+    def _first(self, name: str) -> Any:
+        return self._get(self._hosts[0].ask.remote(name))
+
+    def _all(self, name: str, *arguments: Any) -> list[Any]:
+        return self._get([host.ask.remote(name, *arguments) for host in self._hosts])
 
     def _get(self, references: Any) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.data import require_column
-from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
-from medusa_ppo.standalone.scene import Setting, engine_config, on_device, read_setting, running_engine, training_device
+from medusa_ppo.standalone.scene import Scene, engine_config, on_device, read_scene, running_engine, training_device
 from medusa_ppo.types import Rollouts, Sampling
 
 BOOTSTRAP_GROUPS = 16
@@ -93,8 +93,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
     folders = [options.heads, *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
-    setting = _read(options)
-    groups = _groups(options, setting)
+    scene = _read(options)
+    groups = _groups(options, scene)
     if options.engine == "replay":
         rollouts = _generate(options, groups, "", progress)
         measured = _replayed(options, heads, groups, rollouts, progress)
@@ -109,42 +109,32 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
     several = {"temperatures": rows} if options.temperatures else {}
     headline = {key: value for key, value in rows[0].items() if key != "temperature"}
-    return {**headline, **several, "prompts": len(setting.prompts), "settings": {**settings, "temperature": rows[0]["temperature"]}}
+    return {**headline, **several, "prompts": len(scene.prompts), "settings": {**settings, "temperature": rows[0]["temperature"]}}
 
 
-def _read(options: EvalOptions) -> Setting:
-    setting = read_setting(
-        options.model,
-        options.data,
-        options.template,
-        options.max_new_tokens,
-        options.limit,
-        column=options.column,
-        respond=True,
-    )
+def _read(options: EvalOptions) -> Scene:
+    ways: Any = {"column": options.column, "respond": True}
+    scene = read_scene(options.model, options.data, options.template, options.max_new_tokens, options.limit, **ways)
     if options.category:
-        require_column(list(setting.rows), options.category)
-    return setting
+        require_column(list(scene.rows), options.category)
+    return scene
 
 
-def _groups(options: EvalOptions, setting: Setting) -> list[Group]:
+def _groups(options: EvalOptions, scene: Scene) -> list[Group]:
     """The prompts in the calls that an engine is to make. It counts for a whole call: small groups, of one category each."""
-    rows = list(setting.rows)
+    rows = list(scene.rows)
     by_category: dict[str, list[tuple[int, ...]]] = {}
-    for prompt, row in zip(setting.prompts, setting.kept, strict=True):
+    for prompt, row in zip(scene.prompts, scene.kept, strict=True):
         by_category.setdefault(str(rows[row][options.category]) if options.category else "", []).append(prompt)
     if len(by_category) > MAX_CATEGORIES:
-        raise DataError(
-            "The column has too many values to be a category.",
-            given=f"{options.category}: {len(by_category)} values",
-            expected=f"at most {MAX_CATEGORIES}",
-            do="Name another --category.",
-        )
+        given, expected = f"{options.category}: {len(by_category)} values", f"at most {MAX_CATEGORIES}"
+        problem = "The column has too many values to be a category."
+        raise DataError(problem, given=given, expected=expected, do="Name another --category.")
     groups = []
     for category, prompts in by_category.items():
         size = PROMPTS_PER_ROUND
         if options.engine == "vllm":
-            size = min(size, -(-len(setting.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS))
+            size = min(size, -(-len(scene.prompts) // BOOTSTRAP_GROUPS), -(-len(prompts) // LEAST_GROUPS))
         groups += [Group(category, prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return groups
 
@@ -156,19 +146,16 @@ def _generate(options: EvalOptions, groups: Sequence[Group], heads: str, progres
     with running_engine(options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed) as engine:
         if heads and options.draft == "sampled":
             engine.configure(sampled=True, draft_temperature=options.draft_temperature)
-        return [_at_temperature(options, engine, temperature, groups, progress) for temperature in options.every_temperature]
-
-
-def _at_temperature(
-    options: EvalOptions, engine: RolloutEngine, temperature: float, groups: Sequence[Group], progress: OfflineProgress
-) -> list[Rollouts]:
-    rounds = []
-    with progress.phase(f"Responses, temperature {temperature:g}", sum(len(group.prompts) for group in groups)) as advance:
-        for number, group in enumerate(groups):
-            sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens, seed=options.seed + number)
-            rounds.append(engine.generate(group.prompts, sampling))
-            advance(len(group.prompts), f"{rounds[-1].tokens_per_s:.0f} tokens/s")
-    return rounds
+        runs: list[list[Rollouts]] = []
+        for temperature in options.every_temperature:
+            sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
+            runs.append([])
+            with progress.phase(f"Responses, temperature {temperature:g}", len(prompts)) as advance:
+                for number, group in enumerate(groups):
+                    rollouts = engine.generate(group.prompts, replace(sampling, seed=options.seed + number))
+                    runs[-1].append(rollouts)
+                    advance(len(group.prompts), f"{rollouts.tokens_per_s:.0f} tokens/s")
+        return runs
 
 
 def _replayed(
@@ -201,10 +188,9 @@ def _replayed(
 
 def _counted(groups: Sequence[Group], rounds: Sequence[Rollouts]) -> Measured:
     """vLLM's counters; the units are the calls, which are groups of prompts."""
-    width = max(len(r.counters.accepted_per_position) for r in rounds)
-    accepted = [[*r.counters.accepted_per_position, *[0] * (width - len(r.counters.accepted_per_position))] for r in rounds]
-    drafts = torch.tensor([float(r.counters.drafts) for r in rounds], dtype=torch.float64)
-    result = ReplayResult(drafts, torch.tensor(accepted, dtype=torch.float64), torch.zeros_like(drafts))
+    accepted = list(zip_longest(*(r.counters.accepted_per_position for r in rounds), fillvalue=0))
+    drafts = torch.tensor([r.counters.drafts for r in rounds], dtype=torch.float64)
+    result = ReplayResult(drafts, torch.tensor(accepted, dtype=torch.float64).reshape(-1, len(rounds)).T, torch.zeros_like(drafts))
     return Measured(result, [group.category for group in groups])
 
 
@@ -214,8 +200,7 @@ def _by_category(options: EvalOptions, found: Sequence[Measured]) -> dict[str, A
     rows = []
     for category in sorted(set(found[0].categories)):
         chosen = torch.tensor([own == category for own in found[0].categories])
-        some = [Measured(one.result.select(chosen), [category]) for one in found]
-        rows.append({"category": category, **_figures(some)})
+        rows.append({"category": category, **_figures([Measured(one.result.select(chosen), [category]) for one in found])})
     return {"categories": rows}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -30,10 +29,8 @@ LOGIT_ELEMENTS = 1 << 26
 """Logits of one forward pass that needs them (256 MiB in float32)."""
 PROBE_LENGTHS = (7, 5)
 
-
-def hidden_batch(model: PreTrainedModel, samples: Sequence[Sample], temperature: float, advance: Advance) -> RolloutBatch:
-    """All samples' states in one batch, in their order; see `HiddenReader`."""
-    return read_all(HiddenReader(model, temperature), samples, advance)
+Row = list[tuple[int, int]]
+"""Sequences that stand one after the other in one row of a forward pass: (sample, its first position)."""
 
 
 def read_all(reader: HiddenReader, samples: Sequence[Sample], advance: Advance) -> RolloutBatch:
@@ -95,13 +92,6 @@ class HiddenStates:
         return batch
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Sequences that stand one after the other in one row of a forward pass: (sample, its first position)."""
-
-    places: tuple[tuple[int, int], ...]
-
-
 class HiddenReader:
     """Reads hidden states off a model's own forward pass: packed rows where the model keeps them apart, else padded ones."""
 
@@ -134,19 +124,19 @@ class HiddenReader:
             self._run([rows[i] for i in part], samples, needs_logits, found)
         return [found[i] for i in range(len(samples))]
 
-    def _run(self, rows: Sequence[_Row], samples: Sequence[Sample], needs_logits: bool, found: dict[int, RolloutBatch]) -> None:
+    def _run(self, rows: Sequence[Row], samples: Sequence[Sample], needs_logits: bool, found: dict[int, RolloutBatch]) -> None:
         width = max(_width(row, samples) for row in rows)
         ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
         # What stays empty at a row's end are sequences of one token, at position 0: nobody looks there.
         positions_BT = torch.zeros_like(ids_BT)
         for b, row in enumerate(rows):
-            for i, start in row.places:
+            for i, start in row:
                 stop = start + len(samples[i].ids)
                 ids_BT[b, start:stop] = torch.tensor(samples[i].ids)
                 positions_BT[b, start:stop] = torch.arange(stop - start)
         hidden_BTD, logits_BTV = self._forward(ids_BT, positions_BT, needs_logits)
         for b, row in enumerate(rows):
-            for i, start in row.places:
+            for i, start in row:
                 found[i] = self._sequence(samples[i], hidden_BTD[b], None if logits_BTV is None else logits_BTV[b], start)
 
     def _sequence(self, sample: Sample, hidden_TD: torch.Tensor, logits_TV: torch.Tensor | None, start: int) -> RolloutBatch:
@@ -192,9 +182,9 @@ class HiddenReader:
         return bool((together - alone).norm() <= tolerance * alone.norm())
 
 
-def _pack(lengths: Sequence[int], width: int) -> list[_Row]:
+def _pack(lengths: Sequence[int], width: int) -> list[Row]:
     """Longest first, each into the first row that has room."""
-    rows: list[list[tuple[int, int]]] = []
+    rows: list[Row] = []
     ends: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((r for r, end in enumerate(ends) if end + lengths[i] <= width), len(rows))
@@ -203,16 +193,16 @@ def _pack(lengths: Sequence[int], width: int) -> list[_Row]:
             ends.append(0)
         rows[row].append((i, ends[row]))
         ends[row] += lengths[i]
-    return [_Row(tuple(places)) for places in rows]
+    return rows
 
 
-def _one_each(lengths: Sequence[int]) -> list[_Row]:
+def _one_each(lengths: Sequence[int]) -> list[Row]:
     """A row for each sequence, sorted by length so that neighbours need little padding (which, behind a causal mask, nobody sees)."""
-    return [_Row(((i, 0),)) for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
+    return [[(i, 0)] for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
 
 
-def _width(row: _Row, samples: Sequence[Sample]) -> int:
-    last, start = row.places[-1]
+def _width(row: Row, samples: Sequence[Sample]) -> int:
+    last, start = row[-1]
     return start + len(samples[last].ids)
 
 

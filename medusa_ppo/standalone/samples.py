@@ -1,23 +1,175 @@
-"""The samples of a training: written by the model, or read from texts, chats and rollouts; what an interruption left is used first."""
+"""The samples of a training, written by the model or read from data, and the folder that an interrupted training goes on from.
+
+OUT/resume/                 every file of it is replaced atomically; safetensors and JSON
+  settings.json             the options that the heads depend on; other ones are refused
+  round-0000.safetensors    responses of one generation round, until all are written
+  samples.safetensors       all sequences that are trained and judged on
+  trainer.safetensors       heads, optimizer, generator, counters, and how far the training is
+
+Hidden states are not kept: they are computed again, in the same shapes (medusa_ppo/standalone/hidden.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoConfig
 
-from heads.errors import ConfigError, DataError
+from heads.checkpoint import load_state, save_state
+from heads.errors import CheckpointError, ConfigError, DataError
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.data import Row
+from medusa_ppo.files import write_atomic
 from medusa_ppo.reports.records import LOGPROBS, PROMPT_IDS, RESPONSE_IDS
-from medusa_ppo.standalone.chat import samples_from_chats
-from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, Sample, number_prompts, response_rounds, samples_from_texts, samples_of
-from medusa_ppo.standalone.resume import ResumeFolder
-from medusa_ppo.standalone.scene import MAX_TEXT_TOKENS, Setting, engine_config, read_setting, running_engine
+from medusa_ppo.standalone.collect import (
+    PROMPTS_PER_ROUND,
+    Sample,
+    number_prompts,
+    response_rounds,
+    response_sample,
+    samples_from_chats,
+    samples_from_texts,
+    samples_of,
+    take_samples,
+)
+from medusa_ppo.standalone.scene import MAX_TEXT_TOKENS, Scene, engine_config, read_scene, running_engine
 from medusa_ppo.standalone.train_options import TrainOptions
 from medusa_ppo.types import Sampling
+
+FOLDER = "resume"
+FORMAT_VERSION = 1
+POSITION = "position"
+STREAMED_SHARE = 16
+"""Of a streamed data set as many prompts are read as would do with responses of so many tokens; they are gone through again if need be."""
+
+
+class TrainPosition(NamedTuple):
+    """How far a training is.
+
+    Attributes:
+        parts: parts trained so far; each has one line in train.jsonl.
+        tokens: response tokens trained so far, each counted in every epoch.
+        wall_s: seconds of training in all sessions.
+    """
+
+    parts: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+
+
+class ResumeFolder:
+    """Reads and writes OUT/resume.
+
+    Attributes:
+        found: there is something to go on with.
+    """
+
+    def __init__(self, out: Path, options: TrainOptions) -> None:
+        """
+        Raises:
+            ConfigError: the folder holds an interrupted training with other settings.
+            CheckpointError: its settings can't be read.
+        """
+        self._folder = out / FOLDER
+        self._samples, self._trainer = self._folder / "samples.safetensors", self._folder / "trainer.safetensors"
+        self._settings = {"format_version": FORMAT_VERSION, **options.settings()}
+        self.found = not options.fresh and any(self._folder.glob("*.safetensors"))
+        if self.found:
+            _check_settings(self._folder / "settings.json", self._settings)
+
+    def begin(self) -> None:
+        """Make the folder; what lies in it and is not to be gone on with goes."""
+        if not self.found:
+            self.remove()
+            write_atomic(self._folder / "settings.json", json.dumps(self._settings, indent=1) + "\n")
+
+    def rounds(self) -> list[list[Sample]]:
+        """Responses of the rounds that were written before the interruption."""
+        found: list[list[Sample]] = []
+        while (path := self._round(len(found))).is_file():
+            found.append(_unpack(load_state(path)))
+        return found
+
+    def save_round(self, number: int, samples: Sequence[Sample]) -> None:
+        save_state(self._round(number), _pack(samples))
+
+    def samples(self) -> list[Sample] | None:
+        """All samples, or None when they were not all there yet."""
+        return _unpack(load_state(self._samples)) if self.found and self._samples.is_file() else None
+
+    def save_samples(self, samples: Sequence[Sample]) -> None:
+        save_state(self._samples, _pack(samples))
+        for path in self._folder.glob("round-*.safetensors"):
+            path.unlink()
+
+    def trainer(self) -> tuple[dict[str, torch.Tensor], TrainPosition] | None:
+        """State of the trainer and how far it was; None before the first save."""
+        if not self.found or not self._trainer.is_file():
+            return None
+        state = load_state(self._trainer)
+        parts, tokens, wall_s = state.pop(POSITION).tolist()
+        return state, TrainPosition(int(parts), int(tokens), wall_s)
+
+    def save_trainer(self, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        save_state(self._trainer, {**state, POSITION: torch.tensor(position, dtype=torch.float64)})
+
+    def remove(self) -> None:
+        """Forget everything: the training is finished, or begins anew."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _round(self, number: int) -> Path:
+        return self._folder / f"round-{number:04d}.safetensors"
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        given, do = f"{path}: {error}", "Begin anew with --fresh."
+        raise CheckpointError("The interrupted training can't be read.", given=given, expected="JSON", do=do) from None
+    if changed:
+        given = ", ".join(f"{key} {settings.get(key)!r} (was {saved.get(key)!r})" for key in changed)
+        raise ConfigError(
+            "The output folder holds an interrupted training with other settings.",
+            given=given,
+            expected="the same settings, to go on with it",
+            do="Restore them, choose another --out, or begin anew with --fresh.",
+        )
+
+
+def _pack(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Samples as flat tensors."""
+    columns: dict[str, tuple[torch.dtype, list[Any]]] = {
+        "ids": (torch.int32, [token for sample in samples for token in sample.ids]),
+        "lengths": (torch.int64, [len(sample.ids) for sample in samples]),
+        "spans": (torch.int64, [span for sample in samples for span in sample.spans]),
+        "span_counts": (torch.int64, [len(sample.spans) for sample in samples]),
+        "prompts": (torch.int64, [sample.prompt for sample in samples]),
+        "logprobs": (torch.float32, [value for sample in samples for value in sample.logprobs or ()]),
+        "logprob_counts": (torch.int64, [len(sample.logprobs or ()) for sample in samples]),
+    }
+    return {name: torch.tensor(values, dtype=dtype) for name, (dtype, values) in columns.items()}
+
+
+def _unpack(state: dict[str, torch.Tensor]) -> list[Sample]:
+    columns = (
+        _cut(state[flat], state[counts]) for flat, counts in (("ids", "lengths"), ("spans", "span_counts"), ("logprobs", "logprob_counts"))
+    )
+    rows = zip(*columns, state["prompts"].tolist(), strict=True)
+    return [Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) or None) for ids, spans, p, prompt in rows]
+
+
+def _cut(flat: torch.Tensor, counts: torch.Tensor) -> list[list[Any]]:
+    values = flat.tolist()
+    return [values[start:end] for start, end in pairwise(accumulate(counts.tolist(), initial=0))]
 
 
 def samples_from_rollouts(rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int) -> list[Sample]:
@@ -34,26 +186,18 @@ def samples_from_rollouts(rows: Iterable[Row], vocab_size: int, context: int, te
     Raises:
         DataError: no usable row, ids or log-probs that are none, a row sampled in another way.
     """
-    samples: list[Sample] = []
-    tokens = 0
-    for number, row in reversed(list(enumerate(rows))):
-        prompt, response = (_ids(row, name, number, vocab_size) for name in (PROMPT_IDS, RESPONSE_IDS))
-        _check_sampling(row, number, temperature)
-        if not prompt or not response or len(prompt) + len(response) > context:
-            continue
-        ids = prompt + response
-        samples.append(Sample(ids, ((len(prompt), len(ids)),), 0, _logprobs(row, number, len(response))))
-        tokens += len(response)
-        if tokens >= max_tokens:
-            break
-    if not samples:
-        raise DataError(
-            "No rollout is usable.",
-            given="prompts or responses without tokens, or too long",
-            expected=f"1 to {context} tokens",
-            do="Check --data.",
-        )
-    return number_prompts(samples)
+    newest_first = reversed(list(enumerate(rows)))
+    found = (_rollout(row, number, vocab_size, context, temperature) for number, row in newest_first)
+    nothing = {"expected": f"prompts and responses of 1 to {context} tokens together", "do": "Check --data."}
+    return number_prompts(take_samples(found, max_tokens, "No rollout is usable.", "rows", **nothing))
+
+
+def _rollout(row: Row, number: int, vocab_size: int, context: int, temperature: float) -> list[Sample]:
+    prompt, response = (_ids(row, name, number, vocab_size) for name in (PROMPT_IDS, RESPONSE_IDS))
+    _check_sampling(row, number, temperature)
+    if not prompt or not response or len(prompt) + len(response) > context:
+        return []
+    return [response_sample(prompt, response, _logprobs(row, number, len(response)))]
 
 
 def _ids(row: Row, name: str, number: int, vocab_size: int) -> tuple[int, ...]:
@@ -89,11 +233,7 @@ def _bad(row: Row, name: str, number: int, expected: str) -> DataError:
     )
 
 
-STREAMED_SHARE = 16
-"""Of a streamed data set as many prompts are read as would do with responses of so many tokens; they are gone through again if need be."""
-
-
-def train_setting(options: TrainOptions) -> Setting:
+def train_scene(options: TrainOptions) -> Scene:
     """Model and data as the options name them.
 
     Raises:
@@ -101,7 +241,7 @@ def train_setting(options: TrainOptions) -> Setting:
     """
     if options.dtype not in DTYPES or options.dtype == "float16":
         raise ConfigError("Unknown dtype.", given=options.dtype, expected="float32 | bfloat16", do="Correct --dtype.")
-    return read_setting(
+    return read_scene(
         options.model,
         options.data,
         options.template,
@@ -112,25 +252,25 @@ def train_setting(options: TrainOptions) -> Setting:
     )
 
 
-def gather_samples(options: TrainOptions, setting: Setting, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
+def gather_samples(options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
     """All samples; saved, so that an interrupted training goes on with the same ones."""
-    most, context = options.max_train_tokens, min(setting.context, MAX_TEXT_TOKENS)
-    if setting.source.kind == "prompts":
-        samples = _responses(options, setting, resume, progress)
-    elif setting.source.kind == "chat":
-        samples = samples_from_chats(setting.texts, setting.tokenizer, context, most)
-    elif setting.source.kind == "rollouts":
+    most, context = options.max_train_tokens, min(scene.context, MAX_TEXT_TOKENS)
+    if scene.source.kind == "prompts":
+        samples = _responses(options, scene, resume, progress)
+    elif scene.source.kind == "chat":
+        samples = samples_from_chats(scene.texts, scene.tokenizer, context, most)
+    elif scene.source.kind == "rollouts":
         vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
-        samples = samples_from_rollouts(setting.rows, vocab_size, setting.context, options.temperature, most)
+        samples = samples_from_rollouts(scene.rows, vocab_size, scene.context, options.temperature, most)
     else:
-        samples = samples_from_texts((str(text) for text in setting.texts), setting.tokenizer, context, most)
+        samples = samples_from_texts((str(text) for text in scene.texts), scene.tokenizer, context, most)
     resume.save_samples(samples)
     return samples
 
 
-def _responses(options: TrainOptions, setting: Setting, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
-    if setting.skipped:
-        progress.say(f"{setting.skipped} prompts are too long and left out")
+def _responses(options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
+    if scene.skipped:
+        progress.say(f"{scene.skipped} prompts are too long and left out")
     rounds = resume.rounds()
     tokens = sum(sample.written for part in rounds for sample in part)
     if rounds:
@@ -138,19 +278,11 @@ def _responses(options: TrainOptions, setting: Setting, resume: ResumeFolder, pr
     if tokens < options.max_train_tokens:
         sampling = Sampling(temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=options.seed)
         progress.say("Starting the engine ...")
-        config = engine_config(setting.prompts, options.max_new_tokens)
+        config = engine_config(scene.prompts, options.max_new_tokens)
         with running_engine(options.model, "", config, options.seed) as engine:
             with progress.phase("Writing responses", options.max_train_tokens - tokens) as advance:
-                writing = response_rounds(
-                    engine,
-                    setting.prompts,
-                    sampling,
-                    options.max_train_tokens,
-                    advance,
-                    rounds_done=len(rounds),
-                    tokens_done=tokens,
-                )
-                for rollouts in writing:
+                most, done = options.max_train_tokens, {"rounds_done": len(rounds), "tokens_done": tokens}
+                for rollouts in response_rounds(engine, scene.prompts, sampling, most, advance, **done):
                     rounds.append(samples_of([rollouts]))
                     resume.save_round(len(rounds) - 1, rounds[-1])
     return number_prompts([sample for part in rounds for sample in part])

@@ -20,10 +20,19 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.processes import local_ray
 from medusa_ppo.reports.records import PROMPT_IDS, RESPONSE_IDS
-from medusa_ppo.standalone.chat import chat_prompt, check_template, is_chat
+from medusa_ppo.standalone.collect import chat_prompt, check_template, is_chat
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take many times as long as float32 ones."""
+
+MAX_PROMPT_TOKENS = 1024
+MAX_TEXT_TOKENS = 2048
+"""Longer texts are cut into windows: a model's whole context would make its attention the largest part of a forward pass."""
+DEFAULT_CONTEXT = 2048
+MESSAGES, PROMPT = "messages", "prompt"
+"""Columns that are found by their names when neither a template nor a column is given."""
+
+WAYS = "--template (the model answers prompts), --column (full texts or chat messages), a column named messages or prompt, or rollouts"
 
 
 def training_device() -> torch.device:
@@ -53,18 +62,6 @@ def _cpu_flags() -> set[str]:
     return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
 
 
-MAX_PROMPT_TOKENS = 1024
-MAX_TEXT_TOKENS = 2048
-"""Longer texts are cut into windows: a model's whole context would make its attention the largest part of a forward pass."""
-DEFAULT_CONTEXT = 2048
-MESSAGES, PROMPT = "messages", "prompt"
-"""Columns that are found by their names when neither a template nor a column is given."""
-
-WAYS = "--template (the model answers prompts), --column (full texts or chat messages), a column named messages or prompt, or rollouts"
-
-Kind = Literal["prompts", "texts", "chat", "rollouts"]
-
-
 @dataclass(frozen=True)
 class Source:
     """Where tokens come from.
@@ -74,12 +71,12 @@ class Source:
         column: that holds them; empty with a template and for rollouts.
     """
 
-    kind: Kind
+    kind: Literal["prompts", "texts", "chat", "rollouts"]
     column: str = ""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scene:
     """What both commands need before they start anything heavy.
 
     Attributes:
@@ -104,7 +101,7 @@ class Setting:
         return (row[self.source.column] for row in self.rows if row.get(self.source.column))
 
 
-def read_setting(
+def read_scene(
     model: str,
     data: str,
     template: str,
@@ -114,7 +111,7 @@ def read_setting(
     column: str = "",
     respond: bool = False,
     streamed_rows: int = 0,
-) -> Setting:
+) -> Scene:
     """Load tokenizer and rows, find out what the rows hold, and tokenize the prompts if it is prompts.
 
     Args:
@@ -126,35 +123,29 @@ def read_setting(
     Raises:
         ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
     """
-    rows: Iterable[Row]
     check_one_way(template, column)
+    rows: Iterable[Row] = iter(islice(stream_rows(data), limit or None)) if streamed_rows else _load(data, limit, bool(template or column))
+    first = next(iter(rows), None)
+    if first is None:
+        raise DataError("The data holds no rows.", given=data, expected="at least one row", do="Check the file and the split.")
     if streamed_rows:
-        rows = iter(islice(stream_rows(data), limit or None))
-        first = next(rows, None)
-        if first is None:
-            raise DataError("The data holds no rows.", given=data, expected="at least one row", do="Check the file and the split.")
         rows = chain([first], rows)
-    else:
-        rows = _load(data, limit, bool(template or column))
-        first = rows[0]
     source = find_source(first, template, column, respond)
     tokenizer = load_tokenizer(model)
     context = int(getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None) or DEFAULT_CONTEXT)
     if source.kind != "prompts":
-        return Setting(tokenizer, rows, source, [], [], context, 0)
+        return Scene(tokenizer, rows, source, [], [], context, 0)
     rows = list(islice(rows, streamed_rows or None))
     longest = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
     if longest < 1:
-        raise DataError(
-            "No room for a prompt.", given=f"--max-new-tokens {max_new_tokens}", expected=f"less than {context}", do="Ask for fewer tokens."
-        )
+        given, expected = f"--max-new-tokens {max_new_tokens}", f"less than {context}"
+        raise DataError("No room for a prompt.", given=given, expected=expected, do="Ask for fewer tokens.")
     every = _tokenized(rows, template, source.column, tokenizer)
     kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
     if not kept:
-        raise DataError(
-            "No prompt is usable.", given=f"{len(every)} prompts", expected=f"1 to {longest} tokens each", do="Check --template and --data."
-        )
-    return Setting(tokenizer, rows, source, [every[i] for i in kept], kept, context, len(every) - len(kept))
+        given, expected = f"{len(every)} prompts", f"1 to {longest} tokens each"
+        raise DataError("No prompt is usable.", given=given, expected=expected, do="Check --template and --data.")
+    return Scene(tokenizer, rows, source, [every[i] for i in kept], kept, context, len(every) - len(kept))
 
 
 def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
@@ -174,20 +165,14 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
     require_column([row], found)
     if not column and found == PROMPT:
         return Source("prompts", found)
-    if is_chat(row[found]):
-        return Source("prompts" if respond else "chat", found)
-    return Source("prompts" if respond else "texts", found)
+    return Source("prompts" if respond else "chat" if is_chat(row[found]) else "texts", found)
 
 
 def check_one_way(template: str, column: str) -> None:
     """Raises DataError when both are given; said before anything is read."""
     if template and column:
-        raise DataError(
-            "Say where the text comes from, in one way.",
-            given=f"--template {template!r}, --column {column!r}",
-            expected=WAYS,
-            do="Give one of the two.",
-        )
+        given = f"--template {template!r}, --column {column!r}"
+        raise DataError("Say where the text comes from, in one way.", given=given, expected=WAYS, do="Give one of the two.")
 
 
 def _load(data: str, limit: int, said: bool) -> list[Row]:
@@ -235,7 +220,6 @@ def out_folder(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(
-            "The output folder can't be made.", given=f"{out}: {error.strerror}", expected="a writable folder", do="Choose another --out."
-        ) from None
+        given, do = f"{out}: {error.strerror}", "Choose another --out."
+        raise DataError("The output folder can't be made.", given=given, expected="a writable folder", do=do) from None
     return out

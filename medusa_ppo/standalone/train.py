@@ -1,4 +1,5 @@
-"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on."""
+"""`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on.
+With `--dry-run` its sizes, memory and time, before anything is started or written."""
 
 from __future__ import annotations
 
@@ -11,23 +12,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from heads.acceptance import ReplayResult
 from heads.checkpoint import save_heads
 from heads.errors import DataError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.console import Advance, OfflineProgress
 from medusa_ppo.processes import stop_signals
+from medusa_ppo.reports.wording import seconds
 from medusa_ppo.standalone.collect import split_samples
 from medusa_ppo.standalone.data_parallel import Worker, Workers, deal_parts, running_workers
-from medusa_ppo.standalone.resume import Position, ResumeFolder
-from medusa_ppo.standalone.samples import gather_samples, train_setting
-from medusa_ppo.standalone.scene import compute_dtype, out_folder
+from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition, gather_samples, train_scene
+from medusa_ppo.standalone.scene import compute_dtype, out_folder, training_device
 from medusa_ppo.standalone.train_options import TrainOptions
-
-__all__ = ["LOG_FILE", "TrainOptions", "train_heads"]
 
 LOG_FILE = "train.jsonl"
 HOLDOUT_FRACTION = 0.1
@@ -37,6 +38,11 @@ LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
 """Most tokens between two log steps, and held at once beside the cache."""
 SAVE_EVERY_S = 30.0
+FLOAT_BYTES = 4
+ADAM_STATES = 2
+PROBE_SIZE, PROBE_S = 1024, 0.3
+BACKWARD = 2
+"""A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
 
 Line = dict[str, Any]
 
@@ -56,10 +62,10 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         progress.say(f"Going on with the interrupted training in {options.out} (--fresh begins anew)")
     samples = resume.samples()
     if samples is None:
-        setting = train_setting(options)
+        scene = train_scene(options)
         out_folder(options.out)
         resume.begin()
-        samples = gather_samples(options, setting, resume, progress)
+        samples = gather_samples(options, scene, resume, progress)
     if compute_dtype(options.dtype) != DTYPES[options.dtype]:
         progress.say(f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32")
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
@@ -85,7 +91,7 @@ class _Run:
         self._parts = min(worker.groups // options.workers, wanted)
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
-        self.position = Position()
+        self.position = TrainPosition()
         self._lines: list[Line] = []
         saved = resume.trainer()
         if saved is not None:
@@ -132,7 +138,7 @@ class _Run:
         log.flush()
         if line is self.best:
             _keep_best(self._options.out, self._worker.heads(), self._worker.lm_head_VD, _metadata(self._options, line))
-        self.position = Position(self.position.parts + 1, line["tokens"], wall_s)
+        self.position = TrainPosition(self.position.parts + 1, line["tokens"], wall_s)
         advance(1, _note(line))
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self.save()
@@ -161,10 +167,9 @@ def _read_log(path: Path, count: int) -> list[Line]:
     lines = path.read_text(encoding="utf-8").splitlines()[:count] if path.is_file() else []
     try:
         found = [json.loads(line) for line in lines]
+        problem = f"{path}: {len(found)} lines"
     except ValueError as error:
         found, problem = [], f"{path}: {error}"
-    else:
-        problem = f"{path}: {len(found)} lines"
     if len(found) != count:
         raise DataError("The log of the interrupted training is damaged.", given=problem, expected=f"{count} lines", do="Use --fresh.")
     return found
@@ -191,3 +196,61 @@ def _note(line: Line) -> str:
 def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
     replayed = line["replay_mean_acceptance_length"]
     return {"options": options.settings(), "replay_mean_acceptance_length": replayed, "trained_tokens": line["tokens"]}
+
+
+def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
+    """What `--dry-run` prints, from the configuration files and a moment of matrix products."""
+    scene = train_scene(options)
+    model = AutoConfig.from_pretrained(options.model)
+    with torch.device("meta"):
+        actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+    config = HeadsConfig(model.hidden_size, model.vocab_size, options.num_heads, options.kind)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in MedusaHeads(config).parameters())
+    width, compute = DTYPES[options.dtype].itemsize, compute_dtype(options.dtype)
+    hidden_bytes = options.max_train_tokens * model.hidden_size * width
+    kept = min(hidden_bytes, options.cache_bytes)
+    share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
+    steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
+    rate = _measured_rate(compute)
+    collect_s, train_s = _estimate(options, model, actor, parameters, share, rate)
+    source = f"{len(scene.prompts)} prompts, responses by the model" if scene.prompts else f"column {scene.source.column!r}"
+    return [
+        ("model", f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size}, {actor / 1e6:.1f} M parameters)"),
+        ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
+        ("model in memory", f"{_mib(actor * compute.itemsize)}"),
+        ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
+        ("hidden states", f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them kept between epochs"),
+        ("source", f"{source} ({scene.source.kind})"),
+        ("optimizer steps", f"{steps} of {options.step_positions} positions"),
+        ("matrix rate here", f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now"),
+        ("hidden states take", f"at least {seconds(collect_s)}" + (", after the writing of the responses" if scene.prompts else "")),
+        ("training takes", f"at least {seconds(train_s)} (the matrix products alone)"),
+        ("output", str(options.out)),
+    ]
+
+
+def _estimate(options: TrainOptions, model: PretrainedConfig, actor: int, parameters: int, kept: float, rate: float) -> tuple[float, float]:
+    """Seconds of the first forward pass and of the training: the products that can't be left out, at the measured rate."""
+    tokens = options.max_train_tokens
+    forward = 2.0 * actor
+    logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size
+    step = 2.0 * parameters * (1 + BACKWARD) + logits * 2
+    again = (1 - kept) * forward * (options.epochs - 1)
+    return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
+
+
+def _measured_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of square matrix products in the dtype of the training."""
+    device = training_device()
+    matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
+    float((matrix @ matrix).float().sum())  # The first product also loads what later ones need.
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < PROBE_S:
+        float((matrix @ matrix)[0, 0])
+        count += 1
+    return count * 2.0 * PROBE_SIZE**3 / spent
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB"

@@ -1,14 +1,25 @@
-"""What `medusa-ppo train` can be told, with every default in this one place (no torch)."""
+"""What `medusa-ppo train` can be told, with every default in this one place (no torch).
+
+Where a setting is one of a run's too, its default is read from there. What differs says why.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-CACHE_BYTES = 4 * 1024**3
+from medusa_ppo.config import CompanionConfig, HeadsSection, SamplingConfig
+
+Kind = Literal["medusa", "markov", "hydra"]
+Loss = Literal["ce", "tv", "ce_tv", "kl", "kl_tv"]
+Dtype = Literal["float32", "bfloat16"]
 MEANS_NOTHING_TO_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
 """Options that change when a training stops or how fast it is, not what the heads are after so many tokens."""
+
+
+HEADS, COMPANION, SAMPLING = HeadsSection(), CompanionConfig(), SamplingConfig()
+"""A run's settings, at their defaults."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +29,10 @@ class TrainOptions:
     model: str
     data: str
     out: Path
-    kind: str = "hydra"
-    num_heads: int = 4
-    loss: str = "ce_tv"
+    kind: Kind = HEADS.kind
+    num_heads: int = HEADS.num_heads
+    loss: Loss = "ce_tv"
+    """Not the companion's: that one reads the actor's whole distribution, which gains where tokens are few; here they are many."""
     template: str = ""
     column: str = ""
     respond: bool = False
@@ -29,14 +41,17 @@ class TrainOptions:
     max_minutes: float = 0.0
     target_mal: float = 0.0
     epochs: int = 4
-    learning_rate: float = 2e-3
+    """More than the companion's: these tokens are all there are, the companion gets new ones with every step."""
+    learning_rate: float = COMPANION.learning_rate
     batch_positions: int = 512
-    accumulate: int = 1
+    """Fewer than the companion's: a cosine calms small steps down in the end, and the companion has none, but a policy that moves."""
+    accumulate: int = COMPANION.accumulate
     workers: int = 1
-    dtype: str = "float32"
-    cache_bytes: int = CACHE_BYTES
-    temperature: float = 1.0
+    dtype: Dtype = "float32"
+    cache_bytes: int = 4 * 1024**3
+    temperature: float = SAMPLING.temperature
     max_new_tokens: int = 128
+    """More than a run's, which is sized for an engine of short contexts: here the engine is made to fit."""
     seed: int = 0
     fresh: bool = False
 

@@ -97,7 +97,7 @@ class Case:
             self.targets_NK,
             self.mask_NK,
             config,
-            logprobs_NK=self.logprobs_NK if config.needs_logprobs else None,
+            logprobs_NK=self.logprobs_NK if config.tv else None,
             teacher=teacher,
             temperature=0.8,
             chunk_rows=chunk_rows,
@@ -149,7 +149,7 @@ def clips(case: Case, name: str, figures: dict[str, Any]) -> None:
 
 
 def drafts(case: Case, name: str, figures: dict[str, Any]) -> None:
-    vocabulary, own = case.vocabulary, case.vocabulary.own_rows
+    own = case.vocabulary.own_rows
     where = {"condition_MK": case.condition_NK}
     tables = [(case.whole, case.lm_head_VD, case.embedding_VD), (case.share, own(case.lm_head_VD), own(case.embedding_VD))]
     ids = [draft_ids_for_rows(h, case.hidden_ND, w, embedding_VD=e, chunk_rows=5, **where) for h, w, e in tables]
@@ -162,28 +162,11 @@ def drafts(case: Case, name: str, figures: dict[str, Any]) -> None:
             for h, w, e in tables
         ]
         figures[f"draft-probability-{name}-{cut}"] = float((logq[0].exp() - logq[1].exp()).abs().max())
-    states = [heads.start_draft(case.hidden_ND) for heads, _, _ in tables]
-    last_N, wrong = case.condition_NK[:, 0], 0
-    for _ in range(K):
-        whole_NV, share_NV = (
-            heads.draft_step(state, last_N, table, embedding_VD=embedding)
-            for (heads, table, embedding), state in zip(tables, states, strict=True)
-        )
-        uniform_N = torch.rand(N, dtype=torch.float64)
-        last_N = WHOLE.sample(whole_NV, uniform_N)
-        wrong += int((vocabulary.sample(share_NV, uniform_N) != last_N).sum())
-    figures[f"sample-{name}"] = wrong
 
 
 def distribution(vocabulary: ShardedVocabulary, figures: dict[str, Any]) -> None:
-    """Sampled frequencies against probabilities, the ends of the unit interval, and cut tokens that must not come."""
+    """Which token is the likeliest, and which ones are cut."""
     torch.manual_seed(1)
-    logits_V = torch.zeros(V).index_fill(0, torch.tensor([3, 400, 700, 1000]), 8.0)
-    cut_CV = truncate_logits(logits_V.expand(4000, V), 4)
-    ids_C = vocabulary.sample(vocabulary.own_rows(cut_CV, 1), torch.rand(4000, dtype=torch.float64))
-    figures["frequencies"] = [float((ids_C == token).float().mean()) for token in (3, 400, 700, 1000)]
-    ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
-    figures["ends"] = vocabulary.sample(vocabulary.own_rows(cut_CV[:2], 1), ends).tolist()
     tied_CV = torch.zeros(2, V).index_fill(1, torch.tensor([900, 2]), 1.0)
     figures["tied argmax"] = vocabulary.argmax(vocabulary.own_rows(tied_CV, 1)).tolist()
     rows_CV = torch.randn(50, V) * 3
@@ -197,11 +180,10 @@ def traffic_of_a_step(case: Case, traffic: Traffic, figures: dict[str, Any]) -> 
     traffic.start()
     case.loss(True, LossConfig()).sum().backward()
     figures["traffic"] = {**traffic.elements, "largest": traffic.largest, "logits": N * K * V}
-    for name in ("argmax", "sample"):
-        logits_NV = torch.randn(N, case.vocabulary.rows)
-        traffic.start()
-        getattr(case.vocabulary, name)(logits_NV, *([torch.rand(N)] if name == "sample" else []))
-        figures[f"traffic-{name}"] = sum(traffic.elements.values())
+    logits_NV = torch.randn(N, case.vocabulary.rows)
+    traffic.start()
+    case.vocabulary.argmax(logits_NV)
+    figures["traffic-argmax"] = sum(traffic.elements.values())
 
 
 def files(case: Case, name: str, group: dist.ProcessGroup, folder: Path, figures: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The fused forms of cross-entropy against the plain reference, the choice between them, and what none of them may do."""
+"""Fused cross-entropy against the plain reference, when it is chosen, and what no form of it may do."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from heads import linear_loss
-from heads.linear_loss import CHUNKS, LIGER, TORCH, choose_form, fused_cross_entropy
-from heads.losses import LossConfig, head_loss, reference_head_loss
+from heads import losses
+from heads.losses import IGNORED, LossConfig, fused_cross_entropy, head_loss, liger_can, reference_head_loss
 from heads.modules import FactoredLogits
 from heads.vocabulary import WHOLE, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 N, K, D, V = 23, 3, 16, 40
 SCALE_K = torch.tensor([1.0, 2.0, 5.0])  # Unequal: a head's gradient scaled by another head's weight would show.
+
+
+def torch_sum(features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """A second reference, in the place of Liger's kernel: that needs CUDA, or Triton's interpreter (below)."""
+    return F.linear_cross_entropy(features_ND, weight_VD, targets_N, ignore_index=IGNORED, reduction="sum")
 
 
 class Rows:
@@ -38,21 +43,22 @@ class Rows:
         return [loss_K.detach(), *torch.autograd.grad((loss_K * SCALE_K).sum(), wanted)]
 
 
-@pytest.mark.parametrize("chunk_rows", [4, N, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("own", [False, True])
-def test_torchs_form_is_the_reference(own: bool, temperature: float, chunk_rows: int) -> None:
+def test_torchs_form_is_the_reference(own: bool, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "liger_sum", torch_sum)
     rows = Rows(own)
-    fused_K = fused_cross_entropy(TORCH, rows.factored, rows.targets_NK, rows.mask_NK, temperature, chunk_rows)
+    fused_K = fused_cross_entropy(rows.factored, rows.targets_NK, rows.mask_NK, temperature)
     plain_K = reference_head_loss(rows.factored.multiply_out(), rows.targets_NK, rows.mask_NK, LossConfig(), temperature=temperature)
     for ours, plain in zip(rows.values_and_gradients(fused_K), rows.values_and_gradients(plain_K), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_without_a_position_loses_nothing() -> None:
+def test_a_head_without_a_position_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "liger_sum", torch_sum)
     rows = Rows(own=False)
     rows.mask_NK[:, 1] = False
-    loss_K = fused_cross_entropy(TORCH, rows.factored, rows.targets_NK, rows.mask_NK, 1.0, 8)
+    loss_K = fused_cross_entropy(rows.factored, rows.targets_NK, rows.mask_NK)
     _, gradient_NKD = rows.values_and_gradients(loss_K)
     assert loss_K[1].item() == 0.0 and not bool(gradient_NKD[:, 1].any()) and bool(gradient_NKD[:, 0].any())
 
@@ -72,10 +78,11 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("form", [CHUNKS, TORCH])
-def test_no_gradient_of_the_frozen_lm_head_is_ever_made(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_gradient_of_the_frozen_lm_head_is_ever_made(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when the table asks for one, and not as an intermediate of its shape; of own lm_heads it is made."""
-    monkeypatch.setattr(linear_loss, "choose_form", lambda *_: form)
+    monkeypatch.setattr(losses, "liger_can", lambda *_: fused)
+    monkeypatch.setattr(losses, "liger_sum", torch_sum)
     made = {}
     for own in (False, True):
         rows = Rows(own)
@@ -95,17 +102,18 @@ def test_markov_and_spread_vocabularies_stay_in_our_chunks(monkeypatch: pytest.M
         pass
 
     on_cuda = FactoredLogits(rows.features_NKD, torch.empty(V, D, device="meta"))
-    monkeypatch.setattr(linear_loss, "liger_installed", lambda: True)
+    monkeypatch.setattr(losses, "liger_installed", lambda: True)
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: torch.device("cuda")))
-    assert choose_form(on_cuda, WHOLE) == LIGER
-    assert choose_form(biased, WHOLE) == CHUNKS and choose_form(on_cuda, Spread()) == CHUNKS
-    monkeypatch.setattr(linear_loss, "liger_installed", lambda: False)
-    assert choose_form(on_cuda, WHOLE) == CHUNKS
+    assert liger_can(on_cuda, WHOLE)
+    assert not liger_can(biased, WHOLE) and not liger_can(on_cuda, Spread())
+    monkeypatch.setattr(losses, "liger_installed", lambda: False)
+    assert not liger_can(on_cuda, WHOLE)
 
 
-def test_on_a_cpu_our_chunks_are_chosen() -> None:
+def test_on_a_cpu_our_chunks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """CONTRIBUTING's decisions say why."""
-    assert choose_form(Rows(own=False).factored, WHOLE) == choose_form(Rows(own=True).factored, WHOLE) == CHUNKS
+    monkeypatch.setattr(losses, "liger_installed", lambda: True)
+    assert not liger_can(Rows(own=False).factored, WHOLE) and not liger_can(Rows(own=True).factored, WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,8 @@ def test_other_losses_are_not_plain(config: LossConfig) -> None:
 def test_the_weight_of_cross_entropy_reaches_the_fused_form(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(own=False)
     chunks_K = head_loss(rows.factored, rows.targets_NK, rows.mask_NK, LossConfig(0.5), temperature=1.3)
-    monkeypatch.setattr(linear_loss, "choose_form", lambda *_: TORCH)
+    monkeypatch.setattr(losses, "liger_can", lambda *_: True)
+    monkeypatch.setattr(losses, "liger_sum", torch_sum)
     fused_K = head_loss(rows.factored, rows.targets_NK, rows.mask_NK, LossConfig(0.5), temperature=1.3)
     assert type(fused_K.grad_fn) is not type(chunks_K.grad_fn)
     for ours, plain in zip(rows.values_and_gradients(fused_K), rows.values_and_gradients(chunks_K), strict=True):
@@ -127,12 +136,11 @@ def test_the_weight_of_cross_entropy_reaches_the_fused_form(monkeypatch: pytest.
 
 LIGER_ON_CPU = """
 import torch
-from heads.linear_loss import LIGER, fused_cross_entropy
-from heads.losses import LossConfig, reference_head_loss
+from heads.losses import LossConfig, fused_cross_entropy, reference_head_loss
 from tests.heads.test_linear_loss import Rows
 for own in (False, True):
     rows = Rows(own)
-    fused_K = fused_cross_entropy(LIGER, rows.factored, rows.targets_NK, rows.mask_NK, 0.7, 4)
+    fused_K = fused_cross_entropy(rows.factored, rows.targets_NK, rows.mask_NK, 0.7)
     plain_K = reference_head_loss(rows.factored.multiply_out(), rows.targets_NK, rows.mask_NK, LossConfig(), temperature=0.7)
     for ours, plain in zip(rows.values_and_gradients(fused_K), rows.values_and_gradients(plain_K), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads import linear_loss
+from heads import losses
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
-from heads.losses import LossConfig, Teacher, head_cross_entropy, head_loss, reference_head_cross_entropy, reference_head_loss
-from heads.modules import MedusaHeads
+from heads.losses import LossConfig, Teacher, head_loss, reference_head_loss
+from heads.modules import FactoredLogits, MedusaHeads
 from heads.vocabulary import truncate_logits
 
 D, V, K, N = 16, 40, 3, 23
@@ -106,7 +106,7 @@ def test_a_float_mask_weighs_positions(name: str, monkeypatch: pytest.MonkeyPatc
     """Also where a library would compute the loss of a bool mask: libraries know no weights."""
     case, config = Case("medusa", "shared"), CONFIGS[name]
     case.mask_NK = case.mask_NK * torch.rand(case.mask_NK.shape[0], 1, generator=torch.Generator().manual_seed(0)).mul(4)
-    monkeypatch.setattr(linear_loss, "choose_form", lambda *_: linear_loss.LIGER)
+    monkeypatch.setattr(losses, "liger_can", lambda *_: True)
     chunked_K, reference_K = case.chunked(config, None), case.reference(config)
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
@@ -175,9 +175,9 @@ def test_against_torch_cross_entropy() -> None:
     """The references are not their own judge: PyTorch's cross-entropy says the same, and so does its chunked linear one."""
     case = Case("medusa", "shared")
     features_NKD = case.heads.features(case.hidden_ND)
-    ours_K = head_cross_entropy(features_NKD, case.lm_head_VD, case.targets_NK, case.mask_NK, chunk_rows=4)
+    ours_K = head_loss(FactoredLogits(features_NKD, case.lm_head_VD), case.targets_NK, case.mask_NK, LossConfig(), chunk_rows=4)
     logits_NKV = F.linear(features_NKD, case.lm_head_VD)
-    torch.testing.assert_close(ours_K, reference_head_cross_entropy(logits_NKV, case.targets_NK, case.mask_NK))
+    torch.testing.assert_close(ours_K, reference_head_loss(logits_NKV, case.targets_NK, case.mask_NK, LossConfig()))
     for k in range(K):
         targets_N = torch.where(case.mask_NK[:, k], case.targets_NK[:, k], -100)
         torch.testing.assert_close(ours_K[k], F.cross_entropy(logits_NKV[:, k], targets_N))
@@ -222,7 +222,7 @@ def test_the_frozen_lm_head_never_gets_a_gradient() -> None:
     case = Case("medusa", "shared")
     case.lm_head_VD.requires_grad_()
     features_NKD = case.heads.features(case.hidden_ND)
-    head_cross_entropy(features_NKD, case.lm_head_VD, case.targets_NK, case.mask_NK).sum().backward()
+    head_loss(FactoredLogits(features_NKD, case.lm_head_VD), case.targets_NK, case.mask_NK, LossConfig()).sum().backward()
     assert case.lm_head_VD.grad is None and bool(case.heads.blocks[0].grad.any())
 
 
@@ -267,7 +267,12 @@ def test_missing_inputs_are_named() -> None:
     with pytest.raises(ConfigError, match="weight"):
         LossConfig(0.0, 0.0, 0.0)
     with pytest.raises(ConfigError, match="targets"):
-        head_cross_entropy(torch.zeros(4, K, D), case.lm_head_VD, torch.zeros(5, K, dtype=torch.int64), torch.ones(4, K, dtype=torch.bool))
+        head_loss(
+            FactoredLogits(torch.zeros(4, K, D), case.lm_head_VD),
+            torch.zeros(5, K, dtype=torch.int64),
+            torch.ones(4, K, dtype=torch.bool),
+            LossConfig(),
+        )
 
 
 PEAK = """

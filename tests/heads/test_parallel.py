@@ -51,7 +51,6 @@ def test_gradients_are_clipped_by_the_whole_head(figures: list[dict[str, Any]], 
 def test_drafts_and_their_probabilities_are_those_of_one_process(figures: list[dict[str, Any]], kind: str) -> None:
     for rank in figures:
         assert rank[f"argmax-{kind}"] == 0
-        assert rank[f"sample-{kind}"] == 0
         for cut in ("plain", "top_k", "top_p", "both"):
             assert rank[f"draft-probability-{kind}-{cut}"] < 1e-5
 
@@ -65,10 +64,8 @@ def test_cuts_keep_the_same_tokens(figures: list[dict[str, Any]]) -> None:
         assert [rank[f"cut-{name}"] for name in ("top_k", "top_p", "both", "most", "one")] == [0] * 5
 
 
-def test_samples_follow_the_distribution(figures: list[dict[str, Any]]) -> None:
+def test_the_likeliest_token_is_the_smallest_among_equals(figures: list[dict[str, Any]]) -> None:
     for rank in figures:
-        assert rank["frequencies"] == pytest.approx([0.25] * 4, abs=0.03)  # 4 standard errors
-        assert rank["ends"] == [3, 1000]
         assert rank["tied argmax"] == [2, 2]
 
 
@@ -81,7 +78,6 @@ def test_logits_do_not_cross(figures: list[dict[str, Any]]) -> None:
         assert traffic["largest"] == N * K * D
         assert traffic["all_reduce"] < traffic["logits"] / 50
         assert rank["traffic-argmax"] == 2 * N
-        assert rank["traffic-sample"] == (2 + RANKS + 1) * N
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,9 +113,3 @@ def test_one_rank_and_sizes_that_do_not_fit(alone: Any) -> None:
     share = ParallelHeads.shard(MedusaHeads(HeadsConfig(D, V, K)), vocabulary)
     with pytest.raises(ConfigError, match="lm_head does not fit"):
         share.factored(torch.randn(N, D), torch.randn(V - 1, D))
-
-
-def test_the_whole_vocabulary_draws_by_cumulative_probability() -> None:
-    logits_CV = torch.tensor([[0.0, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(4, 5)
-    uniform_C = torch.tensor([0.0, 0.34, 0.67, 0.999999999999], dtype=torch.float64)
-    assert WHOLE.sample(logits_CV, uniform_C).tolist() == [0, 1, 3, 3]

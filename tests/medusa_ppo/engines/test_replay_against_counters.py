@@ -14,14 +14,14 @@ from heads.modules import MedusaHeads
 from heads.targets import head_targets, segments_from_lengths
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.standalone.collect import samples_of
-from medusa_ppo.standalone.hidden import hidden_batch
+from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
 
 HEADS = 4
 
 
 def packed(model: torch.nn.Module, rollouts: Rollouts) -> RolloutBatch:
-    return hidden_batch(model, samples_of([rollouts]), rollouts.sampling.temperature, lambda *_: None)
+    return read_all(HiddenReader(model, rollouts.sampling.temperature), samples_of([rollouts]), lambda *_: None)
 
 
 def learn(heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor) -> None:

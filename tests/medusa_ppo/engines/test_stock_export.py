@@ -25,7 +25,7 @@ from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.exchange.convert import convert
 from medusa_ppo.standalone.collect import Sample, samples_of
-from medusa_ppo.standalone.hidden import hidden_batch
+from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.types import Sampling
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,7 +65,7 @@ def sampled_by_transformers(model: Any, prompts: Sequence[Sequence[int]], seed: 
 
 def replayed(actor: Any, heads: MedusaHeads, samples: Sequence[Sample], temperature: float = 1.0) -> ReplayResult:
     """One-hot drafts, as stock vLLM makes them."""
-    return replay(heads, hidden_batch(actor.model, samples, temperature, lambda *_: None), actor.lm_head_VD)
+    return replay(heads, read_all(HiddenReader(actor.model, temperature), samples, lambda *_: None), actor.lm_head_VD)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def export(actor: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
     samples = sampled_by_transformers(actor.model, actor.prompts[:32], seed=1)
     heads = MedusaHeads(HeadsConfig(actor.model.config.hidden_size, actor.model.config.vocab_size, HEADS))
     trainer = HeadsTrainer(heads, actor.lm_head_VD, CompanionConfig(loss="ce", learning_rate=2e-3, batch_positions=512, epochs=4), 0)
-    trainer.train_batch(hidden_batch(actor.model, samples, 1.0, lambda *_: None))
+    trainer.train_batch(read_all(HiddenReader(actor.model, 1.0), samples, lambda *_: None))
     save_heads(folder / "native", heads)
     convert(folder / "native", folder / "vllm", "vllm", str(actor.path))
     return Export(heads, folder / "vllm", sampled_by_transformers(actor.model, actor.prompts[32:], seed=2))

@@ -20,7 +20,7 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.standalone.data_parallel import deal_parts
-from medusa_ppo.standalone.resume import Position, ResumeFolder
+from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition
 from medusa_ppo.standalone.train import train_heads
 from medusa_ppo.standalone.train_options import TrainOptions
 from medusa_ppo.types import RolloutBatch
@@ -75,7 +75,7 @@ def test_workers_in_ray_train_together_and_go_on_together(
         model=str(chain_actor), data=str(questions), out=out, column="question", num_heads=2, epochs=2, batch_positions=16, workers=2
     )
 
-    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: Position) -> None:
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
         real(self, state, position)
         if position.parts == 3:
             shutil.copytree(out / "resume", snapshot)

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.standalone import hidden
 from medusa_ppo.standalone.collect import Sample
-from medusa_ppo.standalone.hidden import HiddenReader, HiddenStates, hidden_batch
+from medusa_ppo.standalone.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.types import RolloutBatch
 
 TEMPERATURE = 0.7
@@ -76,14 +76,14 @@ def test_known_logprobs_are_taken_and_no_logits_are_made(chain_actor: Path, monk
     model = load_actor(chain_actor)
     widths = []
     model.lm_head.register_forward_hook(lambda _module, args, _out: widths.append(args[0].shape[1]))
-    batch = hidden_batch(model, make_samples(logprobs=True), TEMPERATURE, nothing)
+    batch = read_all(HiddenReader(model, TEMPERATURE), make_samples(logprobs=True), nothing)
     assert set(batch.logprobs_M.tolist()) == {-0.5} and set(widths) == {1}
 
 
 def test_packing_leaves_little_of_a_row_empty() -> None:
     lengths = [len(sample.ids) for sample in make_samples(200)]
     rows = hidden._pack(lengths, 256)
-    assert sorted(i for row in rows for i, _ in row.places) == list(range(200))
+    assert sorted(i for row in rows for i, _ in row) == list(range(200))
     assert sum(lengths) > 0.95 * 256 * len(rows)
 
 

@@ -13,7 +13,7 @@ from heads.errors import DataError
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.ppo.generation import RolloutFiles
 from medusa_ppo.standalone.samples import samples_from_rollouts
-from medusa_ppo.standalone.scene import read_setting
+from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.standalone.train import train_heads
 from medusa_ppo.standalone.train_options import TrainOptions
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
@@ -66,7 +66,7 @@ def test_what_a_run_wrote_trains_heads(chain_actor: Path, tmp_path: Path):
     data = str(tmp_path / "rollouts")
     options = TrainOptions(model=str(chain_actor), data=data, out=tmp_path / "heads", num_heads=2, epochs=1, batch_positions=32)
     assert train_heads(options, OfflineProgress(quiet=True))["tokens"] > 100
-    setting = read_setting(str(chain_actor), data, "", 8, respond=True)
+    setting = read_scene(str(chain_actor), data, "", 8, respond=True)
     assert setting.prompts == [row[:2] for row in ids], "eval answers their prompts anew"
     (file,) = (tmp_path / "rollouts").iterdir()
     assert json.loads(file.read_text().splitlines()[0])["step"] == 7

@@ -17,11 +17,10 @@ from heads.checkpoint import load_heads
 from heads.errors import ConfigError, DataError
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.console import OfflineProgress
-from medusa_ppo.standalone.resume import Position, ResumeFolder
-from medusa_ppo.standalone.scene import find_source, read_setting
-from medusa_ppo.standalone.train import train_heads
+from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition
+from medusa_ppo.standalone.scene import find_source, read_scene
+from medusa_ppo.standalone.train import plan_training, train_heads
 from medusa_ppo.standalone.train_options import TrainOptions
-from medusa_ppo.standalone.train_plan import plan_training
 
 TIMES = ("tokens_per_s", "wall_s")
 
@@ -85,7 +84,7 @@ def test_a_killed_training_goes_on_from_its_last_save(options: TrainOptions, tmp
     """Nothing ran when the process died: the log and the best heads may be further on than the state."""
     snapshot, real = tmp_path / "snapshot", ResumeFolder.save_trainer
 
-    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: Position) -> None:
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
         real(self, state, position)
         if position.parts == 5:
             shutil.copytree(options.out / "resume", snapshot)
@@ -202,13 +201,13 @@ def test_messages_and_prompt_columns_become_prompts(chat_model: Path, tmp_path: 
     chat = [{"role": "user", "content": "what is 1 + 2?"}, {"role": "assistant", "content": "it is 3"}]
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"messages": chat, "prompt": "1 + 1"}) + "\n")
-    setting = read_setting(str(chat_model), str(data), "", 16, respond=True)
+    setting = read_scene(str(chat_model), str(data), "", 16, respond=True)
     assert [setting.tokenizer.decode(ids) for ids in setting.prompts] == ["u: what is 1 + 2? a: "]
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1 + 1", "2 + 2 " * 500, "3 + 3")))
-    setting = read_setting(str(chat_model), str(data), "", 16)
+    setting = read_scene(str(chat_model), str(data), "", 16)
     assert [setting.tokenizer.decode(ids) for ids in setting.prompts] == ["1 + 1", "3 + 3"]
     assert setting.kept == [0, 2] and setting.skipped == 1
-    assert read_setting(str(chat_model), str(data), "", 16, streamed_rows=1).kept == [0]
+    assert read_scene(str(chat_model), str(data), "", 16, streamed_rows=1).kept == [0]
 
 
 def test_the_plan_says_sizes_and_writes_nothing(options: TrainOptions) -> None:

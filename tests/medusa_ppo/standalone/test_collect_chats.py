@@ -6,8 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError, ModelError
-from medusa_ppo.standalone.chat import chat_prompt, is_chat, samples_from_chats
-from medusa_ppo.standalone.collect import Sample
+from medusa_ppo.standalone.collect import Sample, chat_prompt, is_chat, samples_from_chats
 
 CHAT = [
     {"role": "user", "content": "what is 1 + 2?"},
