@@ -145,7 +145,7 @@ class MedusaPlugin:
         """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its embedding."""
         companion = None
         if config.companion.enabled:
-            companion = CompanionClient.start(
+            companion = CompanionClient(
                 heads.config,
                 config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
                 tables_VD[0].detach(),

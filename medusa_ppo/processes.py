@@ -195,7 +195,7 @@ def release(group: PlacementGroup | None) -> None:
         remove_placement_group(group)
 
 
-def place(group: PlacementGroup | None, index: int) -> dict[str, Any]:
+def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
     """Options of the Ray actor that has a place of the group; none without a group."""
     return {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
 

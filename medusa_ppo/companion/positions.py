@@ -12,7 +12,7 @@ from medusa_ppo.types import RolloutBatch, held_out
 
 
 @dataclass(frozen=True)
-class Positions:
+class TrainingRows:
     """A batch with everything that its rows need for any loss, looked up once.
 
     Attributes:
@@ -43,14 +43,14 @@ class Positions:
         return self.hidden_MD[self.state_rows_M[rows_N]]
 
 
-def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions:
+def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> TrainingRows:
     """Targets, conditions and log-probs of every row of a batch; rows without a weight have no target."""
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
     if batch.weights_M is not None:
         kept_M1, weights_M1 = (batch.weights_M > 0).unsqueeze(1), batch.weights_M.unsqueeze(1)
         mask_MK = mask_MK & kept_M1 if bool((weights_M1[kept_M1] == 1).all()) else mask_MK * weights_M1
-    return Positions(
+    return TrainingRows(
         batch.hidden_MD,
         batch.state_rows_M,
         targets_MK,
@@ -81,22 +81,6 @@ def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.
     order_N = torch.randperm(usable_N.numel(), generator=torch.Generator().manual_seed(seed))
     chosen_N = usable_N[order_N[: round(share * usable_N.numel())]]
     return torch.zeros(int(lengths_S.sum())).index_fill_(0, chosen_N, 1.0)
-
-
-def wrong_weights(batch: RolloutBatch, accept_MK: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """Weights of the positions that heads got wrong and of a share of the others (top of the file), 0 elsewhere: float32 `M`.
-
-    Args:
-        batch: responses that heads were replayed on.
-        accept_MK: probability that each draft is accepted, given that those before it were.
-        share: of the positions all of whose drafts are accepted.
-        seed: of the draw.
-    """
-    _, mask_MK = head_targets(batch.response_ids_M, segments_from_lengths(batch.lengths_S), accept_MK.shape[1])
-    right_M = torch.where(mask_MK, accept_MK, 1.0).prod(1)
-    chance_M = 1 - (1 - share) * right_M
-    drawn_M = torch.rand(chance_M.shape, generator=torch.Generator().manual_seed(seed), dtype=chance_M.dtype)
-    return torch.where((drawn_M < chance_M) & mask_MK.any(1), 1 / chance_M, 0.0).float()
 
 
 def sampled_share(batch: RolloutBatch) -> float:

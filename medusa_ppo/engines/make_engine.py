@@ -11,7 +11,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import RayEngine, gpus_asked
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.processes import bundle, place, release, reserve
+from medusa_ppo.processes import bundle, in_bundle, release, reserve
 
 
 def make_engine(
@@ -34,7 +34,7 @@ def make_engine(
         section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
         if group is None:
             return kind(model_path, heads_path, section, own_seed)
-        return RayEngine(model_path, heads_path, section, own_seed, where=place(group, index))
+        return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     return pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))

@@ -67,7 +67,7 @@ class RolloutEngine(ABC):
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
 
         Args:
-            place: fields of `medusa_ppo.vllm_plugin.transfer.Place`, `rank` being that of this engine's first rank.
+            place: fields of `medusa_ppo.meeting.Place`, `rank` being that of this engine's first rank.
         """
         raise _takes_files_only(self)
 

@@ -84,7 +84,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Enter the group in which the trainer broadcasts; see `medusa_ppo.vllm_plugin.transfer.Place`."""
+        """Enter the group in which the trainer broadcasts; see `medusa_ppo.meeting.Place`."""
         self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
         return {}
 
