@@ -264,7 +264,7 @@ class HeadsTrainer:
         with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
             condition = picked("condition_MK") if self.heads.config.conditioned else None
             factored = self.heads.factored(hidden_ND, self.lm_head_VD, condition=condition, embedding_VD=self.embedding_VD)
-        sampled, teacher = grouped[0][0], None
+        sampled, teacher = grouped[0][0].batch, None
         if loss.needs_teacher:  # The actor's own distribution of each target, from the states of the rows that predict them.
             hidden = self._states([(source, source.teacher_rows_MK[rows_N].flatten()) for source, rows_N in grouped])
             rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, self.heads.config.num_heads)

@@ -82,7 +82,7 @@ def test_each_position_is_in_one_part_at_the_place_that_it_has_in_the_whole(chai
             rows = look_up(part, 3, True)
             here = rows.usable_N >= 0
             assert rows.usable_N.shape == whole.usable_N.shape
-            assert torch.equal(rows.hidden_MD[rows.usable_N[here]], whole.hidden_MD[whole.usable_N[here]])
+            assert torch.equal(rows.batch.hidden_MD[rows.usable_N[here]], whole.batch.hidden_MD[whole.usable_N[here]])
             assert torch.equal(rows.targets_MK[rows.usable_N[here]], whole.targets_MK[whole.usable_N[here]])
             found += here
         assert bool((found == 1).all())
@@ -148,7 +148,7 @@ def test_states_that_are_not_finite_in_one_part_pass_the_batch_over_everywhere(c
         return cycles[rank].run(spoiled.split(2)[rank]).problem
 
     assert all("not finite" in problem for problem in in_a_team(work))
-    assert cycles[0].digest() == cycles[1].digest() and cycles[0].batches_trained == 0
+    assert cycles[0].digest() == cycles[1].digest() and cycles[0].trainer.batches_trained == 0
 
 
 def test_who_leaves_is_noticed_at_once(in_a_team: InATeam) -> None:

@@ -50,12 +50,12 @@ def test_cycle_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
     for batch in batches:
         once.run(batch)
         again.run(batch)
-    assert again.optimizer_steps > once.optimizer_steps and again.trained_tokens == once.trained_tokens
+    assert again.trainer.optimizer_steps > once.trainer.optimizer_steps and again.trainer.trained_tokens == once.trainer.trained_tokens
     kept = sum(batch.lengths_S.numel() for batch, _ in again.replay.older(0))
     assert kept == sum(round(0.8 * batch.lengths_S.numel()) for batch in batches)
 
 
-@pytest.mark.parametrize("positions", ["all", "wrong"])
+@pytest.mark.parametrize("positions", ["all", "fraction"])
 def test_resumed_with_replay_is_the_same_to_the_bit(chain, positions: str, tmp_path) -> None:
     task = chain(dtype=torch.bfloat16)
     batches = []
