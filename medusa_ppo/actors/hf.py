@@ -61,7 +61,9 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
             expected="every weight of the model; transformers would fill the gaps with random numbers",
             do="Save the whole causal LM with save_pretrained, lm_head included.",
         )
-    _warn_about_logit_changes(model)
+    # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft a little worse than they could.
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        logger.warning("The actor's lm_head has a bias, which draft heads with a shared lm_head leave out.")
     return model.eval()
 
 
@@ -281,13 +283,6 @@ def _use_safetensors(name: str) -> bool | None:
         expected="model.safetensors (or pytorch_model.bin)",
         do="Save the model with save_pretrained.",
     )
-
-
-def _warn_about_logit_changes(model: PreTrainedModel) -> None:
-    """Drafting stays lossless for these, but shared heads compute plain lm_head(h) and draft a little worse than they could."""
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        logger.warning("The actor's lm_head has a bias, which draft heads with a shared lm_head leave out.")
 
 
 def _unusable(name: str, problem: str, error: Exception) -> ModelError:

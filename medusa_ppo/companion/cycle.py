@@ -159,22 +159,11 @@ class Cycle:
     def _judge(self, holdout: RolloutBatch, of_serving: ReplayResult | None = None) -> Verdict:
         """What the gate says, which is done."""
         fault = find_fault(self.trainer.heads, self.serving)  # What the mean has not taken in yet, or keeps small.
-        verdict = (
-            Verdict(False, True, fault)
-            if fault
-            else judge(
-                self.candidate,
-                self.serving,
-                self.frozen,
-                self.trainer.lm_head_VD,
-                holdout,
-                self._config.gate_confidence,
-                self._config.draft_temperature,
-                embedding_VD=self.trainer.embedding_VD,
-                of_serving=of_serving,
-                team=self.team,
-            )
-        )
+        if fault:
+            verdict = Verdict(False, True, fault)
+        else:
+            confidence, judged = self._config.gate_confidence, (self.candidate, self.serving, self.frozen)
+            verdict = judge(*judged, lambda heads: self._measure(heads, holdout), confidence, of_serving)
         self._obey(verdict)
         return verdict
 

@@ -6,6 +6,7 @@ Shape letters: M rows of the holdout, K heads, V vocabulary, D hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,14 +102,9 @@ def judge(
     candidate: MedusaHeads,
     serving: MedusaHeads,
     frozen: MedusaHeads | None,
-    lm_head_VD: torch.Tensor,
-    holdout: RolloutBatch,
+    measure: Callable[[MedusaHeads], ReplayResult],
     confidence: float = 0.9,
-    draft_temperature: float = 0.0,
-    *,
-    embedding_VD: torch.Tensor | None = None,
     of_serving: ReplayResult | None = None,
-    team: Meeting | None = None,
 ) -> Verdict:
     """Compare the candidate with the serving heads, response by response, and measure the frozen control beside them.
 
@@ -116,21 +112,13 @@ def judge(
         candidate: newly trained heads.
         serving: what the engine drafts with (before the first publish: the heads it started with).
         frozen: the first published heads; None before there are any (the serving heads stand in).
-        lm_head_VD: the actor's lm_head.
-        holdout: rollouts that the candidate was not trained on.
+        measure: replay of heads on rollouts that the candidate was not trained on.
         confidence: probability (one-sided, bootstrap over responses) that a difference has the sign it shows.
-        draft_temperature: 0: one-hot drafts; else sampled drafts at this temperature.
-        embedding_VD: the actor's embedding table, for kinds that read it.
-        of_serving: the serving heads' replay of this holdout, where it is known already.
-        team: processes that hold the other parts of the holdout; all come to the same verdict.
+        of_serving: what `measure` gives for the serving heads, where it is known already.
     """
     fault = find_fault(candidate, serving)
     if fault:
         return Verdict(False, True, fault)
-
-    def measure(heads: MedusaHeads) -> ReplayResult:
-        return replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=draft_temperature, team=team)
-
     of_serving, of_candidate = of_serving or measure(serving), measure(candidate)
     of_frozen = of_serving if frozen is None else measure(frozen)
     rows = (replay_row(of_serving), replay_row(of_candidate), replay_row(of_frozen))
