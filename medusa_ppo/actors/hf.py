@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from heads.errors import ConfigError, DataError, ModelError
-from medusa_ppo.actors.seam import ActorView
+from medusa_ppo.actors.seam import ActorView, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -197,17 +197,7 @@ def as_view(model: Actor) -> ActorView:
 
 
 def _unwrap(model: nn.Module) -> Any:
-    inner: Any = model
-    while isinstance(getattr(inner, "module", None), nn.Module):  # DistributedDataParallel and its like
-        inner = inner.module
-    if not isinstance(inner, PreTrainedModel):
-        raise ModelError(
-            "This is not a transformers model.",
-            given=type(inner).__name__,
-            expected="a transformers PreTrainedModel",
-            do="Load the actor with medusa_ppo.actors.hf.load_actor.",
-        )
-    return inner
+    return unwrap(model, PreTrainedModel, "a transformers model", "Load the actor with medusa_ppo.actors.hf.load_actor.")
 
 
 def _matrix(module: nn.Module | None, model: nn.Module, what: str) -> torch.Tensor:
