@@ -16,7 +16,7 @@ from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.handover import pack, unpack
 from medusa_ppo.companion.positions import look_up
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.meeting import Meeting, PeerLostError
+from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import RolloutBatch
 
 InATeam = Callable[..., list[Any]]
@@ -149,18 +149,3 @@ def test_states_that_are_not_finite_in_one_part_pass_the_batch_over_everywhere(c
 
     assert all("not finite" in problem for problem in in_a_team(work))
     assert cycles[0].digest() == cycles[1].digest() and cycles[0].trainer.batches_trained == 0
-
-
-def test_who_leaves_is_noticed_at_once(in_a_team: InATeam) -> None:
-    def work(team: Any, rank: int) -> str:
-        team.add_up(torch.ones(3))
-        if rank == 1:
-            team.leave()
-            return ""
-        try:
-            team.add_up(torch.ones(3))
-        except PeerLostError as error:
-            return str(error)
-        return "nothing noticed"
-
-    assert in_a_team(work)[0] not in ("", "nothing noticed")
