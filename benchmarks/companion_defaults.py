@@ -7,7 +7,7 @@
 the companion would have been handed: hidden states, tokens, log-probs and the actor's tables of every step. `--reward numbers` pays for
 digits: a small actor on real text learns that within a few steps, so the policy really moves; `--reward config` takes the configuration's.
 
-`replay` hands these batches to `medusa_ppo.companion.cycle.Learner`, one setting after the other. The base is BASE; each other setting
+`replay` hands these batches to `medusa_ppo.companion.cycle.Cycle`, one setting after the other. The base is BASE; each other setting
 differs from it in what its name says. Before a batch is learned from, the heads that serve at that moment are replayed on all of it:
 they have never seen it, and it is what the engine would have counted. The mean over the last half of the batches is the figure.
 Settings meet the same batches, so differences are taken batch by batch. Finished settings are kept in OUT/results.jsonl and not done again.
@@ -33,7 +33,7 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import UsageError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config, load_config
@@ -79,8 +79,6 @@ GRID: dict[str, dict[str, Any]] = {
     "gate 0.75": {"gate_confidence": 0.75},
     "gate 0.97": {"gate_confidence": 0.97},
     "half of the positions": {"positions": "fraction", "position_share": 0.5},
-    "wrong and half of the right": {"positions": "wrong", "position_share": 0.5},
-    "wrong and a tenth of the right": {"positions": "wrong", "position_share": 0.1},
     "drift": {"schedule": "drift"},
     "drift, up to 4 passes": {"schedule": "drift", "epochs": 4},
     "drift, lag 0.01": {"schedule": "drift", "drift_lag": 0.01},
@@ -210,30 +208,26 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
     `heads`: a native directory to begin with, which then is the frozen control; empty: from nothing.
     """
     companion = config.companion.model_copy(update={**BASE, **settings, "draft_temperature": config.engine.draft_temperature})
-    learner, serving, frozen, rows, passes, rates, cpu_s = None, [], [], 0, [], [], 0.0
+    cycle, serving, frozen, rows, passes, rates, cpu_s = None, [], [], 0, [], [], 0.0
     for batch, lm_head_VD, embedding_VD in batches(folder):
-        if learner is None:
+        if cycle is None:
             section = config.heads.model_copy(update={"path": heads})
             first = heads_for_table(config.model_copy(update={"heads": section}), lm_head_VD)
-            learner = Learner(
-                first.config, companion, lm_head_VD, seed=seed, initial_state=first.trainable_state(), embedding_VD=embedding_VD
-            )
-        learner.set_tables(lm_head_VD, embedding_VD)
-        control = first if heads else learner.frozen or learner.serving
-        for lengths, judged in ((serving, learner.serving), (frozen, control)):
-            result = replay(
-                judged, batch, learner.lm_head_VD, embedding_VD=learner.trainer.embedding_VD, draft_temperature=companion.draft_temperature
-            )
+            cycle = Cycle(first.config, companion, lm_head_VD, seed=seed, initial_state=first.trainable_state(), embedding_VD=embedding_VD)
+        cycle.trainer.set_tables(lm_head_VD, embedding_VD)
+        control = first if heads else cycle.frozen or cycle.serving
+        for lengths, judged in ((serving, cycle.serving), (frozen, control)):
+            result = replay(judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=companion.draft_temperature)
             lengths.append(result.mean_acceptance_length)
         began = time.process_time()
-        rows += learner.learn(batch).train.rows
+        rows += cycle.run(batch).train.rows
         cpu_s += time.process_time() - began
-        passes.append(learner.schedule.last.passes)
-        rates.append(learner.trainer.rate)
-    if learner is None:
+        passes.append(cycle.schedule.last.passes)
+        rates.append(cycle.trainer.rate)
+    if cycle is None:
         raise UsageError("There is nothing to learn from.", given=folder, expected="batch-*.safetensors", do="Run `record` first.")
     lists = {"serving": serving, "frozen": frozen, "passes": passes, "rates": rates}
-    return {**lists, "rows": rows, "cpu_s": cpu_s, "versions": learner.version}
+    return {**lists, "rows": rows, "cpu_s": cpu_s, "versions": cycle.version}
 
 
 def replay_all(args: argparse.Namespace) -> None:

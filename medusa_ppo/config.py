@@ -194,10 +194,10 @@ class CompanionConfig(Section):
     """Schedule `drift`: the fewest passes; below 1 a random part of the positions once."""
     drift_lag: float = Field(0.03, gt=0, lt=1)
     """Schedule `drift`: share of the extra tokens (mean acceptance length - 1) that has to be lost, or to be gained, for more passes."""
-    positions: Literal["all", "fraction", "wrong"] = "all"
-    """Positions trained on: all, a random `fraction`, or those the serving heads got `wrong` and a share of the others, weighted."""
+    positions: Literal["all", "fraction"] = "all"
+    """Positions trained on: all, or a random `fraction`."""
     position_share: float = Field(0.5, gt=0, le=1)
-    """Positions `fraction`: share of them; `wrong`: share of those that the serving heads got right."""
+    """Positions `fraction`: share of them."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Share of each batch's responses kept out of training, to judge candidates on."""
     queue_bytes: int = Field(512 * 1024**2, ge=1)

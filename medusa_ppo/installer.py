@@ -45,7 +45,8 @@ class SwapWatch:
 
     def swapped(self, new: PublishedHeads) -> None:
         """New heads were installed over others; their next rollouts are judged."""
-        self._remember()
+        if self._counters.drafts >= MIN_DRAFTS:
+            self._extra_before = self._counters.mean_acceptance_length - 1
         self._new, self._counters = new, Counters()
 
     def put_back(self) -> None:
@@ -76,10 +77,6 @@ class SwapWatch:
             self._extra_before,
         )
         return True
-
-    def _remember(self) -> None:
-        if self._counters.drafts >= MIN_DRAFTS:
-            self._extra_before = self._counters.mean_acceptance_length - 1
 
 
 @contextlib.contextmanager
@@ -154,15 +151,7 @@ class HeadsInstaller:
         if not self._broken:
             return
         self._broken = False
-        try:
-            with self._or_first(self._before) as heads:
-                if heads is None:
-                    return
-                self._swap(heads)
-        except SwapError as error:
-            self.failed_swaps += 1
-            logger.warning("The heads before could not be put back. %s", error)
-        else:
+        if self._go_back(self._before, "The heads before could not be put back."):
             self.installed, self._before = self._before, None
             self.watch.put_back()
 
@@ -171,17 +160,9 @@ class HeadsInstaller:
         if self._engine.heads_version >= 0:
             return
         wanted = self.installed if self.installed is not None and Path(self.installed.path).is_file() else None
-        try:
-            with self._or_first(wanted) as heads:
-                if heads is None:
-                    return
-                self._swap(heads)
-        except SwapError as error:
-            self.failed_swaps += 1
-            logger.warning("The engine lost its heads and did not take them again. %s", error)
-        else:
+        if self._go_back(wanted, "The engine lost its heads and did not take them again."):
             self.installed = wanted
-            logger.info("The engine had lost its heads; it has version %d again.", heads.version)
+            logger.info("The engine had lost its heads; it has version %d again.", wanted.version if wanted else 0)
 
     def heads_to_save(self, newest: Callable[[], PublishedHeads | None]) -> tuple[MedusaHeads, int]:
         """The heads that the engine drafts with, and their version.
@@ -199,14 +180,19 @@ class HeadsInstaller:
 
     # ---- parts --------------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _or_first(self, heads: PublishedHeads | None) -> Iterator[PublishedHeads | None]:
-        """These heads, or those of the start where there are none; None when those aren't known."""
-        if heads is not None or self._first is None:
-            yield heads
-            return
-        with first_heads(self._first) as first:
-            yield first
+    def _go_back(self, heads: PublishedHeads | None, failure: str) -> bool:
+        """Install these heads, or those of the start where there are none. False when that failed, or those aren't known."""
+        if heads is None and self._first is None:
+            return False
+        try:
+            with first_heads(self._first) if heads is None and self._first is not None else contextlib.nullcontext(heads) as wanted:
+                assert wanted is not None, "one of both is known"
+                self._swap(wanted)
+        except SwapError as error:
+            self.failed_swaps += 1
+            logger.warning("%s %s", failure, error)
+            return False
+        return True
 
     def _swap(self, published: PublishedHeads) -> None:
         receipt = self._engine.swap_heads(published.path, published.version)

@@ -59,6 +59,7 @@ class MedusaPlugin:
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
+        installer: what it has installed in the engine, and how often.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class MedusaPlugin:
         self._companion = companion
         self._wait = wait
         self._heads = heads
-        self._installer = HeadsInstaller(engine, heads, on_error)
+        self.installer = HeadsInstaller(engine, heads, on_error)
         self._clock = clock
         self._collector: BatchCollector | None = None
         self._lm_head_VD: torch.Tensor | None = None
@@ -92,16 +93,6 @@ class MedusaPlugin:
         self._train_s_before = 0.0
         self._upper_seen = 0
         self.empty_responses = 0
-
-    @property
-    def swaps(self) -> int:
-        """Heads installed so far."""
-        return self._installer.swaps
-
-    @property
-    def failed_swaps(self) -> int:
-        """Heads that did not reach the engine so far."""
-        return self._installer.failed_swaps
 
     @staticmethod
     def prepare_heads(config: RunConfig, model: Actor, folder: str | Path) -> Path:
@@ -145,7 +136,7 @@ class MedusaPlugin:
         """As `start`, where the actor lives in another process. `tables_VD`: its lm_head and its embedding."""
         companion = None
         if config.companion.enabled:
-            companion = CompanionClient.start(
+            companion = CompanionClient(
                 heads.config,
                 config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
                 tables_VD[0].detach(),
@@ -168,18 +159,18 @@ class MedusaPlugin:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
         """
         with self._exposed():
-            self._installer.take_back()
+            self.installer.take_back()
             if self._companion is not None:
                 published = self._ask_for_heads(self._companion)
                 if published is not None:
-                    self._installer.install(published)
-            self._installer.feed_again()
+                    self.installer.install(published)
+            self.installer.feed_again()
 
     def _ask_for_heads(self, companion: CompanionClient) -> PublishedHeads | None:
         began = self._clock()
         if self._wait and not companion.drain(DRAIN_TIMEOUT_S):
             logger.warning("The companion did not finish its batches; the serving heads stay.")
-        published = companion.newest(self._installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
+        published = companion.newest(self.installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
         self._step.waited_s += self._clock() - began
         return published
 
@@ -188,8 +179,8 @@ class MedusaPlugin:
         with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
-            self._step.serving = self._installer.installed
-            self._installer.judge(rollouts)
+            self._step.serving = self.installer.installed
+            self.installer.judge(rollouts)
             if self._companion is not None:
                 self._collector = self._companion.collector(rollouts)
                 self.empty_responses += self._collector.empty_responses
@@ -243,7 +234,7 @@ class MedusaPlugin:
         with self._exposed():
             status = self._companion.status() if self._companion is not None else None
         step, self._step = self._step, _Step()
-        values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: self._installer.take_seconds()}
+        values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: self.installer.take_seconds()}
         if step.rollouts is not None:
             values |= rollout_figures(step.rollouts, step.serving, self._engine.choices())
         if status is not None:
@@ -251,7 +242,7 @@ class MedusaPlugin:
             self._train_s_before = status.train_s
             values |= companion_figures(status, self._upper_seen)
             self._upper_seen = status.upper_batch
-            values[names.SWAP_ALARMS] = self._installer.watch.alarms
+            values[names.SWAP_ALARMS] = self.installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
         return values
@@ -278,7 +269,7 @@ class MedusaPlugin:
         if self._heads is None:
             raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
         companion = self._companion
-        heads, version = self._installer.heads_to_save(lambda: companion.newest(0) if companion is not None else None)
+        heads, version = self.installer.heads_to_save(lambda: companion.newest(0) if companion is not None else None)
         save_heads(folder, heads, lm_head_VD=self._lm_head_VD, version=version)
         return Path(folder)
 

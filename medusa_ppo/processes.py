@@ -54,8 +54,6 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
     joins = bool(os.environ.get("RAY_ADDRESS"))
     for name, value in (RAY_ENVIRONMENT if joins else OWN_RAY_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    import ray  # After the environment: Ray reads it when it is imported.
-
     sweep()
     if ray.is_initialized():
         yield
@@ -84,8 +82,6 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
 
 def _start(folder: Path, cpus: int, store_bytes: int) -> None:
     """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError."""
-    import ray
-
     for left in reversed(range(START_ATTEMPTS)):
         try:
             ray.init(
@@ -113,34 +109,27 @@ def _object_store_bytes(queue_bytes: int) -> int:
     return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[StopSignals]:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt once; from then on they are ignored, so that the clean-up is not cut short."""
-    signals = StopSignals()
-    signals.install()
-    try:
-        yield signals
-    finally:
-        signals.restore()
-
-
 class StopSignals:
-    """The handlers of SIGINT and SIGTERM. Outside of the main thread it does nothing (Python allows handlers only there)."""
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; from then on they are ignored, so that the clean-up is not cut short.
+
+    Outside of the main thread it does nothing (Python allows handlers only there).
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Callable[..., object] | int | None] = {}
-        self._main = threading.current_thread() is threading.main_thread()
         self.stopping = False
 
-    def install(self) -> None:
+    def install(self) -> StopSignals:
         """Put the handlers in place; again after a library (Ray) has put its own."""
-        if not self._main:
-            return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, self._handle)
-            self._before.setdefault(number, before)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.signal(number, self._handle)
+                self._before.setdefault(number, before)
+        return self
 
-    def restore(self) -> None:
+    __enter__ = install
+
+    def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -195,7 +184,7 @@ def release(group: PlacementGroup | None) -> None:
         remove_placement_group(group)
 
 
-def place(group: PlacementGroup | None, index: int) -> dict[str, Any]:
+def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
     """Options of the Ray actor that has a place of the group; none without a group."""
     return {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, TypedDict
+from itertools import pairwise, zip_longest
+from typing import Any
 
 import torch
 
@@ -65,14 +65,12 @@ class Counters:
         return self._zip(other, -1)
 
     def _zip(self, other: Counters, sign: int) -> Counters:
-        width = max(len(self.accepted_per_position), len(other.accepted_per_position))
-        left = self.accepted_per_position + (0,) * (width - len(self.accepted_per_position))
-        right = other.accepted_per_position + (0,) * (width - len(other.accepted_per_position))
+        pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
         return Counters(
             self.drafts + sign * other.drafts,
             self.draft_tokens + sign * other.draft_tokens,
             self.accepted + sign * other.accepted,
-            tuple(a + sign * b for a, b in zip(left, right, strict=True)),
+            tuple(a + sign * b for a, b in pairs),
         )
 
 
@@ -196,8 +194,7 @@ class RolloutBatch:
     whole: Whole | None = None
 
     def __post_init__(self) -> None:
-        rows, states = self.response_ids_M.shape[0], self.hidden_MD.shape[0]
-        total = int(self.lengths_S.sum()) if self.lengths_S.numel() else 0
+        rows, states, total = self.response_ids_M.shape[0], self.hidden_MD.shape[0], int(self.lengths_S.sum())
         if rows == 0 and self.whole is None:
             raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
         weighted = None if self.weights_M is None else int((self.weights_M > 0).sum())
@@ -235,9 +232,15 @@ class RolloutBatch:
         kept_M = self.weights_M > 0
         return torch.where(kept_M, kept_M.cumsum(0) - 1, -1)
 
-    def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
-        """The batch of the given sequences (int64 indices), in that order."""
-        return self._take(sequences_S, None)
+    def select(self, sequences_S: torch.Tensor, whole: Whole | None = None) -> RolloutBatch:
+        """The batch of the given sequences (int64 indices), in that order; with `whole` a part of that."""
+        ends = self.lengths_S.cumsum(0)
+        spans = [torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()]
+        rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        states = self.state_rows_M[rows]
+        chosen = self._picked(rows, "response_ids_M", "logprobs_M", "weights_M")
+        chosen |= self._picked(sequences_S, "lengths_S", "prompts_S", "held_S")
+        return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], whole=whole, **chosen)
 
     def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
         """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
@@ -265,11 +268,8 @@ class RolloutBatch:
         return tuple(
             replace(
                 self,
-                hidden_MD=self.hidden_MD[rows[first] : rows[last]],
-                response_ids_M=self.response_ids_M[rows[first] : rows[last]],
-                logprobs_M=self.logprobs_M[rows[first] : rows[last]],
-                lengths_S=self.lengths_S[first:last],
-                prompts_S=None if self.prompts_S is None else self.prompts_S[first:last],
+                **self._picked(slice(rows[first], rows[last]), "hidden_MD", "response_ids_M", "logprobs_M"),
+                **self._picked(slice(first, last), "lengths_S", "prompts_S"),
                 whole=Whole(self.lengths_S, self.prompts_S, first),
             )
             for first, last in pairwise(cuts)
@@ -283,13 +283,10 @@ class RolloutBatch:
         """
         if len(parts) == 1:
             return parts[0]
-
-        def together(name: str) -> torch.Tensor | None:
+        joined: dict[str, Any] = {}
+        for name in ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S", "weights_M", "held_S"):
             found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
-            return torch.cat(found) if len(found) == len(parts) else None
-
-        names = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S", "weights_M", "held_S")
-        joined: dict[str, Any] = {name: together(name) for name in names}
+            joined[name] = torch.cat(found) if len(found) == len(parts) else None
         return replace(parts[0], **joined)
 
     def _chosen(self, chosen_S: torch.Tensor, whole: Whole) -> RolloutBatch:
@@ -298,24 +295,11 @@ class RolloutBatch:
         if self.whole is None:
             return self.select(here_S)
         prompts_S = None if whole.prompts_S is None else whole.prompts_S[chosen_S]
-        return self._take(here_S, Whole(whole.lengths_S[chosen_S], prompts_S, int(chosen_S[: whole.first].sum())))
+        return self.select(here_S, Whole(whole.lengths_S[chosen_S], prompts_S, int(chosen_S[: whole.first].sum())))
 
-    def _take(self, sequences_S: torch.Tensor, whole: Whole | None) -> RolloutBatch:
-        ends = self.lengths_S.cumsum(0)
-        spans = [torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()]
-        rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
-        states = self.state_rows_M[rows]
-        return replace(
-            self,
-            hidden_MD=self.hidden_MD[states[states >= 0]],
-            response_ids_M=self.response_ids_M[rows],
-            logprobs_M=self.logprobs_M[rows],
-            lengths_S=self.lengths_S[sequences_S],
-            prompts_S=None if self.prompts_S is None else self.prompts_S[sequences_S],
-            weights_M=None if self.weights_M is None else self.weights_M[rows],
-            held_S=None if self.held_S is None else self.held_S[sequences_S],
-            whole=whole,
-        )
+    def _picked(self, index: Any, *names: str) -> dict[str, Any]:
+        """The same rows of several tensors, of those that there are."""
+        return {name: value[index] for name in names if (value := getattr(self, name)) is not None}
 
 
 def held_out(prompts_S: torch.Tensor, fraction: float, seed: int) -> torch.Tensor:
@@ -383,31 +367,13 @@ class CompanionStatus:
     upper_batch: int = 0
     error: str = ""
     restarts: int = 0
-    losses: tuple[float, ...] = field(default=())
+    losses: tuple[float, ...] = ()
     passes: float = 0.0
     reason: str = ""
     positions_frac: float = 0.0
     gpu_gib: float | None = None
     workers: int = 1
     rate: float = 1.0
-
-
-class Drafting(TypedDict, total=False):
-    """How an engine drafts from the next step on. What is left out stays as it is; all of it is lossless, only acceptance and speed differ.
-
-    Attributes:
-        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
-        sampled: drawn from the heads; else their argmax.
-        draft_temperature: of sampled drafts, times the request's own.
-        choose: the engine chooses the number of drafts for each step.
-        draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
-    """
-
-    num_drafts: int
-    sampled: bool
-    draft_temperature: float
-    choose: bool
-    draft_vocab: int
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from heads.errors import ConfigError, DataError, ModelError
-from medusa_ppo.actors.seam import ActorView
+from medusa_ppo.actors.seam import ActorView, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
             expected="every weight of the model; transformers would fill the gaps with random numbers",
             do="Save the whole causal LM with save_pretrained, lm_head included.",
         )
-    _warn_about_logit_changes(model)
+    # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft a little worse than they could.
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        logger.warning("The actor's lm_head has a bias, which draft heads with a shared lm_head leave out.")
     return model.eval()
 
 
@@ -195,17 +197,7 @@ def as_view(model: Actor) -> ActorView:
 
 
 def _unwrap(model: nn.Module) -> Any:
-    inner: Any = model
-    while isinstance(getattr(inner, "module", None), nn.Module):  # DistributedDataParallel and its like
-        inner = inner.module
-    if not isinstance(inner, PreTrainedModel):
-        raise ModelError(
-            "This is not a transformers model.",
-            given=type(inner).__name__,
-            expected="a transformers PreTrainedModel",
-            do="Load the actor with medusa_ppo.actors.hf.load_actor.",
-        )
-    return inner
+    return unwrap(model, PreTrainedModel, "a transformers model", "Load the actor with medusa_ppo.actors.hf.load_actor.")
 
 
 def _matrix(module: nn.Module | None, model: nn.Module, what: str) -> torch.Tensor:
@@ -281,13 +273,6 @@ def _use_safetensors(name: str) -> bool | None:
         expected="model.safetensors (or pytorch_model.bin)",
         do="Save the model with save_pretrained.",
     )
-
-
-def _warn_about_logit_changes(model: PreTrainedModel) -> None:
-    """Drafting stays lossless for these, but shared heads compute plain lm_head(h) and draft a little worse than they could."""
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        logger.warning("The actor's lm_head has a bias, which draft heads with a shared lm_head leave out.")
 
 
 def _unusable(name: str, problem: str, error: Exception) -> ModelError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from safetensors import safe_open
 
 from heads.errors import ModelError
 from medusa_ppo.actors.megatron_layout import Cutter, Gathering, LlamaSizes, key_table
+from medusa_ppo.meeting import Meeting
 
-TIMEOUT = timedelta(minutes=10)
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 Inputs = Mapping[str, torch.Tensor]
 """A micro-batch as `forward` of a GPTModel takes it: input_ids, position_ids, attention_mask."""
@@ -34,10 +33,10 @@ OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
 """What the last stage does with a micro-batch's logits `BTV` (this rank's columns): a loss to go back from, or None."""
 
 
-def start_parallel(store: dist.Store, rank: int, ranks: int, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Meet the other ranks at a store and form Megatron's groups; what is left of the ranks is data parallel."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+def start_parallel(meeting: Meeting, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left of the ranks is data parallel."""
+    backend, place = "nccl" if torch.cuda.is_available() else "gloo", meeting.place
+    dist.init_process_group(backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout)
     parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+
+from heads.errors import ModelError
 
 
 class Tapped(Protocol):
@@ -46,3 +49,13 @@ class SpreadActor(ActorView):
     @abstractmethod
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors as they are now, on the CPU, one after the other; only some of them are in memory at a time."""
+
+
+def unwrap(model: nn.Module, kind: type[nn.Module], what: str, do: str) -> nn.Module:
+    """The model under DistributedDataParallel and its like. ModelError when it is of another kind."""
+    inner: Any = model
+    while not isinstance(inner, kind) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if not isinstance(inner, kind):
+        raise ModelError(f"This is not {what}.", given=type(inner).__name__, expected=f"{what} ({kind.__name__})", do=do)
+    return inner

@@ -26,10 +26,11 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.bench.measuring import PairedRates, run_rounds
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer, cosine_schedule
+from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.standalone.collect import Sample, response_rounds, samples_of, split_samples
+from medusa_ppo.standalone.data_parallel import cosine_schedule
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.standalone.scene import engine_config, read_scene, running_engine
 from medusa_ppo.types import RolloutBatch, Sampling

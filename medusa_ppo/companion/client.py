@@ -6,11 +6,13 @@ With `on_error="raise"` the next call after a failure raises CompanionError.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from heads.checkpoint import checksum, save_state
 from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.crew import HandedBatch, Leader, actor_options
-from medusa_ppo.companion.handover import BatchCollector, pack_batch, pack_tensor, unpack_tensor
+from medusa_ppo.companion.handover import Answer, BatchCollector, ServiceArguments, pack, unpack
 from medusa_ppo.companion.positions import EarlySample
-from medusa_ppo.companion.service import Answer, CompanionService, PackedTables, ServiceArguments
+from medusa_ppo.companion.service import CompanionService
+from medusa_ppo.companion.team import HandedBatch, Leader, actor_options
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.processes import bundle, release, reserve
@@ -38,46 +40,12 @@ INTAKE, CONTROL = "intake", "control"
 
 
 class CompanionClient:
-    """Owns the companion's Ray actor and the folder of its published versions. Make one with `start`."""
+    """Owns the companion's Ray actor and the folder of its published versions."""
 
     def __init__(
         self,
-        actor: Any,
+        heads: HeadsConfig,
         config: CompanionConfig,
-        folder: OwnedFolder,
-        tables: ray.ObjectRef,
-        incarnation: str,
-        first: ray.ObjectRef,
-        seed: int,
-        group: Any = None,
-    ) -> None:
-        self._actor = actor
-        self._group = group
-        self._seed = seed
-        self._config = config
-        self._publish_dir = folder.path
-        self._tables = tables
-        self._first = first  # A companion that is started again is built from it; Ray frees what nobody holds.
-        self._incarnation = incarnation
-        self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
-        self._poll: ray.ObjectRef | None = None
-        self._poll_since = 0.0
-        self._held = 0  # Bytes of batches that the companion says it holds.
-        self._sent = self._sent_before_poll = 0
-        self._grace_until = 0.0
-        self._last = CompanionStatus()
-        self._error = ""
-        self._told: set[str] = set()
-        self._lost = 0
-        self._restarts = 0
-        self._closed = False
-        self._remove_folder = weakref.finalize(self, folder.close)
-
-    @classmethod
-    def start(
-        cls,
-        heads_config: HeadsConfig,
-        companion_config: CompanionConfig,
         lm_head_VD: torch.Tensor,
         *,
         seed: int,
@@ -85,12 +53,12 @@ class CompanionClient:
         initial_state: dict[str, torch.Tensor] | None = None,
         embedding_VD: torch.Tensor | None = None,
         resume_from: str | Path = "",
-    ) -> CompanionClient:
+    ) -> None:
         """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the caller's.
 
         Args:
-            heads_config: sizes and kind of the heads.
-            companion_config: the companion's settings.
+            heads: sizes and kind of the heads.
+            config: the companion's settings.
             lm_head_VD, embedding_VD: the actor's tables; the embedding only for kinds that read it.
             seed: seed of everything random in the companion.
             run_dir: the run's folder, for checkpoints; empty: none are written.
@@ -103,25 +71,20 @@ class CompanionClient:
         """
         if not ray.is_initialized():
             raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
-        group = _room(companion_config)
+        self._config, self._seed = config, seed
+        self._group = _room(config)
         folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
-        arguments = ServiceArguments(
-            heads_config,
-            companion_config,
-            seed,
-            None if initial_state is None else {name: pack_tensor(tensor) for name, tensor in initial_state.items()},
-            str(Path(run_dir).resolve()) if run_dir else "",
-            str(folder.path),
-            str(Path(resume_from).resolve()) if resume_from else "",
-        )
-        tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
-        first = ray.put((arguments, tables))
-        actor = _remote_actor(companion_config, first, group)
+        self._publish_dir = folder.path
+        paths = [str(Path(path).resolve()) if path else "" for path in (run_dir, folder.path, resume_from)]
+        self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
+        # A companion that is started again is built from it; Ray frees what nobody holds.
+        self._first = ray.put((ServiceArguments(heads, config, seed, pack(initial_state), *paths), self._tables))
+        self._actor = _remote_actor(config, self._first, self._group)
         try:
-            incarnation = ray.get(actor.ready.options(concurrency_group=CONTROL).remote(), timeout=START_TIMEOUT_S)
+            self._incarnation: str = ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
         except RayError as error:
-            ray.kill(actor, no_restart=True)
-            release(group)
+            ray.kill(self._actor, no_restart=True)
+            release(self._group)
             folder.close()
             raise CompanionError(
                 "The companion did not start.",
@@ -129,7 +92,16 @@ class CompanionClient:
                 expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
                 do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
             ) from error
-        return cls(actor, companion_config, folder, tables, incarnation, first, seed, group)
+        self._remove_folder = weakref.finalize(self, folder.close)
+        self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
+        self._poll: ray.ObjectRef | None = None
+        self._poll_since = self._grace_until = 0.0
+        self._held = 0  # Bytes of batches that the companion says it holds.
+        self._sent = self._sent_before_poll = self._lost = self._restarts = 0
+        self._last = CompanionStatus()
+        self._error = ""
+        self._told: set[str] = set()
+        self._closed = False
 
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
 
@@ -146,31 +118,28 @@ class CompanionClient:
         What is on its way and what the companion holds stay within the byte budget together: it drops its oldest ones for new ones, but one
         that takes nothing in for long gets no more.
         """
-        if not self._usable():
-            self._lost += 1
-            return
-        self._reap()
-        if sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes > self._config.queue_bytes:
-            self._lost += 1
-            return
-        self._sent += 1
-        with _Guard(self, "could not take a batch") as guard:
-            self._flying.append((self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes))
-        self._lost += guard.failed
+        if self._usable():
+            self._reap()
+            if sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes <= self._config.queue_bytes:
+                self._sent += 1
+                with self._guard("could not take a batch"):
+                    self._flying.append((self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes))
+                    return
+        self._lost += 1
 
     def _handed(self, batch: RolloutBatch) -> tuple[Any, Any]:
         """A batch and the tables as the companion takes them: one worker by value, several by reference to each one's part."""
         if self._config.workers == 1:
-            return ray.put(pack_batch(batch)), self._tables
-        parts = tuple(ray.put(pack_batch(part)) for part in batch.split(self._config.workers))
+            return ray.put(pack(batch)), self._tables
+        parts = tuple(ray.put(pack(part)) for part in batch.split(self._config.workers))
         return HandedBatch(parts, batch.nbytes, batch.policy_version), [self._tables]
 
     def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
         """The actor's tables after an update; they go along with the next batches."""
         logger.debug("Tables of policy version %d.", policy_version)
         if self._usable():
-            with _Guard(self, "could not take the lm_head"):
-                self._tables = ray.put(_pack_tables(lm_head_VD, embedding_VD))
+            with self._guard("could not take the lm_head"):
+                self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
 
     def newest(self, after_version: int, timeout_s: float = POLL_TIMEOUT_S) -> PublishedHeads | None:
         """The last published version if it is newer than `after_version`; None as well when there is no answer in time."""
@@ -180,7 +149,8 @@ class CompanionClient:
         answer = self._ask(after_version, timeout_s)
         if answer is None:
             return None
-        self._notice(answer.error)
+        if answer.error and answer.error != self._error:  # A failure inside a companion that is alive.
+            self._fail(answer.error)
         if self._sent == self._sent_before_poll:  # Else a batch may have come in after the answer was given.
             self._held = answer.held_bytes
         self._restarts += answer.incarnation != self._incarnation
@@ -192,14 +162,12 @@ class CompanionClient:
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
         """What the companion has done; the last known with `alive=False` and an error when it does not answer."""
         if self._usable():
-            with _Guard(self, "does not answer") as guard:
-                status: CompanionStatus = ray.get(self._call("status", CONTROL), timeout=timeout_s)
-                self._last = status
-            if not guard.failed:
+            with self._guard("does not answer"):
+                self._last = ray.get(self._call("status", CONTROL), timeout=timeout_s)
                 self._error = ""
-                if not status.error:
+                if not self._last.error:
                     self._told.clear()
-                return self._with_own_counts(status)
+                return self._with_own_counts(self._last)
         return self._with_own_counts(dataclasses.replace(self._last, alive=False, error=self._error or "closed"))
 
     def drain(self, timeout_s: float) -> bool:
@@ -211,7 +179,7 @@ class CompanionClient:
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
         self._reap()
-        with _Guard(self, "did not finish its batches"):
+        with self._guard("did not finish its batches"):
             left_s = max(0.1, ends - time.monotonic())
             return bool(ray.get(self._call("drain", CONTROL, left_s), timeout=left_s + 5))
         return False
@@ -219,7 +187,7 @@ class CompanionClient:
     def save(self, folder: str | Path) -> bool:
         """Write the companion's whole state into `folder`. False when it could not be done."""
         if self._usable():
-            with _Guard(self, "could not save its state"):
+            with self._guard("could not save its state"):
                 ray.get(self._call("save", CONTROL, str(Path(folder).resolve())), timeout=START_TIMEOUT_S)
                 return True
         return False
@@ -265,7 +233,7 @@ class CompanionClient:
                 ray.kill(self._actor, no_restart=False)
             return None
         poll, self._poll = self._poll, None
-        with _Guard(self, "does not answer"):
+        with self._guard("does not answer"):
             return ray.get(poll)
         return None
 
@@ -278,28 +246,32 @@ class CompanionClient:
         done = set(ready)
         self._flying = deque(entry for entry in self._flying if entry[0] not in done)
         for ref in ready:
-            with _Guard(self, "lost a batch") as guard:
+            with self._guard("lost a batch"):
                 self._held = ray.get(ref)
-            self._lost += guard.failed
+                continue
+            self._lost += 1
 
     def _local(self, published: PublishedHeads) -> PublishedHeads | None:
         """The same with a file on this node: when the companion runs on another one, its tensors are fetched."""
         if Path(published.path).is_file():
             return published
-        with _Guard(self, "could not send its heads"):
+        with self._guard("could not send its heads"):
             packed = ray.get(self._call("published_state", CONTROL, published.version), timeout=60)
             if packed is None:
                 return None
-            state = {name: unpack_tensor(tensor) for name, tensor in packed.items()}
+            state = unpack(packed)
             path = self._publish_dir / f"fetched-{published.version:06d}.safetensors"
             save_state(path, state)
             return dataclasses.replace(published, path=str(path), checksum=checksum(state))
         return None
 
-    def _notice(self, error: str) -> None:
-        """A failure inside a companion that is alive."""
-        if error and error != self._error:
-            self._fail(error)
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """Turns Ray's errors in its block into the client's failure policy: goes on behind the block, or raises CompanionError."""
+        try:
+            yield
+        except RayError as error:
+            self._fail(f"The companion {what}: {_reason(error)}")
 
     def _fail(self, error: str) -> None:
         if error not in self._told:
@@ -313,24 +285,6 @@ class CompanionClient:
                 expected="a companion that trains",
                 do="Correct the cause, or set companion.on_error=disable to go on with the heads at hand.",
             )
-
-
-class _Guard:
-    """Turns Ray's errors in its block into the client's failure policy."""
-
-    def __init__(self, client: CompanionClient, what: str) -> None:
-        self._client, self._what = client, what
-        self.failed = False
-
-    def __enter__(self) -> _Guard:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, RayError):
-            return False
-        self.failed = True
-        self._client._fail(f"The companion {self._what}: {_reason(error)}")
-        return True
 
 
 class _HostedService(CompanionService):
@@ -357,10 +311,6 @@ def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> 
         **actor_options(config, group, 0),
     )(_HostedService if config.workers == 1 else Leader)
     return kind.remote([first]) if config.workers == 1 else kind.remote([first], group)
-
-
-def _pack_tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> PackedTables:
-    return PackedTables(pack_tensor(lm_head_VD), None if embedding_VD is None else pack_tensor(embedding_VD))
 
 
 def _reason(error: RayError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -13,13 +14,12 @@ from heads.checkpoint import checksum
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.average import WARM, RunningMean
-from medusa_ppo.companion.gate import GateRule, Verdict, acceptance, find_fault, judge, replay
-from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share, wrong_weights
+from medusa_ppo.companion.gate import Verdict, find_fault, judge, replay, replay_row
+from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.schedule import Decision, Schedule
-from medusa_ppo.companion.team import Team
-from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
+from medusa_ppo.companion.trainer import WARM, HeadsTrainer, RunningMean, TrainReport, under
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -39,23 +39,26 @@ COUNTERS = (
 
 
 @dataclass(frozen=True)
-class LearnReport:
+class CycleReport:
     """What became of one batch.
 
     Attributes:
         train: the trainer's report.
         verdict: the gate's; None when there was nothing to judge.
-        published: a new version is ready in `Learner.serving`.
         problem: one sentence when the batch was of no use; empty otherwise.
     """
 
     train: TrainReport
-    verdict: Verdict | None
-    published: bool
+    verdict: Verdict | None = None
     problem: str = ""
 
+    @property
+    def published(self) -> bool:
+        """A new version is ready in `Cycle.serving`."""
+        return self.verdict is not None and self.verdict.publish
 
-class Learner:
+
+class Cycle:
     """Candidate, serving and frozen heads, and the rule by which the candidate becomes the serving ones.
 
     Attributes:
@@ -68,6 +71,7 @@ class Learner:
         rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout, and of the last upper mark `upper` and, on the
             same holdout, `upper_serving`.
         upper_batch: number of the batch that the upper mark is of; 0: none was taken.
+        trainer: trains, and has the actor's tables.
         schedule: how much a batch is trained on; its `last` decision.
         positions_frac: share of the last batch's positions that were trained on.
     """
@@ -91,7 +95,7 @@ class Learner:
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, mean=mean)
         self.schedule = Schedule(config.schedule, config.epochs, config.min_epochs, config.drift_lag)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_decay, config.replay_bytes)
-        self.serving = self._copy(self.trainer.heads)
+        self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
         self.last_loss = math.nan
@@ -105,35 +109,14 @@ class Learner:
         self.published_policy_version = -1
         self.batches_seen = 0
         self.upper_batch = 0
-        self.team: Team | None = None
+        self.team: Meeting | None = None
 
-    def join(self, team: Team | None) -> None:
+    def join(self, team: Meeting | None) -> None:
         """From now on, learn together with these processes, which hold the same state. Batches kept for replay are forgotten."""
-        self.team = team
-        self.trainer.join(team)
+        self.team = self.trainer.team = team
         self.replay.load_state_dict({})
 
-    @property
-    def batches_trained(self) -> int:
-        return self.trainer.batches_trained
-
-    @property
-    def trained_tokens(self) -> int:
-        return self.trainer.trained_tokens
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self.trainer.optimizer_steps
-
-    @property
-    def lm_head_VD(self) -> torch.Tensor:
-        return self.trainer.lm_head_VD
-
-    def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
-        """The actor's frozen tables, for the batches that follow."""
-        self.trainer.set_tables(lm_head_VD, embedding_VD)
-
-    def learn(self, batch: RolloutBatch) -> LearnReport:
+    def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
 
         A batch of one prompt leaves no others: all of it judges what earlier batches have made, and is trained on afterwards.
@@ -146,54 +129,47 @@ class Learner:
         if self.team is not None:
             finite = not self.team.most(int(not finite))
         if not finite:
-            return LearnReport(TrainReport(), None, False, "The batch holds hidden states or log-probs that are not finite.")
+            return CycleReport(TrainReport(), problem="The batch holds hidden states or log-probs that are not finite.")
         self.trainer.check(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
         training, holdout = batch.hold_out(self._config.holdout_fraction, seed)
-        verdict = self._judge(batch, None) if holdout is None and batch.weights_M is None else None
-        if verdict is not None:
-            self._obey(verdict)
-        published = verdict is not None and verdict.publish
+        verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         before = None if holdout is None or self._config.schedule == "fixed" else self._measure(self.serving, holdout)
-        decision = self._decide(before)
-        training = self._sample(training, seed)
+        passes = self._decide(before).passes
+        if self._config.positions == "fraction" and training.weights_M is None:  # Else they were sampled before states were copied, or not.
+            training = replace(training, weights_M=fraction_weights(training.lengths_S, self._config.position_share, seed))
         self.positions_frac = sampled_share(training)
-        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=decision.passes)
+        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=passes)
         if report.problem:
             logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
-            return LearnReport(report, verdict, published, report.problem)
+            return CycleReport(report, verdict, report.problem)
         self.replay.add(training)
         self.last_loss, self.last_losses = report.loss, report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
             problem = "" if verdict else "A batch of one prompt, of which only a sample of positions is here, leaves nothing to judge on."
-            return LearnReport(report, verdict, published, problem)
+            return CycleReport(report, verdict, problem)
         verdict = self._judge(holdout, before)
-        self._obey(verdict)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
-            self._mark(verdict, training, holdout)
+            self.rows |= {"upper": self._upper_mark(training, holdout), "upper_serving": verdict.serving}
+            self.upper_batch = self.batches_seen
         self._tell_schedule(verdict)
-        return LearnReport(report, verdict, verdict.publish)
+        return CycleReport(report, verdict)
 
-    def _judge(self, holdout: RolloutBatch, of_serving: ReplayResult | None) -> Verdict:
+    def _judge(self, holdout: RolloutBatch, of_serving: ReplayResult | None = None) -> Verdict:
+        """What the gate says, which is done."""
         fault = find_fault(self.trainer.heads, self.serving)  # What the mean has not taken in yet, or keeps small.
         if fault:
-            return Verdict(False, True, fault)
-        return judge(
-            self.candidate,
-            self.serving,
-            self.frozen,
-            self.lm_head_VD,
-            holdout,
-            GateRule(self._config.gate_confidence, self._config.draft_temperature),
-            embedding_VD=self.trainer.embedding_VD,
-            of_serving=of_serving,
-            team=self.team,
-        )
+            verdict = Verdict(False, True, fault)
+        else:
+            confidence, judged = self._config.gate_confidence, (self.candidate, self.serving, self.frozen)
+            verdict = judge(*judged, lambda heads: self._measure(heads, holdout), confidence, of_serving)
+        self._obey(verdict)
+        return verdict
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
-        temperature, embedding_VD = self._config.draft_temperature, self.trainer.embedding_VD
-        return replay(heads, batch, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature, team=self.team)
+        trainer, temperature = self.trainer, self._config.draft_temperature
+        return replay(heads, batch, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, draft_temperature=temperature, team=self.team)
 
     def _decide(self, before: ReplayResult | None) -> Decision:
         if before is None or not before.drafts:
@@ -212,33 +188,22 @@ class Learner:
                 upper=None if upper is None else upper.mean_acceptance_length,
             )
 
-    def _sample(self, training: RolloutBatch, seed: int) -> RolloutBatch:
-        """The batch with weights for the positions to train on. One that was sampled before its states were copied stays as it is."""
-        config = self._config
-        if config.positions == "all" or training.weights_M is not None:
-            return training
-        if config.positions == "fraction":
-            return replace(training, weights_M=fraction_weights(training.lengths_S, config.position_share, seed))
-        embedding_VD = self.trainer.embedding_VD
-        accept_MK = acceptance(
-            self.serving, training, self.lm_head_VD, embedding_VD=embedding_VD, draft_temperature=config.draft_temperature
-        )
-        return replace(training, weights_M=wrong_weights(training, accept_MK, config.position_share, seed))
-
-    def _mark(self, verdict: Verdict, training: RolloutBatch, holdout: RolloutBatch) -> None:
-        self.rows |= {"upper": self._upper_mark(training, holdout), "upper_serving": verdict.serving}
-        self.upper_batch = self.batches_seen
-
     def _upper_mark(self, training: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
         """The most that this very batch could give: a copy of the candidate is fitted to it on and on, and its best replay counts.
 
         Fitted on the responses that are not judged. Heads fitted on those that are reach much more, by learning them by heart: what they
         gain there they lose on other responses of the same policy (docs/companion.md has the figures).
         """
-        mean = RunningMean(self._copy(self.candidate), self._config.average, steps=WARM)
-        first, embedding_VD, trainer = self._copy(self.candidate).requires_grad_(True), self.trainer.embedding_VD, self.trainer
+        trainer, mean = self.trainer, RunningMean(_copy(self.candidate), self._config.average, steps=WARM)
         fitted = HeadsTrainer(
-            first, self.lm_head_VD, self._config, self._seed, embedding_VD=embedding_VD, device=trainer.device, team=self.team, mean=mean
+            _copy(self.candidate).requires_grad_(True),
+            trainer.lm_head_VD,
+            self._config,
+            self._seed,
+            embedding_VD=trainer.embedding_VD,
+            device=trainer.device,
+            team=self.team,
+            mean=mean,
         )
         fitted.rate = trainer.rate
         results = [self._measure(self.candidate, holdout)]
@@ -246,24 +211,21 @@ class Learner:
             fitted.train_batch(training, epochs=passes)
             results += [self._measure(heads, holdout) for heads in (fitted.heads, mean.heads)]
         best = max(results, key=lambda result: result.mean_acceptance_length)
-        return ReplayRow(best.mean_acceptance_length, best.acceptance_per_position)
+        return replay_row(best)
 
-    def move_to(self, device: torch.device) -> int:
-        """Carry all heads, the optimizer and the tables to another device. Returns the bytes that lie there now."""
-        moved = self.trainer.move_to(device)
+    def move_to(self, device: torch.device) -> None:
+        """Carry all heads, the optimizer and the tables to another device."""
+        self.trainer.move_to(device)
         for heads in (self.serving, self.frozen):
             if heads is not None:
                 heads.to(device)
-                moved += sum(parameter.numel() * parameter.element_size() for parameter in heads.parameters())
-        return moved
 
     def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Serve a version that was published after the state now loaded was saved; training goes on from that state."""
-        self.serving.load_trainable_state({name: value.to(self.trainer.device) for name, value in state.items()})
+        self.serving.load_trainable_state(state)
         self.version = version
         self.fresh = False
-        if self.frozen is None:
-            self.frozen = self._copy(self.serving)
+        self.frozen = self.frozen or _copy(self.serving)
 
     def _obey(self, verdict: Verdict) -> None:
         self.rows |= {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
@@ -273,20 +235,14 @@ class Learner:
             self.version += 1
             self.trainer.rate = min(1.0, self.trainer.rate * FASTER)
             self.published_policy_version = self.last_policy_version
-            if self.frozen is None:
-                self.frozen = self._copy(self.serving)
-        else:
-            self.candidates_rejected += 1
-            if verdict.worse:
-                logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
-                self.trainer.reset_to(self.serving.trainable_state())
-                self.trainer.rate = max(SLOWEST, self.trainer.rate * SLOWER)
-                self.rollbacks += 1
-
-    def _copy(self, heads: MedusaHeads) -> MedusaHeads:
-        twin = _bare_heads(heads.config, self._seed).to(self.trainer.device).requires_grad_(False)
-        twin.load_trainable_state(heads.trainable_state())
-        return twin
+            self.frozen = self.frozen or _copy(self.serving)
+            return
+        self.candidates_rejected += 1
+        if verdict.worse:
+            logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
+            self.trainer.reset_to(self.serving.trainable_state())
+            self.trainer.rate = max(SLOWEST, self.trainer.rate * SLOWER)
+            self.rollbacks += 1
 
     # ---- state ------------------------------------------------------------------------------------------------------------
 
@@ -312,7 +268,7 @@ class Learner:
         return checksum(self.state_dict())
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over a state. Raises CheckpointError when it is not one of such a learner."""
+        """Take over a state. Raises CheckpointError when it is not one of such a cycle."""
         missing = [name for name in ("counters", "trainer.counters", "trainer.generator") if name not in state]
         if missing or state["counters"].numel() != len(COUNTERS):
             raise CheckpointError(
@@ -321,13 +277,13 @@ class Learner:
                 expected="a file written by the companion of the same release",
                 do="Resume from the folder that the companion wrote.",
             )
-        self.trainer.load_state_dict(_under(state, "trainer."))
-        self.serving.load_trainable_state({name: value.to(self.trainer.device) for name, value in _under(state, "serving.").items()})
-        frozen = {name: value.to(self.trainer.device) for name, value in _under(state, "frozen.").items()}
-        self.frozen = self._copy(self.serving) if frozen else None
+        self.trainer.load_state_dict(under(state, "trainer."))
+        self.serving.load_trainable_state(under(state, "serving."))
+        frozen = under(state, "frozen.")
+        self.frozen = _copy(self.serving) if frozen else None
         if self.frozen is not None:
             self.frozen.load_trainable_state(frozen)
-        self.replay.load_state_dict(_under(state, "replay."))
+        self.replay.load_state_dict(under(state, "replay."))
         for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         if "schedule" in state:
@@ -335,25 +291,21 @@ class Learner:
             self.schedule.load(schedule)
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         self.last_losses = tuple(losses)
-        rows = {name: value.tolist() for name, value in _under(state, "rows.").items()}
+        rows = {name: value.tolist() for name, value in under(state, "rows.").items()}
         self.rows = {name: ReplayRow(values[0], tuple(values[1:])) for name, values in rows.items()}
 
 
-def _under(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
-
-
-def _bare_heads(config: HeadsConfig, seed: int) -> MedusaHeads:
+def _new_heads(config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None) -> MedusaHeads:
     """New heads whose random parts depend on the seed alone; the process's own generator is left as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return MedusaHeads(config)
-
-
-def _new_heads(config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None) -> MedusaHeads:
-    heads = _bare_heads(config, seed)
+        heads = MedusaHeads(config)
     if state is not None:
         heads.load_trainable_state({name: value.to(torch.float32) for name, value in state.items()})
     elif config.lm_head == "own":
         heads.init_own_lm_heads(lm_head_VD)
     return heads
+
+
+def _copy(heads: MedusaHeads) -> MedusaHeads:
+    return copy.deepcopy(heads).requires_grad_(False)

@@ -6,6 +6,7 @@ Shape letters: M rows of the holdout, K heads, V vocabulary, D hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from heads.acceptance import (
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
-from medusa_ppo.companion.team import Team
+from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
 MAX_WEIGHT = 1e4  # Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may look sound here.
@@ -49,19 +50,6 @@ class Verdict:
     difference: Interval | None = None
 
 
-@dataclass(frozen=True)
-class GateRule:
-    """How sure the gate wants to be, and which drafts it replays.
-
-    Attributes:
-        confidence: probability (one-sided, bootstrap over responses) that a difference has the sign it shows.
-        draft_temperature: 0: one-hot drafts; else sampled drafts at this temperature.
-    """
-
-    confidence: float = 0.9
-    draft_temperature: float = 0.0
-
-
 def replay(
     heads: MedusaHeads,
     holdout: RolloutBatch,
@@ -69,33 +57,23 @@ def replay(
     *,
     embedding_VD: torch.Tensor | None = None,
     draft_temperature: float = 0.0,
-    team: Team | None = None,
+    team: Meeting | None = None,
 ) -> ReplayResult:
     """Replay estimate of heads on a batch, on the device of the heads; with a team, of all its parts, the same in every process."""
-    here = _replay(heads, holdout, lm_head_VD, embedding_VD, draft_temperature)
+    if holdout.lengths_S.numel():
+        accept_MK = _acceptance(heads, holdout, lm_head_VD, embedding_VD, draft_temperature)
+        here = replay_probabilities(accept_MK, holdout.lengths_S)
+    else:  # A part without a response.
+        none_S = torch.zeros(0, dtype=torch.float64)
+        here = ReplayResult(none_S, none_S.new_zeros(0, heads.config.num_heads), none_S)
     if team is None:
         return here
     columns = team.gather(torch.cat([here.drafts_S[:, None], here.accepted_SK, here.unseen_S[:, None]], dim=1))
     return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1])
 
 
-def _replay(
-    heads: MedusaHeads, holdout: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None, draft_temperature: float
-) -> ReplayResult:
-    if not holdout.lengths_S.numel():
-        none_S = torch.zeros(0, dtype=torch.float64)
-        return ReplayResult(none_S, torch.zeros(0, heads.config.num_heads, dtype=torch.float64), none_S)
-    accept_MK = acceptance(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
-    return replay_probabilities(accept_MK, holdout.lengths_S)
-
-
-def acceptance(
-    heads: MedusaHeads,
-    batch: RolloutBatch,
-    lm_head_VD: torch.Tensor,
-    *,
-    embedding_VD: torch.Tensor | None = None,
-    draft_temperature: float = 0.0,
+def _acceptance(
+    heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None, draft_temperature: float
 ) -> torch.Tensor:
     """Probability that the draft of each head at each row is accepted, given that those before it were, float64 `MK`."""
     config, device = heads.config, lm_head_VD.device
@@ -124,13 +102,9 @@ def judge(
     candidate: MedusaHeads,
     serving: MedusaHeads,
     frozen: MedusaHeads | None,
-    lm_head_VD: torch.Tensor,
-    holdout: RolloutBatch,
-    rule: GateRule,
-    *,
-    embedding_VD: torch.Tensor | None = None,
+    measure: Callable[[MedusaHeads], ReplayResult],
+    confidence: float = 0.9,
     of_serving: ReplayResult | None = None,
-    team: Team | None = None,
 ) -> Verdict:
     """Compare the candidate with the serving heads, response by response, and measure the frozen control beside them.
 
@@ -138,28 +112,21 @@ def judge(
         candidate: newly trained heads.
         serving: what the engine drafts with (before the first publish: the heads it started with).
         frozen: the first published heads; None before there are any (the serving heads stand in).
-        lm_head_VD: the actor's lm_head.
-        holdout: rollouts that the candidate was not trained on.
-        rule: how sure to be.
-        embedding_VD: the actor's embedding table, for kinds that read it.
-        of_serving: the serving heads' replay of this holdout, where it is known already.
-        team: processes that hold the other parts of the holdout; all come to the same verdict.
+        measure: replay of heads on rollouts that the candidate was not trained on.
+        confidence: probability (one-sided, bootstrap over responses) that a difference has the sign it shows.
+        of_serving: what `measure` gives for the serving heads, where it is known already.
     """
     fault = find_fault(candidate, serving)
     if fault:
         return Verdict(False, True, fault)
-
-    def measure(heads: MedusaHeads) -> ReplayResult:
-        return replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=rule.draft_temperature, team=team)
-
     of_serving, of_candidate = of_serving or measure(serving), measure(candidate)
     of_frozen = of_serving if frozen is None else measure(frozen)
-    rows = (_row(of_serving), _row(of_candidate), _row(of_frozen))
+    rows = (replay_row(of_serving), replay_row(of_candidate), replay_row(of_frozen))
     if not of_candidate.drafts:
         return Verdict(False, False, "The holdout has no draft step: its responses are one token long.", *rows)
     if not math.isfinite(of_candidate.accepted):
         return Verdict(False, True, "The candidate's logits overflow.", rows[0], None, rows[2])
-    difference = paired_difference(of_candidate, of_serving, 2 * rule.confidence - 1)
+    difference = paired_difference(of_candidate, of_serving, 2 * confidence - 1)
     seen = f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}) against the serving heads"
     if difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)
@@ -178,5 +145,6 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
     return ""
 
 
-def _row(result: ReplayResult) -> ReplayRow:
+def replay_row(result: ReplayResult) -> ReplayRow:
+    """What is told of a replay."""
     return ReplayRow(result.mean_acceptance_length, result.acceptance_per_position)

@@ -1,19 +1,22 @@
-"""A rollout batch on its way to the companion: tapped rows put in their places, and tensors as NumPy arrays."""
+"""What is on its way to the companion and back: tapped rows put in their places, tensors as NumPy arrays, arguments, answers."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from heads.errors import DataError
+from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.positions import EarlySample
-from medusa_ppo.types import RolloutBatch, Rollouts, Whole
+from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts
 
-_AS_INT16 = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+AS_INT16 = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -25,92 +28,80 @@ class PackedTensor:
 
 
 @dataclass(frozen=True)
-class PackedWhole:
-    """A Whole on its way."""
+class PackedRecord:
+    """A dataclass with tensors on its way."""
 
-    lengths: PackedTensor
-    prompts: PackedTensor | None
-    first: int
+    kind: type
+    fields: dict[str, Any]
+
+
+def pack(value: Any) -> Any:
+    """The same with its tensors, in dataclasses, dictionaries and tuples too, as NumPy arrays, which Ray carries without a copy.
+
+    Nothing is copied here either where a tensor is contiguous and on the CPU.
+    """
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().to("cpu").contiguous()
+        if plain.dtype in AS_INT16:
+            return PackedTensor(plain.view(torch.int16).numpy(), str(plain.dtype).removeprefix("torch."))
+        return PackedTensor(plain.numpy())
+    if isinstance(value, dict):
+        return {name: pack(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(pack, value))
+    if is_dataclass(value):
+        return PackedRecord(type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+def unpack(packed: Any) -> Any:
+    """What was packed, on the same memory. Treat its tensors as read-only."""
+    if isinstance(packed, PackedTensor):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            tensor = torch.from_numpy(packed.array)
+        return tensor.view(getattr(torch, packed.dtype)) if packed.dtype else tensor
+    if isinstance(packed, dict):
+        return {name: unpack(part) for name, part in packed.items()}
+    if isinstance(packed, tuple):
+        return tuple(map(unpack, packed))
+    if isinstance(packed, PackedRecord):
+        return packed.kind(**unpack(packed.fields))
+    return packed
 
 
 @dataclass(frozen=True)
-class PackedBatch:
-    """A RolloutBatch on its way."""
+class ServiceArguments:
+    """What a companion is built from, and built again from after a crash.
 
-    hidden: PackedTensor
-    response_ids: PackedTensor
-    logprobs: PackedTensor
-    lengths: PackedTensor
-    policy_version: int
-    temperature: float
-    prompts: PackedTensor | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    weights: PackedTensor | None = None
-    held: PackedTensor | None = None
-    whole: PackedWhole | None = None
+    Attributes:
+        heads: sizes and kind of the heads.
+        companion: the companion's section of the configuration.
+        seed: seed of everything random in it.
+        initial_state: trainable tensors to start from, packed; None: zero start.
+        run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is written there.
+        publish_dir: folder in shared memory for published versions.
+        resume_from: folder with a saved state to go on from; empty: begin anew.
+    """
 
-
-def pack_tensor(tensor: torch.Tensor) -> PackedTensor:
-    """Wrap a tensor; nothing is copied when it is a contiguous CPU tensor."""
-    plain = tensor.detach().to("cpu").contiguous()
-    if plain.dtype in _AS_INT16:
-        return PackedTensor(plain.view(torch.int16).numpy(), _AS_INT16[plain.dtype])
-    return PackedTensor(plain.numpy())
+    heads: HeadsConfig
+    companion: CompanionConfig
+    seed: int
+    initial_state: dict[str, PackedTensor] | None
+    run_dir: str
+    publish_dir: str
+    resume_from: str = ""
 
 
-def unpack_tensor(packed: PackedTensor) -> torch.Tensor:
-    """The tensor again, on the same memory. Treat it as read-only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensor = torch.from_numpy(packed.array)
-    return tensor.view(getattr(torch, packed.dtype)) if packed.dtype else tensor
+@dataclass(frozen=True)
+class Answer:
+    """Reply to a poll: a newer version if there is one, what failed last (a batch that was merely skipped is no failure), and how many
+    bytes of batches are held."""
 
-
-def pack_batch(batch: RolloutBatch) -> PackedBatch:
-    """Wrap a batch without copying."""
-    whole = batch.whole
-    return PackedBatch(
-        pack_tensor(batch.hidden_MD),
-        pack_tensor(batch.response_ids_M),
-        pack_tensor(batch.logprobs_M),
-        pack_tensor(batch.lengths_S),
-        batch.policy_version,
-        batch.temperature,
-        _pack(batch.prompts_S),
-        batch.top_k,
-        batch.top_p,
-        _pack(batch.weights_M),
-        _pack(batch.held_S),
-        None if whole is None else PackedWhole(pack_tensor(whole.lengths_S), _pack(whole.prompts_S), whole.first),
-    )
-
-
-def unpack_batch(packed: PackedBatch) -> RolloutBatch:
-    """The batch again, on the same memory. Treat its tensors as read-only."""
-    whole = packed.whole
-    return RolloutBatch(
-        unpack_tensor(packed.hidden),
-        unpack_tensor(packed.response_ids),
-        unpack_tensor(packed.logprobs),
-        unpack_tensor(packed.lengths),
-        packed.policy_version,
-        packed.temperature,
-        _unpack(packed.prompts),
-        packed.top_k,
-        packed.top_p,
-        _unpack(packed.weights),
-        _unpack(packed.held),
-        None if whole is None else Whole(unpack_tensor(whole.lengths), _unpack(whole.prompts), whole.first),
-    )
-
-
-def _pack(tensor: torch.Tensor | None) -> PackedTensor | None:
-    return None if tensor is None else pack_tensor(tensor)
-
-
-def _unpack(packed: PackedTensor | None) -> torch.Tensor | None:
-    return None if packed is None else unpack_tensor(packed)
+    published: PublishedHeads | None
+    error: str
+    incarnation: str
+    held_bytes: int = 0
 
 
 class BatchCollector:
@@ -135,7 +126,7 @@ class BatchCollector:
             self._weights_M, self._held_S = sample.draw(*self._filled(), rollouts.policy_version)
         wanted_M = torch.ones(sum(self._lengths), dtype=torch.bool) if self._weights_M is None else self._weights_M > 0
         self._wanted = wanted_M.split(self._lengths)  # Rows of each response whose states are wanted.
-        self._starts = _starts([int(wanted.sum()) for wanted in self._wanted])
+        self._counts = [int(wanted.sum()) for wanted in self._wanted]
         self._hidden_MD: torch.Tensor | None = None
         self.empty_responses = sum(self._seen)
 
@@ -166,29 +157,25 @@ class BatchCollector:
         mask_BT = response_mask_BT.to(device="cpu", dtype=torch.bool)
         order = [None if s is None else int(s) for s in sequences]
         self._check(hidden_BTD, mask_BT, order)
-        rows, taken = [], []
+        taken: dict[int, int] = {}  # Response -> its row; the first one where there are several.
         for row, s in enumerate(order):
-            if s is not None and not self._seen[s] and s not in taken:
-                rows.append(row)
-                taken.append(s)
-        if not rows:
+            if s is not None and not self._seen[s]:
+                taken.setdefault(s, row)
+        if not taken:
             return 0
-        picked_BT = mask_BT[rows]
-        row_M, token_M = picked_BT.nonzero(as_tuple=True)
+        rows = torch.tensor(list(taken.values()))
+        row_M, token_M = mask_BT[rows].nonzero(as_tuple=True)
         # Token t is predicted from the state one position before it.
-        index_M = torch.tensor(rows)[row_M] * hidden_BTD.shape[1] + token_M - 1
+        index_M = rows[row_M] * hidden_BTD.shape[1] + token_M - 1
         index_M = index_M[torch.cat([self._wanted[s] for s in taken])].to(hidden_BTD.device)
         states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M).to("cpu")
         if self._hidden_MD is None:
-            wanted = sum(int(rows_M.sum()) for rows_M in self._wanted)
-            self._hidden_MD = torch.empty(wanted, hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
-        at = 0
-        for s in taken:
-            start, length = self._starts[s], int(self._wanted[s].sum())
-            self._hidden_MD[start : start + length] = states_MD[at : at + length]
+            self._hidden_MD = torch.empty(sum(self._counts), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
+        places = self._hidden_MD.split(self._counts)
+        for s, states in zip(taken, states_MD.split([self._counts[s] for s in taken]), strict=True):
+            places[s].copy_(states)
             self._seen[s] = True
-            at += length
-        return len(rows)
+        return len(taken)
 
     def batch(self) -> RolloutBatch:
         """The packed batch of all responses whose states were taken.
@@ -206,15 +193,14 @@ class BatchCollector:
         responses = self._rollouts.responses
         ids_M = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64)
         logprobs_M = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
-        taken = [s for s, length in enumerate(self._lengths) if length and self._seen[s]]
         lengths_S, prompts_S = self._filled()
-        version, sampling = self._rollouts.policy_version, self._rollouts.sampling
+        sampling = self._rollouts.sampling
         whole = RolloutBatch(
             self._hidden_MD,
             ids_M,
             logprobs_M,
             lengths_S,
-            version,
+            self._rollouts.policy_version,
             sampling.temperature,
             prompts_S,
             sampling.top_k,
@@ -222,10 +208,8 @@ class BatchCollector:
             self._weights_M,
             self._held_S,
         )
-        if len(taken) == lengths_S.numel():
-            return whole
-        rank = {s: i for i, s in enumerate(s for s, length in enumerate(self._lengths) if length)}
-        return whole.select(torch.tensor([rank[s] for s in taken], dtype=torch.int64))
+        seen_S = torch.tensor([seen for seen, length in zip(self._seen, self._lengths, strict=True) if length])
+        return whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0])
 
     def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and prompts of the responses with a token."""
@@ -260,11 +244,3 @@ class BatchCollector:
                     expected=f"{self._lengths[s]} tokens in one stretch that follows at least one prompt token",
                     do="Mark every sampled token of the response, the end token included, and nothing else.",
                 )
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    starts, at = [], 0
-    for length in lengths:
-        starts.append(at)
-        at += length
-    return starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,21 +13,20 @@ from medusa_ppo.types import RolloutBatch, held_out
 
 
 @dataclass(frozen=True)
-class Positions:
+class TrainingRows:
     """A batch with everything that its rows need for any loss, looked up once.
 
     Attributes:
-        hidden_MD: final hidden states, in the actor's dtype.
-        state_rows_M: row of `hidden_MD` that holds each row's state.
+        batch: it.
+        state_rows_M: row of its `hidden_MD` that holds each row's state.
         targets_MK, mask_MK: what head 1..K predicts at each row, and where there is something to train on: bool, or float weights.
         condition_MK: tokens since h_t (conditioned kinds), else None.
         logprobs_MK: behaviour log-probs of the targets.
         teacher_rows_MK: row whose state gives the actor's own distribution of the target.
         usable_N: rows with at least one target that counts; of a part: of the whole batch, -1 for rows that it does not have.
-        temperature: sampling temperature of the rollouts.
     """
 
-    hidden_MD: torch.Tensor
+    batch: RolloutBatch
     state_rows_M: torch.Tensor
     targets_MK: torch.Tensor
     mask_MK: torch.Tensor
@@ -34,24 +34,21 @@ class Positions:
     logprobs_MK: torch.Tensor
     teacher_rows_MK: torch.Tensor
     usable_N: torch.Tensor
-    temperature: float
-    top_k: int
-    top_p: float
 
     def states(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Hidden states of some rows, `ND`."""
-        return self.hidden_MD[self.state_rows_M[rows_N]]
+        return self.batch.hidden_MD[self.state_rows_M[rows_N]]
 
 
-def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions:
+def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> TrainingRows:
     """Targets, conditions and log-probs of every row of a batch; rows without a weight have no target."""
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
     if batch.weights_M is not None:
         kept_M1, weights_M1 = (batch.weights_M > 0).unsqueeze(1), batch.weights_M.unsqueeze(1)
         mask_MK = mask_MK & kept_M1 if bool((weights_M1[kept_M1] == 1).all()) else mask_MK * weights_M1
-    return Positions(
-        batch.hidden_MD,
+    return TrainingRows(
+        batch,
         batch.state_rows_M,
         targets_MK,
         mask_MK,
@@ -59,9 +56,6 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> Positions
         head_logprobs(batch.logprobs_M, segment_M, num_heads),
         head_teacher_rows(segment_M, num_heads),
         _among_all((mask_MK > 0).any(1).nonzero().squeeze(1), batch),
-        batch.temperature,
-        batch.top_k,
-        batch.top_p,
     )
 
 
@@ -81,22 +75,6 @@ def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.
     order_N = torch.randperm(usable_N.numel(), generator=torch.Generator().manual_seed(seed))
     chosen_N = usable_N[order_N[: round(share * usable_N.numel())]]
     return torch.zeros(int(lengths_S.sum())).index_fill_(0, chosen_N, 1.0)
-
-
-def wrong_weights(batch: RolloutBatch, accept_MK: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """Weights of the positions that heads got wrong and of a share of the others (top of the file), 0 elsewhere: float32 `M`.
-
-    Args:
-        batch: responses that heads were replayed on.
-        accept_MK: probability that each draft is accepted, given that those before it were.
-        share: of the positions all of whose drafts are accepted.
-        seed: of the draw.
-    """
-    _, mask_MK = head_targets(batch.response_ids_M, segments_from_lengths(batch.lengths_S), accept_MK.shape[1])
-    right_M = torch.where(mask_MK, accept_MK, 1.0).prod(1)
-    chance_M = 1 - (1 - share) * right_M
-    drawn_M = torch.rand(chance_M.shape, generator=torch.Generator().manual_seed(seed), dtype=chance_M.dtype)
-    return torch.where((drawn_M < chance_M) & mask_MK.any(1), 1 / chance_M, 0.0).float()
 
 
 def sampled_share(batch: RolloutBatch) -> float:
@@ -136,7 +114,7 @@ class EarlySample:
         return weights_M.masked_fill_(held_S[segments_from_lengths(lengths_S)], 1.0), held_S
 
 
-FIELDS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S")
+FIELDS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "weights_M")
 
 
 class ReplayBuffer:
@@ -183,11 +161,9 @@ class ReplayBuffer:
         """All batches kept, flat, tensors only."""
         state: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(self._batches):
-            state |= {f"{index:04d}.{name}": getattr(batch, name) for name in FIELDS}
             meta = (batch.policy_version, batch.temperature, batch.top_k, batch.top_p)
             state[f"{index:04d}.meta"] = torch.tensor(meta, dtype=torch.float64)
-            if batch.weights_M is not None:
-                state[f"{index:04d}.weights_M"] = batch.weights_M
+            state |= {f"{index:04d}.{name}": value for name in FIELDS if (value := getattr(batch, name)) is not None}
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -195,6 +171,6 @@ class ReplayBuffer:
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
-            hidden_MD, ids_M, logprobs_M, lengths_S = (state[f"{index}.{name}"] for name in FIELDS)
-            sampled = (int(top_k), top_p, state.get(f"{index}.weights_M"))
-            self._batches.append(RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, int(version), temperature, None, *sampled))
+            tensors: dict[str, Any] = {name: state.get(f"{index}.{name}") for name in FIELDS}
+            how = {"policy_version": int(version), "temperature": temperature, "top_k": int(top_k), "top_p": top_p}
+            self._batches.append(RolloutBatch(**tensors, **how))

@@ -11,20 +11,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from heads.checkpoint import load_state, save_state
-from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.buffer import BoundedQueue
-from medusa_ppo.companion.cycle import Learner, LearnReport
-from medusa_ppo.companion.handover import PackedBatch, PackedTensor, pack_tensor, unpack_batch, unpack_tensor
-from medusa_ppo.companion.publisher import Publisher
+from heads.checkpoint import checksum, load_state, save_heads, save_state
+from medusa_ppo.companion.cycle import Cycle, CycleReport
+from medusa_ppo.companion.handover import Answer, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import CompanionStatus, PublishedHeads
 
@@ -32,71 +30,113 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
+KEPT_VERSIONS = 3
 HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class PackedTables:
-    """The actor's frozen tables on their way: lm_head, and the embedding table for kinds that read it."""
+class BatchQueue:
+    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits to put something in.
 
-    lm_head: PackedTensor
-    embedding: PackedTensor | None = None
-
-
-@dataclass(frozen=True)
-class ServiceArguments:
-    """What a service is built from, and built again from after a crash.
+    It is bounded in bytes and in age: the oldest batch goes, and is counted. A batch that was taken out is in use until `done`, or until
+    the next one is asked for; so long its bytes count. A batch is whatever knows its `nbytes` and `policy_version`.
 
     Attributes:
-        heads: sizes and kind of the heads.
-        companion: the companion's section of the configuration.
-        seed: seed of everything random in it.
-        initial_state: trainable tensors to start from; None: zero start.
-        run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is written there.
-        publish_dir: folder in shared memory for published versions.
-        resume_from: folder with a saved state to go on from; empty: begin anew.
+        dropped: batches dropped so far.
+        nbytes: bytes waiting now.
     """
 
-    heads: HeadsConfig
-    companion: CompanionConfig
-    seed: int
-    initial_state: dict[str, PackedTensor] | None
-    run_dir: str
-    publish_dir: str
-    resume_from: str = ""
+    def __init__(self, max_bytes: int, max_lag: int) -> None:
+        """
+        Args:
+            max_bytes: most bytes of all batches that wait or are in use together.
+            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow would learn an ever older policy.
+        """
+        self.max_bytes, self.max_lag = max_bytes, max_lag
+        self.nbytes = self.dropped = self._in_use = 0
+        self._batches: deque[Any] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
 
+    def put(self, batch: Any, room: int = 0) -> int:
+        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch in use is dropped itself.
 
-@dataclass(frozen=True)
-class Answer:
-    """Reply to a poll: a newer version if there is one, what failed last (a batch that was merely skipped is no failure), and how many
-    bytes of batches are held."""
+        Args:
+            batch: what comes.
+            room: bytes to keep free for what may be on its way, as long as older batches can go for it.
 
-    published: PublishedHeads | None
-    error: str
-    incarnation: str
-    held_bytes: int = 0
+        Returns:
+            Number of batches dropped by this call.
+        """
+        with self._changed:
+            if self._closed or self._in_use + batch.nbytes > self.max_bytes:
+                self.dropped += 1
+                return 1
+            dropped, oldest = 0, batch.policy_version - self.max_lag
+            while self._batches and (self._batches[0].policy_version < oldest or self.held_nbytes + batch.nbytes + room > self.max_bytes):
+                self.nbytes -= self._batches.popleft().nbytes
+                dropped += 1
+            self._batches.append(batch)
+            self.nbytes += batch.nbytes
+            self.dropped += dropped
+            self._changed.notify()
+            return dropped
+
+    def get(self, timeout_s: float | None = None) -> Any | None:
+        """Take the oldest batch; None when the time is up or the queue is closed and empty. Without a timeout it waits for either."""
+        with self._changed:
+            self._in_use = 0
+            self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
+            if not self._batches:
+                return None
+            batch = self._batches.popleft()
+            self.nbytes -= batch.nbytes
+            self._in_use = batch.nbytes
+            return batch
+
+    def done(self) -> None:
+        """The batch in use is let go."""
+        with self._changed:
+            self._in_use = 0
+
+    def close(self) -> None:
+        """Wake everybody who waits; later batches are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes waiting and in use now."""
+        return self.nbytes + self._in_use
 
 
 class CompanionService:
     """Trains on submitted batches in a thread of its own and publishes what the gate lets through."""
 
-    def __init__(self, arguments: ServiceArguments, tables: PackedTables) -> None:
+    def __init__(self, arguments: ServiceArguments, tables: Any) -> None:
+        """
+        Args:
+            arguments: what it is built from.
+            tables: the actor's lm_head and, for kinds that read it, its embedding (else None), packed.
+        """
         config = arguments.companion
         settle(config)
         self._config = config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
-        self._learner = make_learner(arguments, tables)
-        self._device = self._learner.trainer.device
+        self._cycle = make_cycle(arguments, tables)
+        self._device = self._cycle.trainer.device
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
-        self._publisher = Publisher(Path(arguments.publish_dir), self._run_dir / "heads" if self._run_dir else None)
+        self._publish_dir = Path(arguments.publish_dir)
+        self._publish_dir.mkdir(parents=True, exist_ok=True)
         self._published: PublishedHeads | None = None
-        self._tables: PackedTables | None = None
-        self._queue: BoundedQueue[Any] = BoundedQueue(config.queue_bytes, config.queue_lag)
+        self._tables: Any = None
+        self._queue = BatchQueue(config.queue_bytes, config.queue_lag)
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
-        self._outstanding = 0
-        self._received = 0
-        self._dropped_before = 0
+        self._outstanding = self._received = self._dropped_before = 0
         self._train_s = 0.0
         self._busy_since: float | None = None
         self._error = ""  # What failed with the last batch.
@@ -112,19 +152,19 @@ class CompanionService:
         """Name of this incarnation of the process; changes when it was started again."""
         return self._incarnation
 
-    def submit(self, packed: PackedBatch, tables: PackedTables | None = None) -> int:
+    def submit(self, packed: Any, tables: Any = None) -> int:
         """Queue a batch. Never blocks; the oldest that wait go when they are too old or too many bytes (the next one counted).
 
         Args:
-            packed: the batch.
-            tables: the actor's tables now, used from the next training on; None: as before.
+            packed: the batch, packed.
+            tables: the actor's tables now, packed, used from the next training on; None: as before.
 
         Returns:
             Bytes of the batches that wait or are in training now.
         """
-        return self._enqueue(unpack_batch(packed), tables)
+        return self._enqueue(unpack(packed), tables)
 
-    def _enqueue(self, batch: Any, tables: PackedTables | None) -> int:
+    def _enqueue(self, batch: Any, tables: Any) -> int:
         with self._idle:
             self._tables = tables or self._tables
             self._received += 1
@@ -140,41 +180,38 @@ class CompanionService:
         return Answer(published, self._error, self._incarnation, self._queue.held_nbytes)
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
-        """Tensors of the last published version, for a client on another node; None when `version` is not the last any more."""
+        """Packed tensors of the last published version, for a client on another node; None when `version` is not the last any more."""
         published = self._published
         if published is None or published.version != version:
             return None
-        return {name: pack_tensor(tensor) for name, tensor in load_state(published.path).items()}
+        return pack(load_state(published.path))
 
     def status(self) -> CompanionStatus:
         """What has been done so far."""
-        learner = self._learner
+        cycle, trainer = self._cycle, self._cycle.trainer
+        rows: dict[str, Any] = dict(cycle.rows)
         running_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
         return CompanionStatus(
             alive=self._thread.is_alive(),
             batches_received=self._received,
             batches_dropped=self._dropped_before + self._queue.dropped,
-            batches_trained=learner.batches_trained,
-            trained_tokens=learner.trained_tokens,
-            optimizer_steps=learner.optimizer_steps,
-            versions_published=learner.version,
-            candidates_rejected=learner.candidates_rejected,
+            batches_trained=trainer.batches_trained,
+            trained_tokens=trainer.trained_tokens,
+            optimizer_steps=trainer.optimizer_steps,
+            versions_published=cycle.version,
+            candidates_rejected=cycle.candidates_rejected,
             train_s=self._train_s + running_s,
             queue_bytes=self._queue.nbytes,
-            last_loss=learner.last_loss,
-            last_policy_version=learner.last_policy_version,
-            serving=learner.rows.get("serving"),
-            candidate=learner.rows.get("candidate"),
-            frozen=learner.rows.get("frozen"),
-            upper=learner.rows.get("upper"),
-            upper_serving=learner.rows.get("upper_serving"),
-            upper_batch=learner.upper_batch,
+            last_loss=cycle.last_loss,
+            last_policy_version=cycle.last_policy_version,
+            **rows,
+            upper_batch=cycle.upper_batch,
             error=self._error or self._note,
-            losses=learner.last_losses,
-            passes=learner.schedule.last.passes,
-            reason=learner.schedule.last.reason,
-            positions_frac=learner.positions_frac,
-            rate=learner.trainer.rate,
+            losses=cycle.last_losses,
+            passes=cycle.schedule.last.passes,
+            reason=cycle.schedule.last.reason,
+            positions_frac=cycle.positions_frac,
+            rate=trainer.rate,
             gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3 if self._device.type == "cuda" else None,
         )
 
@@ -205,16 +242,14 @@ class CompanionService:
             try:
                 with self._state_lock:
                     if self._config.offload:
-                        self._learner.move_to(self._device)
+                        self._cycle.move_to(self._device)
                     self._use_tables()
                     report = self._learn(batch)
                 self._error, self._note = "", report.problem
                 self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
                 if report.published:
                     self._publish()
-            except (
-                Exception
-            ) as error:  # One bad batch must not end the companion; it is counted, told in the status, and the next one comes.
+            except Exception as error:  # One bad batch must not end the companion; it is told in the status, and the next one comes.
                 logger.exception("The companion could not learn from a batch of policy version %d.", batch.policy_version)
                 self._error = f"{type(error).__name__}: {error}"
             finally:
@@ -227,16 +262,16 @@ class CompanionService:
                     self._outstanding -= 1
                     self._idle.notify_all()
 
-    def _learn(self, batch: Any) -> LearnReport:
+    def _learn(self, batch: Any) -> CycleReport:
         """A batch as it lay in the queue."""
-        return self._learner.learn(batch)
+        return self._cycle.run(batch)
 
     def _rest(self) -> None:
         """Leave the GPU to others while no batch waits; what was computed there is in the host's memory then."""
         if not self._config.offload or len(self._queue):
             return
         with self._state_lock:
-            self._learner.move_to(HOST)
+            self._cycle.move_to(HOST)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -245,23 +280,31 @@ class CompanionService:
         with self._idle:
             tables, self._tables = self._tables, None
         if tables is not None:
-            self._learner.set_tables(*unpack_tables(tables))
+            self._cycle.trainer.set_tables(*unpack(tables))
 
     def _publish(self) -> None:
-        learner = self._learner
-        row = learner.rows.get("candidate" if learner.fresh else "serving")
+        """The serving heads as a file in shared memory for the engine to swap in, and as a native checkpoint in the run's folder."""
+        cycle = self._cycle
+        heads, state, version = cycle.serving, cycle.serving.trainable_state(), cycle.version
+        row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
-        metadata: dict[str, object] = {
-            "policy_version": learner.published_policy_version,
-            "trained_tokens": learner.trained_tokens,
-            "replay_mean_acceptance_length": length if row else None,
-        }
-        path, digest = self._publisher.publish(learner.serving, learner.version, learner.lm_head_VD, metadata)
-        self._published = PublishedHeads(learner.version, str(path), digest, learner.published_policy_version, length)
+        path = self._publish_dir / f"heads-{version:06d}.safetensors"
+        save_state(path, state)
+        if self._run_dir is not None:
+            metadata: dict[str, object] = {
+                "policy_version": cycle.published_policy_version,
+                "trained_tokens": cycle.trainer.trained_tokens,
+                "replay_mean_acceptance_length": length if row else None,
+            }
+            lm_head_VD = cycle.trainer.lm_head_VD if heads.config.lm_head == "shared" else None
+            save_heads(self._run_dir / "heads" / f"v{version:06d}", heads, lm_head_VD=lm_head_VD, metadata=metadata, version=version)
+            forget_oldest(self._run_dir / "heads", "v[0-9]*")
+        forget_oldest(self._publish_dir, "heads-*.safetensors")
+        self._published = PublishedHeads(version, str(path), checksum(state), cycle.published_policy_version, length)
 
     def _checkpoint(self) -> None:
         every = self._config.checkpoint_every
-        if self._run_dir is not None and every and self._learner.batches_trained % every == 0:
+        if self._run_dir is not None and every and self._cycle.trainer.batches_trained % every == 0:
             self.save(str(self._run_dir / "companion"))
 
     def _begin(self, arguments: ServiceArguments) -> None:
@@ -278,10 +321,11 @@ class CompanionService:
             self._take_over(load_state(folder / STATE_FILE))
         if not again:
             self._own_saved_state(resumed=folder is not None)
-        newest = self._publisher.newest()
-        if newest is not None and newest[0] > self._learner.version:
-            self._learner.adopt(*newest)
-        if self._learner.version > 0:
+        files = sorted(self._publish_dir.glob("heads-*.safetensors"))
+        newest = int(files[-1].stem.split("-")[1]) if files else 0
+        if newest > self._cycle.version:
+            self._cycle.adopt(newest, load_state(files[-1]))
+        if self._cycle.version > 0:
             self._publish()
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(arguments.publish_dir)
@@ -297,32 +341,36 @@ class CompanionService:
 
     def _state(self) -> dict[str, torch.Tensor]:
         own = [float(self._received), float(self._dropped_before + self._queue.dropped), self._train_s]
-        return self._learner.state_dict() | {"service": torch.tensor(own, dtype=torch.float64)}
+        return self._cycle.state_dict() | {"service": torch.tensor(own, dtype=torch.float64)}
 
     def _take_over(self, state: dict[str, torch.Tensor]) -> None:
         received, dropped, self._train_s = state.pop("service", torch.zeros(3)).tolist()
         self._received, self._dropped_before = int(received), int(dropped)
-        self._learner.load_state_dict(state)
+        self._cycle.load_state_dict(state)
 
 
-def make_learner(arguments: ServiceArguments, tables: PackedTables) -> Learner:
-    """The learner that a process of the companion begins with."""
-    config, initial = arguments.companion, arguments.initial_state
-    lm_head_VD, embedding_VD = unpack_tables(tables)
-    return Learner(
+def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
+    """What a process of the companion begins with."""
+    lm_head_VD, embedding_VD = unpack(tables)
+    return Cycle(
         arguments.heads,
-        config,
+        arguments.companion,
         lm_head_VD,
         seed=arguments.seed,
-        initial_state=None if initial is None else {name: unpack_tensor(tensor).clone() for name, tensor in initial.items()},
+        initial_state=unpack(arguments.initial_state),
         embedding_VD=embedding_VD,
-        device=torch.device("cuda" if config.num_gpus > 0 and torch.cuda.is_available() else "cpu"),
+        device=torch.device("cuda" if arguments.companion.num_gpus > 0 and torch.cuda.is_available() else "cpu"),
     )
 
 
-def unpack_tables(tables: PackedTables) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """lm_head and, for kinds that read it, the embedding."""
-    return unpack_tensor(tables.lm_head), None if tables.embedding is None else unpack_tensor(tables.embedding)
+def forget_oldest(folder: Path, pattern: str) -> None:
+    """Keep the last few versions, so that an engine that still reads an older one finds it."""
+    # By age: an earlier run in this folder may have left higher numbers.
+    for old in sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))[:-KEPT_VERSIONS]:
+        if old.is_dir():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.unlink(missing_ok=True)
 
 
 def settle(config: CompanionConfig) -> None:

@@ -6,8 +6,7 @@ Shape letters: M rows of a batch (one per response token), N rows of one optimiz
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +15,14 @@ from torch import nn
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.average import RunningMean
-from medusa_ppo.companion.positions import Positions, look_up
-from medusa_ppo.companion.team import Team
+from medusa_ppo.companion.positions import TrainingRows, look_up
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import RolloutBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-WARM_UP_STEPS = 20
-LAST_FACTOR = 0.01
+WARM = 1_000_000
+"""Steps that heads count as having made which begin trained: their mean keeps its full length from the first step on."""
 COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
 
 
@@ -38,7 +36,6 @@ class TrainReport:
         tokens: positions trained on, each counted once however many epochs.
         rows: positions of all passes, those of replayed batches included: the work that was done.
         optimizer_steps: steps taken.
-        seconds: wall time.
         problem: why the batch was skipped and everything put back as it was before; empty: it was not.
     """
 
@@ -46,19 +43,52 @@ class TrainReport:
     losses: tuple[float, ...] = ()
     tokens: int = 0
     optimizer_steps: int = 0
-    seconds: float = 0.0
     problem: str = ""
     rows: int = 0
 
 
-def cosine_schedule(steps: int) -> Callable[[int], float]:
-    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to LAST_FACTOR at `steps`."""
+class RunningMean:
+    """A running mean of the heads' weights over optimizer steps: what is judged and served, while the heads themselves go on learning.
 
-    def factor(step: int) -> float:
-        warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-        return warm * max(LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps))))
+    A rollout batch is small, so each step moves the heads by its noise as much as by what there is to learn; the mean keeps the latter.
+    (Polyak and Juditsky 1992; exponential form as in Tarvainen and Valpola 2017, arXiv 1703.01780.)
 
-    return factor
+    Attributes:
+        heads: the mean, never trained.
+        steps: optimizer steps that it has seen. The first ones weigh more, so that heads that begin at nothing are left behind at once.
+    """
+
+    def __init__(self, heads: MedusaHeads, decay: float, *, steps: int = 0) -> None:
+        """
+        Args:
+            heads: a copy of what training begins with, changed in place.
+            decay: share of the mean that stays with each step, in [0, 1).
+            steps: 0 for heads that begin at nothing, WARM for trained ones.
+        """
+        self.heads = heads.requires_grad_(False)
+        self.steps = steps
+        self._decay = decay
+
+    @torch.no_grad()
+    def add(self, trained: Iterable[torch.Tensor]) -> None:
+        """Take in the parameters as they are after a step, in the order of `heads.parameters()`."""
+        kept = min(self._decay, (1 + self.steps) / (10 + self.steps))
+        torch._foreach_lerp_(list(self.heads.parameters()), list(trained), 1.0 - kept)
+        self.steps += 1
+
+    def restart(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from trained heads (keys of `trainable_state`)."""
+        self.heads.load_trainable_state(state)
+        self.steps = WARM
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of all of it, under keys that begin with `mean`."""
+        return {f"mean.{name}": tensor for name, tensor in self.heads.trainable_state().items()} | {"mean_steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over what is under such keys. Raises KeyError, CheckpointError when something is missing."""
+        self.heads.load_trainable_state(under(state, "mean."))
+        self.steps = int(state["mean_steps"])
 
 
 class HeadsTrainer:
@@ -68,6 +98,9 @@ class HeadsTrainer:
 
     Attributes:
         rate: factor on the configured step size. The caller's to set, and to keep over a restart.
+        team: processes to sum gradients with; None: alone.
+        generator: of the order of the positions.
+        lm_head_VD, embedding_VD: the actor's tables, as they are used.
     """
 
     def __init__(
@@ -81,7 +114,7 @@ class HeadsTrainer:
         device: torch.device | None = None,
         schedule: Callable[[int], float] | None = None,
         dtype: torch.dtype | None = None,
-        team: Team | None = None,
+        team: Meeting | None = None,
         mean: RunningMean | None = None,
     ) -> None:
         """
@@ -92,29 +125,24 @@ class HeadsTrainer:
             seed: of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
-            team: processes to sum gradients with; None: alone.
+            team: see above.
             dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
             mean: takes in the heads after each optimizer step, and is part of the state; None: nothing does.
         """
         self.rate = 1.0
-        self._schedule = schedule
-        self._mean = mean
-        self._dtype = dtype
-        self._team = team
+        self.team = team
+        self._schedule, self._mean, self._dtype = schedule, mean, dtype
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
         if mean:
             mean.heads.to(self.device, torch.float32)
         self._config = config
         self._loss = LossConfig.named(config.loss)
-        self._generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         self.set_tables(lm_head_VD, embedding_VD)
         self._named = dict(self.heads.named_parameters())
         self._optimizer = self._fresh_optimizer()
-        self.batches_trained = 0
-        self.batches_skipped = 0
-        self.trained_tokens = 0
-        self.optimizer_steps = 0
+        self.batches_trained = self.batches_skipped = self.trained_tokens = self.optimizer_steps = 0
 
     def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
         """Replace the actor's frozen tables. Without a dtype asked for, a CPU holds them in float32, a GPU as they come."""
@@ -138,33 +166,23 @@ class HeadsTrainer:
         Raises:
             DataError: the batch does not fit the heads.
         """
-        started = time.monotonic()
         self.check(batch)
         before = self.state_dict()
         try:
             losses, tokens, rows = self._train(batch, replay, self._config.epochs if epochs is None else epochs)
-        except _NotFiniteError as error:
+        except BaseException as error:
             self.load_state_dict(before)
+            if not isinstance(error, FloatingPointError):
+                raise
             self.batches_skipped += 1
-            return TrainReport(seconds=time.monotonic() - started, problem=str(error))
-        except BaseException:
-            self.load_state_dict(before)
-            raise
+            return TrainReport(problem=str(error))
         self.batches_trained += 1
         self.trained_tokens += tokens
         self.optimizer_steps += len(losses)
         if not losses:
-            return TrainReport(seconds=time.monotonic() - started, problem="No position has a target: all responses are one token long.")
+            return TrainReport(problem="No position has a target: all responses are one token long.")
         mean_K = torch.stack(losses).double().mean(0)
-        return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), time.monotonic() - started, rows=rows)
-
-    def join(self, team: Team | None) -> None:
-        """From now on, sum gradients with these processes; None: with nobody."""
-        self._team = team
-
-    def reseed(self, seed: int) -> None:
-        """Begin the order of the positions anew."""
-        self._generator.manual_seed(seed)
+        return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), rows=rows)
 
     def reset_to(self, state: dict[str, torch.Tensor]) -> None:
         """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters, generator and `rate` go on."""
@@ -179,16 +197,16 @@ class HeadsTrainer:
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
     ) -> tuple[list[torch.Tensor], int, int]:
         config = self.heads.config
-        parts = [(batch, 1.0), *replay]
-        sources = [(look_up(part, config.num_heads, config.conditioned), share) for part, share in parts]
+        sources = [(look_up(part, config.num_heads, config.conditioned), share) for part, share in [(batch, 1.0), *replay]]
         losses: list[torch.Tensor] = []
         worked = 0
-        for part in _parts(epochs):
+        whole, rest = divmod(epochs, 1)
+        for part in [1.0] * int(whole) + [rest] * (rest > 0):  # 2.25 -> 1, 1, 0.25
             picks = self._shuffle([(source, part * share) for source, share in sources])
             worked += picks.shape[0]
             rows = self._config.batch_positions * self._config.accumulate
             steps = -(-picks.shape[0] // rows)
-            for start in range(0, rows * (self._team.most(steps) if self._team else steps), rows):
+            for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
                 step = self.optimizer_steps + len(losses)
                 for group in self._optimizer.param_groups:
                     group["lr"] = self._config.learning_rate * self.rate * (self._schedule(step) if self._schedule else 1.0)
@@ -197,22 +215,22 @@ class HeadsTrainer:
                 losses.append(self._step([source for source, _ in sources], here[here[:, 1] >= 0], loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
 
-    def _shuffle(self, sources: Sequence[tuple[Positions, float]]) -> torch.Tensor:
+    def _shuffle(self, sources: Sequence[tuple[TrainingRows, float]]) -> torch.Tensor:
         """(source, row) pairs of one epoch in random order, int64 `[N, 2]`: the same order in all parts of a batch."""
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
             count = max(round(share * usable_N.numel()), int(index == 0))  # A short pass still trains on something.
-            chosen = usable_N[torch.randperm(usable_N.numel(), generator=self._generator)[:count]]
+            chosen = usable_N[torch.randperm(usable_N.numel(), generator=self.generator)[:count]]
             picks.append(torch.stack([torch.full_like(chosen, index), chosen], dim=1))
         pairs = torch.cat(picks)
-        return pairs[torch.randperm(pairs.shape[0], generator=self._generator)]
+        return pairs[torch.randperm(pairs.shape[0], generator=self.generator)]
 
-    def _step(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+    def _step(self, sources: Sequence[TrainingRows], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient of all positions at once."""
         total_K = _targets(sources, picks_N2)
-        if self._team:
-            self._team.add_up(total_K)
+        if self.team:
+            self.team.add_up(total_K)
         loss_K = torch.zeros(self.heads.config.num_heads)
         self._optimizer.zero_grad(set_to_none=True)
         for micro_N2 in picks_N2.split(self._config.batch_positions) if picks_N2.shape[0] else ():
@@ -221,57 +239,48 @@ class HeadsTrainer:
             micro_K = self._losses(sources, micro_N2, loss) * share_K.to(self.device)
             micro_K.sum().backward()
             loss_K += micro_K.detach().cpu()
-        if self._team:
-            self._add_up_gradients(self._team, loss_K)
+        if self.team:
+            self.team.add_up(loss_K)
+            for parameter in self._named.values():  # A process without a position in this step adds nothing.
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.team.add_up(parameter.grad)
         norm_K = clip_per_head(self._named, self.heads.config.num_heads, self._config.clip_norm)
         if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
-            raise _NotFiniteError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
+            raise FloatingPointError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
         self._optimizer.step()
         if self._mean is not None:
             self._mean.add(self._named.values())
         return loss_K
 
-    def _add_up_gradients(self, team: Team, loss_K: torch.Tensor) -> None:
-        """Everybody's losses and gradients; a process without a position in this step adds nothing."""
-        team.add_up(loss_K)
-        for parameter in self._named.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            team.add_up(parameter.grad)
-
-    def _losses(self, sources: Sequence[Positions], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+    def _losses(self, sources: Sequence[TrainingRows], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """Loss of each head. Sources are gathered one after the other: their order means nothing."""
         grouped = [(source, picks_N2[picks_N2[:, 0] == index, 1]) for index, source in enumerate(sources)]
         grouped = [(source, rows_N) for source, rows_N in grouped if rows_N.numel()]
-        hidden_ND = self._gather([source.states(rows_N) for source, rows_N in grouped])
-        conditions = [source.condition_MK[rows_N] for source, rows_N in grouped if source.condition_MK is not None]
+
+        def picked(name: str) -> torch.Tensor:
+            return torch.cat([getattr(source, name)[rows_N] for source, rows_N in grouped]).to(self.device)
+
+        hidden_ND = self._states(grouped)
         with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
-            factored = self.heads.factored(
-                hidden_ND,
-                self.lm_head_VD,
-                condition=torch.cat(conditions).to(self.device) if conditions else None,
-                embedding_VD=self.embedding_VD,
-            )
+            condition = picked("condition_MK") if self.heads.config.conditioned else None
+            factored = self.heads.factored(hidden_ND, self.lm_head_VD, condition=condition, embedding_VD=self.embedding_VD)
+        sampled, teacher = grouped[0][0].batch, None
+        if loss.needs_teacher:  # The actor's own distribution of each target, from the states of the rows that predict them.
+            hidden = self._states([(source, source.teacher_rows_MK[rows_N].flatten()) for source, rows_N in grouped])
+            rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, self.heads.config.num_heads)
+            teacher = Teacher(hidden, rows_NK, self.lm_head_VD, sampled.temperature, sampled.top_k, sampled.top_p)
         return head_loss(
             factored,
-            torch.cat([source.targets_MK[rows_N] for source, rows_N in grouped]).to(self.device),
-            torch.cat([source.mask_MK[rows_N] for source, rows_N in grouped]).to(self.device),
+            picked("targets_MK"),
+            picked("mask_MK"),
             loss,
-            logprobs_NK=torch.cat([source.logprobs_MK[rows_N] for source, rows_N in grouped]).to(self.device),
-            teacher=self._teacher(grouped) if loss.needs_teacher else None,
-            temperature=grouped[0][0].temperature,
+            logprobs_NK=picked("logprobs_MK"),
+            teacher=teacher,
+            temperature=sampled.temperature,
         )
 
-    def _gather(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.to(self.device, torch.float32) for part in parts])
-
-    def _teacher(self, grouped: list[tuple[Positions, torch.Tensor]]) -> Teacher:
-        """The actor's own distribution of each target, from the states of the rows that predict them."""
-        heads = self.heads.config.num_heads
-        hidden = self._gather([source.states(source.teacher_rows_MK[rows_N].flatten()) for source, rows_N in grouped])
-        rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, heads)
-        sampled = grouped[0][0]
-        return Teacher(hidden, rows_NK, self.lm_head_VD, sampled.temperature, sampled.top_k, sampled.top_p)
+    def _states(self, grouped: list[tuple[TrainingRows, torch.Tensor]]) -> torch.Tensor:
+        return torch.cat([source.states(rows_N).to(self.device, torch.float32) for source, rows_N in grouped])
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise DataError when a batch does not fit the heads or the loss."""
@@ -304,19 +313,16 @@ class HeadsTrainer:
         """Carry heads, optimizer and tables to another device, where the next batch is trained on. Returns the bytes that lie there now."""
         self.device = device
         self._optimizer.zero_grad(set_to_none=True)
-        self.heads.to(device)
-        if self._mean is not None:
-            self._mean.heads.to(device)
-        moments = self._optimizer.state.values()
-        for values in moments:
+        moved: list[torch.Tensor] = []
+        for heads in (self.heads, self._mean.heads if self._mean else None):
+            moved += heads.to(device).parameters() if heads else ()
+        for values in self._optimizer.state.values():
             values.update({name: value.to(device) for name, value in values.items() if name != "step"})  # AdamW keeps that on the CPU.
+            moved += (value for name, value in values.items() if name != "step")
         self.lm_head_VD = self.lm_head_VD.to(device)
         self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
-        tables = [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
-        if self._mean is not None:
-            tables += self._mean.heads.parameters()
-        moved = [*tables, *self.heads.parameters(), *(value for values in moments for name, value in values.items() if name != "step")]
-        return sum(tensor.numel() * tensor.element_size() for tensor in moved)
+        moved += [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
+        return sum(tensor.nbytes for tensor in moved)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of everything that the next batch depends on: heads, optimizer, generator, counters. Flat, tensors only."""
@@ -325,26 +331,25 @@ class HeadsTrainer:
             for moment, value in self._optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{moment}"] = value.detach().clone()
         state |= self._mean.state_dict() if self._mean else {}
-        state["generator"] = self._generator.get_state()
+        state["generator"] = self.generator.get_state()
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state. Raises CheckpointError when it is not one of such a trainer."""
         try:
-            self.heads.load_trainable_state({name[6:]: value.to(self.device) for name, value in state.items() if name.startswith("heads.")})
+            self.heads.load_trainable_state(under(state, "heads."))
             optimizer = self._fresh_optimizer()
             for name, parameter in self._named.items():
-                keys = {moment: f"optimizer.{name}.{moment}" for moment in MOMENTS}
-                if all(key in state for key in keys.values()):
-                    moments = {moment: state[key] for moment, key in keys.items()}
+                moments = under(state, f"optimizer.{name}.")
+                if moments.keys() == set(MOMENTS):
                     optimizer.state[parameter] = {
-                        moment: value.clone() if moment == "step" else value.to(self.device, copy=True) for moment, value in moments.items()
+                        moment: value.to("cpu" if moment == "step" else self.device, copy=True) for moment, value in moments.items()
                     }
             self._optimizer = optimizer
             if self._mean is not None:
-                self._mean.load_state_dict(state, self.device)
-            self._generator.set_state(state["generator"].clone())
+                self._mean.load_state_dict(state)
+            self.generator.set_state(state["generator"].clone())
             for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
                 setattr(self, name, value)
         except (KeyError, ValueError, RuntimeError) as error:
@@ -356,13 +361,12 @@ class HeadsTrainer:
             ) from error
 
 
-def _parts(epochs: float) -> list[float]:
-    """The share of the positions that each pass goes over: 2.25 -> 1, 1, 0.25."""
-    rest = epochs - int(epochs)
-    return [1.0] * int(epochs) + ([rest] if rest > 0 else [])
+def under(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The part of a state whose names begin so, without the prefix."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _targets(sources: Sequence[Positions], picks_N2: torch.Tensor) -> torch.Tensor:
+def _targets(sources: Sequence[TrainingRows], picks_N2: torch.Tensor) -> torch.Tensor:
     """How many of the picked positions each head has a target at (sum of their weights), float32 `K`."""
     counts = [source.mask_MK[picks_N2[picks_N2[:, 0] == index, 1]].sum(0) for index, source in enumerate(sources)]
     return torch.stack(counts).sum(0).float()
@@ -386,15 +390,11 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
         if name.startswith("mlp_in."):
             by_head[int(name.split(".")[1])].append(parameter.grad)
         else:
-            for k in range(num_heads):
-                by_head[k].append(parameter.grad[k])
+            for grads, grad in zip(by_head, parameter.grad, strict=True):
+                grads.append(grad)
     norms = [torch.stack([torch.linalg.vector_norm(g) for g in grads]).square().sum().sqrt() for grads in by_head]
     for norm, grads in zip(norms, by_head, strict=True):
         scale = (clip_norm / (norm + 1e-12)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale)
     return torch.stack(norms)
-
-
-class _NotFiniteError(Exception):
-    """A loss or gradient is not finite; handled in train_batch."""

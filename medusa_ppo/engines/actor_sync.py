@@ -25,9 +25,10 @@ from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pool import EnginePool, Seat
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import OwnedFolder
+from medusa_ppo.meeting import LOOPBACK
 from medusa_ppo.types import Checked, SwapReceipt
 from medusa_ppo.vllm_plugin import transfer
-from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Place
+from medusa_ppo.vllm_plugin.transfer import ActorStream, Group
 
 
 class BroadcastPool(EnginePool):
@@ -112,16 +113,13 @@ class BroadcastPool(EnginePool):
         self._part()
         own = transfer.device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         backend = transfer.choose_backend([own, *(device for ranks in devices for device in ranks)])
-        host = ray.util.get_node_ip_address() if any(engine.elsewhere for engine in members if engine) else transfer.LOOPBACK
-        store, port = transfer.open_place(host, self.timeout_s)
-        place = Place(host, port, 1 + sum(map(len, devices)), 0, backend, self.timeout_s)
+        host = ray.util.get_node_ip_address() if any(engine.elsewhere for engine in members if engine) else LOOPBACK
+        group = Group.open(host, 1 + sum(map(len, devices)), backend=backend, timeout_s=self.timeout_s)
         firsts = {id(member): 1 + sum(map(len, devices[:index])) for index, member in enumerate(members)}
-        group, answers = self._together(
-            seats, lambda engine: engine.join_transfer(asdict(place) | {"rank": firsts[id(engine)]}), lambda: Group(place, store)
-        )
+        _, answers = self._together(seats, lambda engine: engine.join_transfer(asdict(group.place.seen_by(firsts[id(engine)]))), group.join)
         failed = next((answer for _, answer in answers if isinstance(answer, Exception)), None)
         if failed is not None:
-            group.close()
+            group.leave()
             raise _lost(failed)
         self._group, self._members = group, members
         return group
@@ -150,7 +148,7 @@ class BroadcastPool(EnginePool):
         """Leave the group; the next actor needs a new one."""
         group, self._group, self._members = self._group, None, []
         if group is not None:
-            group.close()
+            group.leave()
 
 
 def _lost(error: Exception) -> SwapError:

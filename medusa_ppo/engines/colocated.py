@@ -16,8 +16,8 @@ from heads.tensorfile import Header
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
-from medusa_ppo.types import Checked, Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import first_of, raise_reported
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.rpc import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -23,7 +23,7 @@ from medusa_ppo.vllm_plugin.registration import is_cpu_build, require_transfer, 
 from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
 
 if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
-    from medusa_ppo.types import Drafting
+    from medusa_ppo.vllm_plugin.rpc import Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.files import OwnedFolder
-from medusa_ppo.types import Checked, Counters, Drafting, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.rpc import Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
-from medusa_ppo.processes import TOKEN, bundle, place, release, reserve
+from medusa_ppo.processes import TOKEN, bundle, release, reserve
 from medusa_ppo.types import Checked, SwapReceipt
 
 START_TIMEOUT_S = 600.0
@@ -242,7 +242,7 @@ def make_engine(
         section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
         if group is None:
             return kind(model_path, heads_path, section, own_seed)
-        return RayEngine(model_path, heads_path, section, own_seed, where=place(group, index))
+        return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     return pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))

@@ -15,8 +15,9 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.types import Checked, Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.confirm import read_state
+from medusa_ppo.vllm_plugin.rpc import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class RolloutEngine(ABC):
         """Enter a group that actors are broadcast in; waits until all its ranks are there.
 
         Args:
-            place: fields of `medusa_ppo.vllm_plugin.transfer.Place`, `rank` being that of this engine's first rank.
+            place: fields of `medusa_ppo.meeting.Place`, `rank` being that of this engine's first rank.
         """
         raise self._only_colocated("takes an actor only from a file", "Set engine.transfer=file.")
 

@@ -42,7 +42,7 @@ from medusa_ppo.ppo.run_state import (
     replace_folder,
     save_checkpoint,
 )
-from medusa_ppo.processes import local_ray, stop_signals
+from medusa_ppo.processes import StopSignals, local_ray
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 
@@ -78,7 +78,7 @@ class RunSession:
         self._ray_started = False
 
     def __enter__(self) -> RunSession:
-        self._signals = self._stack.enter_context(stop_signals())
+        self._signals = self._stack.enter_context(StopSignals())
         return self
 
     def prepare(self, resume: bool) -> tuple[Parts, RunPosition, RunWriter]:

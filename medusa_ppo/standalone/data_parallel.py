@@ -12,14 +12,14 @@ Every worker takes the same optimizer steps on the same gradients, so all hold t
 from __future__ import annotations
 
 import copy
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from ray.exceptions import RayError
 
 from heads.acceptance import ReplayResult
@@ -28,9 +28,9 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.team import GlooTeam, Team, open_place
-from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport, cosine_schedule
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.processes import local_ray
 from medusa_ppo.standalone.collect import Sample
 from medusa_ppo.standalone.hidden import HiddenReader, HiddenStates, read_all
@@ -40,6 +40,18 @@ from medusa_ppo.standalone.train_options import TrainOptions
 State = dict[str, torch.Tensor]
 SHARED = ("loss", "learning_rate", "batch_positions", "accumulate")
 """Options that are settings of the companion's trainer; the others of these have its defaults."""
+WARM_UP_STEPS = 20
+LAST_FACTOR = 0.01
+
+
+def cosine_schedule(steps: int) -> Callable[[int], float]:
+    """Factor of the step size by optimizer step: a linear warm-up, then a cosine down to LAST_FACTOR at `steps`."""
+
+    def factor(step: int) -> float:
+        warm = min(1.0, (step + 1) / WARM_UP_STEPS)
+        return warm * max(LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps))))
+
+    return factor
 
 
 class Worker:
@@ -52,7 +64,7 @@ class Worker:
     """
 
     def __init__(
-        self, options: TrainOptions, training: list[Sample], held_out: list[Sample], *, rank: int = 0, team: Team | None = None
+        self, options: TrainOptions, training: list[Sample], held_out: list[Sample], *, rank: int = 0, team: Meeting | None = None
     ) -> None:
         """
         Args:
@@ -98,7 +110,7 @@ class Worker:
         """
         if self._team is not None:
             # Only the first worker's state is saved: the others' order of positions must follow from the part alone.
-            self._trainer.reseed(((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63)
+            self._trainer.generator.manual_seed(((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63)
         batch = self._states.batch(dealt[self._rank])
         return self._trainer.train_batch(batch), int(batch.response_ids_M.numel())
 
@@ -157,17 +169,16 @@ class WorkerHost:
     def __init__(self, rank: int, size: int, threads: int) -> None:
         torch.set_num_threads(threads)
         self._rank, self._size = rank, size
-        self._store: dist.Store | None = None
+        self._meeting: Meeting | None = None
 
-    def meet_here(self) -> tuple[str, int]:
-        """Open the place where the workers find each other; its address."""
-        self._store, place = open_place(ray.util.get_node_ip_address(), self._size)
-        return place
+    def meet_here(self) -> Place:
+        """Open the place where the workers find each other."""
+        self._meeting = Meeting.open(ray.util.get_node_ip_address(), self._size)
+        return self._meeting.place
 
-    def start(self, place: tuple[str, int], options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
-        rank, size = self._rank, self._size
-        team = GlooTeam(self._store, rank, size) if self._store else GlooTeam.at(place, rank, size)
-        self._worker = Worker(options, training, held_out, rank=rank, team=team)
+    def start(self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
+        self._meeting = (self._meeting or Meeting(place.seen_by(self._rank))).join()
+        self._worker = Worker(options, training, held_out, rank=self._rank, team=self._meeting)
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """A call of the worker, or one of its attributes."""

@@ -22,7 +22,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.console import Advance, OfflineProgress
-from medusa_ppo.processes import stop_signals
+from medusa_ppo.processes import StopSignals
 from medusa_ppo.reports.wording import seconds
 from medusa_ppo.standalone.collect import split_samples
 from medusa_ppo.standalone.data_parallel import Worker, Workers, deal_parts, running_workers
@@ -74,7 +74,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         progress.say(f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out")
         run = _Run(options, worker, resume)
         try:
-            with stop_signals():  # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process unsaved.
+            with StopSignals():  # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process unsaved.
                 run.train(progress)
         except BaseException:
             run.save()

@@ -23,7 +23,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, ServedHeads, draft_tokens
-from medusa_ppo.types import Checked, Drafting
+from medusa_ppo.types import Checked
 from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, greedy_sampling, read_state
 from medusa_ppo.vllm_plugin.hooks import (
     StockMedusaProposer,
@@ -33,6 +33,7 @@ from medusa_ppo.vllm_plugin.hooks import (
     packed_linear,
     request_sampling,
 )
+from medusa_ppo.vllm_plugin.rpc import Drafting
 
 logger = logging.getLogger(__name__)
 

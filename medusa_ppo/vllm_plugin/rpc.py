@@ -1,10 +1,10 @@
-"""How a worker's errors cross vLLM's transports: as data, because those keep only the text of an exception."""
+"""What crosses between an engine and its workers: how to draft, and errors as data, because vLLM's transports keep only their text."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 from heads import errors
 from heads.errors import MedusaError
@@ -12,6 +12,24 @@ from heads.errors import MedusaError
 WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
 TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
+
+
+class Drafting(TypedDict, total=False):
+    """How an engine drafts from the next step on. What is left out stays as it is; all of it is lossless, only acceptance and speed differ.
+
+    Attributes:
+        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
+        sampled: drawn from the heads; else their argmax.
+        draft_temperature: of sampled drafts, times the request's own.
+        choose: the engine chooses the number of drafts for each step.
+        draft_vocab: draft from so many of the most frequent tokens of the rollouts; 0: from all.
+    """
+
+    num_drafts: int
+    sampled: bool
+    draft_temperature: float
+    choose: bool
+    draft_vocab: int
 
 
 def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

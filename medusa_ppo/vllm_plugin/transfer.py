@@ -6,34 +6,27 @@
 A frame is a bucket's tensors as bytes, each at a multiple of `ALIGN`, and behind them JSON: the tensors' names, or in the last frame the
 checksum of all. The numbers before it are the bytes of both parts and the sum of the first one's words. What is announced beforehand
 (`ActorStream.header`) says dtypes and shapes.
-
-The group is gloo's, through the host's memory, or NCCL's between GPUs; nothing else differs. torch's global group is left alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from heads.errors import SwapError
 from heads.tensorfile import CODES, STATE_DTYPES, Header, joint_checksum, require_finite, tensor_digest
+from medusa_ppo.meeting import Backend, Meeting, Place
 
 TIMEOUT_S = 120.0
-LOOPBACK = "127.0.0.1"
 ALIGN = 16
-BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -70,113 +63,27 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
 # ---- the group --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where ranks meet, and as what. `rank` 0 is the trainer; for an engine it is that of its first rank."""
-
-    host: str
-    port: int
-    size: int
-    rank: int
-    backend: Literal["gloo", "nccl"]
-    timeout_s: float
-
-
-def open_place(host: str, timeout_s: float = TIMEOUT_S) -> tuple[dist.TCPStore, int]:
-    """A store that listens at this address and no other, and its port. SwapError when it can't."""
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        listening = socket.create_server((host, 0))
-    except OSError as error:
-        raise SwapError(
-            "The engines can't be met here.", given=f"{host}: {error}", expected="a free port", do="Set engine.transfer=file."
-        ) from error
-    port = int(listening.getsockname()[1])
-    return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()), port
-
-
 def device_id(device: torch.device) -> str:
     """A GPU's own id, the same in all processes; `cpu` elsewhere."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
-def choose_backend(devices: Sequence[str]) -> Literal["gloo", "nccl"]:
+def choose_backend(devices: Sequence[str]) -> Backend:
     """NCCL where every rank has a GPU of its own: it refuses ranks that share one."""
     return "nccl" if "cpu" not in devices and len(set(devices)) == len(devices) else "gloo"
 
 
-class Group:
-    """Ranks that rank 0 sends to.
+class Group(Meeting):
+    """Ranks that rank 0, the trainer, sends to."""
 
-    Attributes:
-        device: where what is sent stands.
-    """
-
-    def __init__(self, place: Place, store: dist.TCPStore | None = None) -> None:
-        """Meet the others; waits until all are there.
-
-        Args:
-            store: what `open_place` gave; None: it is another process's.
-
-        Raises:
-            SwapError: they did not come in time.
-        """
-        self._place = place
-        timeout = timedelta(seconds=place.timeout_s)
-        make = _nccl if place.backend == "nccl" else _gloo
-        self.device = torch.device("cuda", torch.cuda.current_device()) if place.backend == "nccl" else torch.device("cpu")
-        try:
-            self._store = store or dist.TCPStore(place.host, place.port, timeout=timeout, wait_for_workers=False)
-            self._group: Any = make(self._store, place, timeout)
-        except RuntimeError as error:
-            raise self._broken("The engines' ranks and the trainer did not meet.", error) from error
-        self.share(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects when it is first used.
-
-    def share(self, tensor: Tensor) -> Tensor:
-        """Fill the tensor with rank 0's. SwapError when a rank is gone or does not answer in time."""
-        options: Any = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        try:
-            self._group.broadcast([tensor], options).wait()
-        except RuntimeError as error:
-            raise self._broken("The broadcast of the actor broke off.", error) from error
-        return tensor
-
-    def close(self) -> None:
-        """Close the connections: whoever waits for this rank gets an error. Harmless when called again."""
-        group, self._group = self._group, None  # Gloo closes them when the group is gone, not when it is aborted.
-        if group is not None:
-            group.abort()
-
-    def _broken(self, problem: str, error: RuntimeError) -> SwapError:
-        given = f"rank {self._place.rank} of {self._place.size}, {self._place.backend}: {str(error).splitlines()[0]}"
+    @staticmethod
+    def lost(place: Place, problem: str, error: Exception) -> SwapError:
         return SwapError(
             problem,
-            given=given,
-            expected=f"all ranks within {self._place.timeout_s:g} s",
+            given=f"rank {place.rank} of {place.size}, {place.backend}, {place.host}: {str(error).splitlines()[0]}",
+            expected=f"all ranks within {place.timeout_s:g} s",
             do="Read the engines' logs, or set engine.transfer=file.",
         )
-
-
-def _gloo(store: dist.Store, place: Place, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it.
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=LOOPBACK) if place.host == LOOPBACK else gloo.create_default_device()]
-    return gloo(store, place.rank, place.size, options)
-
-
-def _nccl(store: dist.Store, place: Place, timeout: timedelta) -> Any:
-    """Not run yet: no machine with GPUs. Without the blocking wait torch ends the whole process when a rank is lost, PPO's own too."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    before = os.environ.get(BLOCKING_WAIT)
-    os.environ[BLOCKING_WAIT] = "1"  # Read when the group is made.
-    try:
-        return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
-    finally:
-        os.environ.pop(BLOCKING_WAIT)
-        os.environ.update({} if before is None else {BLOCKING_WAIT: before})
 
 
 # ---- sending ------------------------------------------------------------------------------------------------------------------

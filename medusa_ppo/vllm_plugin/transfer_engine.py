@@ -7,7 +7,7 @@ anew one by one, so that what vLLM has packed or fused out of the weights follow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
-from medusa_ppo.vllm_plugin.transfer import Group, Incoming, Place, read_entries
+from medusa_ppo.meeting import Place
+from medusa_ppo.vllm_plugin.transfer import Group, Incoming, read_entries
 
 
 @dataclass
@@ -54,7 +55,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
         """Join the trainer's group. SwapError when not all come."""
         self.shutdown()
         place = Place(**init_info.place)
-        self._group = Group(replace(place, rank=place.rank + self.parallel_config.rank))
+        self._group = Group(place.seen_by(place.rank + self.parallel_config.rank)).join()
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model stays whole until it is known what comes."""
@@ -90,7 +91,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
         """Leave the group; harmless without one."""
         group, self._group = self._group, None
         if group is not None:
-            group.close()
+            group.leave()
 
     def _wanted(self, incoming: Incoming, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
         self.checksum, self.lm_head_V2 = "", None

@@ -18,10 +18,10 @@ from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
 from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
 from medusa_ppo.files import forget_registration
-from medusa_ppo.types import Checked, Drafting
+from medusa_ppo.types import Checked
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.registration import activate, require_active, vllm_version
-from medusa_ppo.vllm_plugin.rpc import reports_errors
+from medusa_ppo.vllm_plugin.rpc import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_join_transfer(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Enter the group in which the trainer broadcasts; see `medusa_ppo.vllm_plugin.transfer.Place`."""
+        """Enter the group in which the trainer broadcasts; see `medusa_ppo.meeting.Place`."""
         self.init_weight_transfer_engine({"place": place})  # type: ignore[attr-defined]
         return {}
 

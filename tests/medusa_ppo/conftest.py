@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from medusa_ppo.companion.team import GlooTeam, Team, open_place
+from medusa_ppo.meeting import LOOPBACK, Meeting
 
 CHAIN_WIDTH = 64
 
@@ -74,18 +73,15 @@ def in_a_team() -> Callable[..., list[Any]]:
     return _in_a_team
 
 
-def _in_a_team(work: Callable[[Team, int], Any], size: int = 2) -> list[Any]:
-    timeout = timedelta(seconds=30)
-    store, where = open_place("127.0.0.1", size, timeout)
+def _in_a_team(work: Callable[[Meeting, int], Any], size: int = 2) -> list[Any]:
+    first = Meeting.open(LOOPBACK, size, timeout_s=30.0)
 
     def run(rank: int) -> Any:
-        team = GlooTeam.at(where, rank, size, timeout)
+        team = (Meeting(first.place.seen_by(rank)) if rank else first).join()
         try:
             return work(team, rank)
         finally:
             team.leave()
 
     with ThreadPoolExecutor(size) as pool:
-        answers = list(pool.map(run, range(size)))
-    del store
-    return answers
+        return list(pool.map(run, range(size)))

@@ -312,7 +312,7 @@ def test_newer_heads_are_swapped_once(parts, tmp_path: Path) -> None:
     companion.offer = offer_of(engine.heads, tmp_path, 4)
     plugin.before_generation()
     plugin.before_generation()
-    assert engine.calls == [("swap", 4)] and plugin.swaps == 1
+    assert engine.calls == [("swap", 4)] and plugin.installer.swaps == 1
     assert engine.checksums()["heads"] == companion.offer.checksum
     rollouts = engine.generate(PROMPTS, Sampling(seed=1))
     engine.policy_version = 5
@@ -331,11 +331,11 @@ def test_failed_swap_keeps_the_old_heads(parts, tmp_path: Path, fault: str) -> N
     setattr(engine, fault, True)
     companion.offer = newer = offer_of(engine.heads, tmp_path, 2, seed=9)
     plugin.before_generation()
-    assert plugin.failed_swaps == 1 and plugin.swaps == 1
+    assert plugin.installer.failed_swaps == 1 and plugin.installer.swaps == 1
     assert engine.checksums()["heads"] == good.checksum
     setattr(engine, fault, False)
     plugin.before_generation()
-    assert engine.checksums()["heads"] == newer.checksum and plugin.swaps == 2
+    assert engine.checksums()["heads"] == newer.checksum and plugin.installer.swaps == 2
 
 
 def test_failed_swap_raises_when_asked_to(parts, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
     engine.refuse = True
     plugin.before_generation()
     plugin.before_generation()
-    assert engine.calls == [("swap", 1), ("swap", 0)] and plugin.failed_swaps == 1 and engine.heads_version == 1
+    assert engine.calls == [("swap", 1), ("swap", 0)] and plugin.installer.failed_swaps == 1 and engine.heads_version == 1
 
 
 def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp
 
     lose()
     plugin.before_generation()
-    assert engine.checksums()["heads"] == first and engine.heads_version == 0 and plugin.swaps == 0
+    assert engine.checksums()["heads"] == first and engine.heads_version == 0 and plugin.installer.swaps == 0
     companion.offer = offer = offer_of(engine.heads, tmp_path, 2)
     plugin.before_generation()
     lose()
@@ -425,7 +425,7 @@ def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp
     lose()
     engine.refuse = True
     plugin.before_generation()
-    assert engine.heads_version == -1 and plugin.failed_swaps == 1
+    assert engine.heads_version == -1 and plugin.installer.failed_swaps == 1
     engine.refuse = False
     Path(offer.path).unlink()
     plugin.before_generation()

@@ -12,14 +12,14 @@ import pytest
 
 from heads.errors import RunError
 from medusa_ppo import processes as runtime
-from medusa_ppo.processes import stop_signals
+from medusa_ppo.processes import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_once_and_the_cleanup_goes_on(number: signal.Signals, caplog: pytest.LogCaptureFixture):
     before = signal.getsignal(number)
     cleaned = False
-    with stop_signals():
+    with StopSignals():
         with pytest.raises(KeyboardInterrupt):
             try:
                 os.kill(os.getpid(), number)
@@ -32,7 +32,7 @@ def test_a_signal_stops_once_and_the_cleanup_goes_on(number: signal.Signals, cap
 
 def test_handlers_are_put_back_even_if_a_library_replaced_them():
     before = signal.getsignal(signal.SIGTERM)
-    with stop_signals() as signals:
+    with StopSignals() as signals:
         signal.signal(signal.SIGTERM, lambda *_: None)  # what Ray does
         signals.install()
         with pytest.raises(KeyboardInterrupt):
@@ -45,7 +45,7 @@ def test_outside_of_the_main_thread_it_does_nothing():
 
     def run():
         try:
-            with stop_signals():
+            with StopSignals():
                 pass
         except ValueError as error:
             errors.append(error)

@@ -21,12 +21,11 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from heads.errors import ConfigError, MedusaError, ModelError, RunError
+from heads.errors import MedusaError, ModelError, RunError
 from heads.tensorfile import StateWriter
 from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
 from medusa_ppo.actors.seam import SpreadActor
@@ -36,13 +35,13 @@ from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import PolicyScores, PPOLearner, Scores, Tap, UpdateTotals
 from medusa_ppo.ppo.megatron.megatron_rank import MOMENTS, WEIGHTS, ActorRank
 from medusa_ppo.ppo.models import Critic
+from medusa_ppo.processes import TOKEN, in_bundle, release, reserve
 from medusa_ppo.types import Sampling
 
 logger = logging.getLogger(__name__)
 
 BUCKETS_AHEAD = 2
 PLACE_TIMEOUT_S = 300.0
-RESOURCE_SHARE = 0.001  # Of a node's resource: it says where, not how many.
 
 
 class RankTeam:
@@ -56,7 +55,7 @@ class RankTeam:
 
         Raises:
             ModelError, ConfigError: there is no such folder, the actor is of no known family, or it can't be cut so.
-            RunError: a rank did not start.
+            RunError: there is no room for the ranks, or one did not start.
         """
         section = config.actor
         if not Path(path).is_dir():
@@ -69,29 +68,21 @@ class RankTeam:
         self.sizes = LlamaSizes.read(path)
         self.sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
         gpus = bool(ray.cluster_resources().get("GPU"))
-        resources = {section.resource: RESOURCE_SHARE} if section.resource else {}
+        resources = {section.resource: TOKEN} if section.resource else {}
         # A tensor-parallel group talks in every layer: one bundle each, so that Ray puts it on one node.
-        bundle = {"GPU" if gpus else "CPU": float(section.tensor_parallel) if gpus else RESOURCE_SHARE * section.tensor_parallel}
-        shares = {name: share * section.tensor_parallel for name, share in resources.items()}
-        self._group: PlacementGroup | None = placement_group(
-            [{**bundle, **shares}] * (section.ranks // section.tensor_parallel), strategy="PACK"
-        )
+        each = {"GPU" if gpus else "CPU": 1.0 if gpus else TOKEN, **resources}
+        bundle = {name: share * section.tensor_parallel for name, share in each.items()}
         self._ranks: list[Any] = []
+        self._group: PlacementGroup | None = None
         try:
-            if not self._group.wait(PLACE_TIMEOUT_S):
-                raise ConfigError(
-                    "The cluster has no place for the actor's ranks.",
-                    given=f"{section.ranks} ranks, {section.tensor_parallel} together on a node; the cluster has {ray.cluster_resources()}",
-                    expected="enough GPUs, and nodes with actor.resource where that is set",
-                    do="Use fewer ranks, or start more nodes.",
-                )
+            self._group = reserve([bundle] * (section.ranks // section.tensor_parallel), "pack", "actor's ranks", PLACE_TIMEOUT_S)
             for rank in range(section.ranks):
                 options: dict[str, Any] = {
-                    "num_cpus": 0 if gpus else RESOURCE_SHARE,
+                    "num_cpus": 0 if gpus else TOKEN,
                     "num_gpus": 1 if gpus else 0,
                     "resources": resources or None,
                     "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(section.threads), "PYTHONWARNINGS": "ignore"}},
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank // section.tensor_parallel),
+                    **in_bundle(self._group, rank // section.tensor_parallel),
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
                 self._ranks.append(kind.remote(rank, path, config, with_embedding))
@@ -135,8 +126,7 @@ class RankTeam:
             return
         for rank in ranks:
             ray.kill(rank)
-        if group is not None:
-            remove_placement_group(group)
+        release(group)
 
 
 @contextlib.contextmanager

@@ -18,15 +18,15 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
 from heads.vocabulary import Vocabulary
 from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
 from medusa_ppo.actors.megatron_layout import LlamaSizes
-from medusa_ppo.actors.megatron_model import TIMEOUT, RankModel, causal_inputs, start_parallel, stop_parallel
+from medusa_ppo.actors.megatron_model import RankModel, causal_inputs, start_parallel, stop_parallel
 from medusa_ppo.config import RunConfig
+from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 from medusa_ppo.ppo.learner import PolicyScores, Scores, UpdateTotals, adamw, minibatches, require_finite
 from medusa_ppo.ppo.models import TokenStats
@@ -77,6 +77,7 @@ def _log_kept(logits_MV: Tensor, vocabulary: Vocabulary, sampling: Sampling) -> 
 
 
 WEIGHTS = "weights"
+TIMEOUT_S = 600.0
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
 
@@ -108,23 +109,20 @@ class ActorRank:
             with_embedding: `tables` brings the input embedding too.
         """
         self._rank, self._path, self._config, self._with_embedding = rank, path, config, with_embedding
-        self._store: dist.Store | None = None
+        self._meeting: Meeting | None = None
 
-    def meet_here(self) -> tuple[str, int]:
-        """Open the place where the ranks find each other; its address."""
-        host = ray.util.get_node_ip_address()
-        store = dist.TCPStore(host, 0, self._config.actor.ranks, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-        self._store = store
-        return host, store.port
+    def meet_here(self) -> Place:
+        """Open the place where the ranks find each other."""
+        self._meeting = Meeting.open(ray.util.get_node_ip_address(), self._config.actor.ranks, timeout_s=TIMEOUT_S)
+        return self._meeting.place
 
-    def start(self, place: tuple[str, int]) -> None:
+    def start(self, place: Place) -> None:
         section = self._config.actor
         if section.imports:
             importlib.import_module(section.imports)
         torch.set_num_threads(section.threads)
-        store = self._store or dist.TCPStore(*place, section.ranks, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
-        self._store = store
-        start_parallel(store, self._rank, section.ranks, section.tensor_parallel, section.pipeline_parallel)
+        self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
+        start_parallel(self._meeting, section.tensor_parallel, section.pipeline_parallel)
         device, sizes = torch.device("cuda" if torch.cuda.is_available() else "cpu"), LlamaSizes.read(self._path)
         self._actor = RankModel(sizes, self._path, trained=True, device=device)
         self._reference = RankModel(sizes, self._path, trained=False, device=device)

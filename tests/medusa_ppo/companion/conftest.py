@@ -72,7 +72,7 @@ def client_of() -> Iterator[Callable[..., CompanionClient]]:
     def start(task: ChainTask, run_dir: Path | str = "", **settings) -> CompanionClient:
         config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
         heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-        clients.append(CompanionClient.start(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir))
+        clients.append(CompanionClient(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir))
         return clients[-1]
 
     yield start

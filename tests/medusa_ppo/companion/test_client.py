@@ -18,17 +18,17 @@ from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
-from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def learner_of(task) -> Learner:
+def cycle_of(task) -> Cycle:
     """What a companion begins with, in this process."""
     config = CompanionConfig(batch_positions=64, learning_rate=2e-2)
-    return Learner(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
+    return Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 
 def pid_of(client: CompanionClient) -> int:
@@ -110,10 +110,10 @@ def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
 def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> None:
     task = chain()
     batches = [task.batch() for _ in range(4)]
-    client, alone = client_of(task, workers=2), learner_of(task)
+    client, alone = client_of(task, workers=2), cycle_of(task)
     for batch in batches:
         client.submit(batch)
-        alone.learn(batch)
+        alone.run(batch)
     assert client.drain(60) and client.save(tmp_path)
     status = client.status()
     assert status.workers == 2 and status.versions_published == alone.version > 0 and status.trained_tokens == alone.trained_tokens
@@ -256,4 +256,4 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
     task = chain()
     heads = HeadsConfig(task.hidden + 1, task.vocab, num_heads=3, lm_head="own")
     with pytest.raises(CompanionError, match="did not start"):
-        CompanionClient.start(heads, CompanionConfig(), task.lm_head_VD, seed=0)
+        CompanionClient(heads, CompanionConfig(), task.lm_head_VD, seed=0)

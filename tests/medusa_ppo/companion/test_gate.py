@@ -10,11 +10,13 @@ import torch
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import GateRule, judge, replay
+from medusa_ppo.companion.gate import Verdict, judge, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 
-RULE = GateRule(0.9)
+
+def judged(candidate, serving, frozen, lm_head_VD, holdout, **how) -> Verdict:
+    return judge(candidate, serving, frozen, lambda heads: replay(heads, holdout, lm_head_VD, **how))
 
 
 def zero_heads(task, kind: str = "medusa", num_heads: int = 3) -> MedusaHeads:
@@ -35,7 +37,7 @@ def trained(task, batches: int = 12, kind: str = "medusa") -> MedusaHeads:
 def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
     task = chain()
     good, start = trained(task, kind=kind), zero_heads(task, kind)
-    verdict = judge(good, start, None, task.lm_head_VD, task.batch(30), GateRule(0.9, draft_temperature), embedding_VD=task.lm_head_VD)
+    verdict = judged(good, start, None, task.lm_head_VD, task.batch(30), draft_temperature=draft_temperature, embedding_VD=task.lm_head_VD)
     assert verdict.publish and not verdict.worse and verdict.difference.low > 0
     assert verdict.candidate.mean_acceptance_length > 2 > verdict.serving.mean_acceptance_length
     assert verdict.frozen == verdict.serving and "Better" in verdict.reason
@@ -44,7 +46,7 @@ def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
 def test_worse_heads_are_named_worse(chain) -> None:
     task = chain()
     good = trained(task)
-    verdict = judge(zero_heads(task), good, good, task.lm_head_VD, task.batch(30), RULE)
+    verdict = judged(zero_heads(task), good, good, task.lm_head_VD, task.batch(30))
     assert not verdict.publish and verdict.worse
     assert verdict.frozen == verdict.serving
 
@@ -52,7 +54,7 @@ def test_worse_heads_are_named_worse(chain) -> None:
 def test_the_same_heads_are_neither(chain) -> None:
     task = chain()
     good = trained(task)
-    verdict = judge(copy.deepcopy(good), good, None, task.lm_head_VD, task.batch(30), RULE)
+    verdict = judged(copy.deepcopy(good), good, None, task.lm_head_VD, task.batch(30))
     assert not verdict.publish and not verdict.worse and verdict.difference.value == 0
 
 
@@ -85,8 +87,8 @@ def test_poison_never_passes(chain, how: str, kind: str) -> None:
         for serving in (good, zero_heads(task, kind)):
             for seed in range(2):
                 torch.manual_seed(seed)
-                rule = GateRule(0.9, temperature)
-                verdict = judge(poison(good, how), serving, good, task.lm_head_VD, task.batch(30), rule, embedding_VD=task.lm_head_VD)
+                tables = {"lm_head_VD": task.lm_head_VD, "embedding_VD": task.lm_head_VD}
+                verdict = judged(poison(good, how), serving, good, holdout=task.batch(30), draft_temperature=temperature, **tables)
                 if serving is good:
                     assert not verdict.publish and verdict.worse, (how, verdict)
                 elif verdict.publish:  # by chance better than heads that accept nothing; then it must be so on fresh rollouts too
@@ -100,7 +102,7 @@ def test_other_sizes_never_pass(chain) -> None:
     task = chain()
     good = trained(task)
     for other in (zero_heads(task, num_heads=4), zero_heads(chain(hidden=20)), zero_heads(task, kind="markov")):
-        verdict = judge(other, good, good, task.lm_head_VD, task.batch(30), RULE)
+        verdict = judged(other, good, good, task.lm_head_VD, task.batch(30))
         assert not verdict.publish and verdict.worse and "other sizes" in verdict.reason
 
 
@@ -114,7 +116,7 @@ def test_a_holdout_without_draft_steps_decides_nothing(chain) -> None:
         logprobs_M=batch.logprobs_M[:3],
         lengths_S=torch.ones(3, dtype=torch.int64),
     )
-    verdict = judge(trained(task), zero_heads(task), None, task.lm_head_VD, single, RULE)
+    verdict = judged(trained(task), zero_heads(task), None, task.lm_head_VD, single)
     assert not verdict.publish and not verdict.worse and "no draft step" in verdict.reason
 
 
@@ -122,6 +124,6 @@ def test_rarely_wrong_when_nothing_differs(chain) -> None:
     """Two equally good sets of heads, trained on different data: the gate may pick one now and then, not most of the time."""
     task = chain(sure=0.8)
     left, right = trained(task, 25), trained(task, 25)
-    passed = sum(judge(left, right, None, task.lm_head_VD, task.batch(20), RULE).publish for _ in range(25))
-    turned = sum(judge(right, left, None, task.lm_head_VD, task.batch(20), RULE).publish for _ in range(25))
+    passed = sum(judged(left, right, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25))
+    turned = sum(judged(right, left, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25))
     assert min(passed, turned) <= 6

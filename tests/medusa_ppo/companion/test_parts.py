@@ -11,12 +11,12 @@ import torch
 
 from heads.errors import DataError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.handover import pack_batch, unpack_batch
+from medusa_ppo.companion.handover import pack, unpack
 from medusa_ppo.companion.positions import look_up
-from medusa_ppo.companion.team import Team, TeamLostError
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import RolloutBatch
 
 InATeam = Callable[..., list[Any]]
@@ -26,10 +26,10 @@ def with_prompts(batch: RolloutBatch, answers: int = 3) -> RolloutBatch:
     return dataclasses.replace(batch, prompts_S=torch.arange(batch.lengths_S.numel()) // answers)
 
 
-def make(task, kind: str = "medusa", **settings) -> Learner:
+def make(task, kind: str = "medusa", **settings) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4)
-    return Learner(heads, config, task.lm_head_VD, seed=0, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+    return Cycle(heads, config, task.lm_head_VD, seed=0, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
 
 
 def same(left: RolloutBatch, right: RolloutBatch) -> bool:
@@ -50,7 +50,7 @@ def test_parts_are_stretches_of_about_as_many_tokens(chain, count: int) -> None:
         assert not part.lengths_S.numel() or 0 <= inside < batch.hidden_MD.nbytes, "nothing is copied"
     assert (count == 40) == any(part.lengths_S.numel() == 0 for part in parts)
     for part in parts:
-        back = unpack_batch(pack_batch(part))
+        back = unpack(pack(part))
         assert same(back, part) and back.whole.first == part.whole.first and torch.equal(back.whole.prompts_S, batch.prompts_S)
 
 
@@ -82,7 +82,7 @@ def test_each_position_is_in_one_part_at_the_place_that_it_has_in_the_whole(chai
             rows = look_up(part, 3, True)
             here = rows.usable_N >= 0
             assert rows.usable_N.shape == whole.usable_N.shape
-            assert torch.equal(rows.hidden_MD[rows.usable_N[here]], whole.hidden_MD[whole.usable_N[here]])
+            assert torch.equal(rows.batch.hidden_MD[rows.usable_N[here]], whole.batch.hidden_MD[whole.usable_N[here]])
             assert torch.equal(rows.targets_MK[rows.usable_N[here]], whole.targets_MK[whole.usable_N[here]])
             found += here
         assert bool((found == 1).all())
@@ -102,16 +102,16 @@ def test_a_team_learns_what_one_worker_learns(chain, in_a_team: InATeam, size: i
     task = chain()
     # The last one has fewer responses than there are workers: somebody has none, and somebody only held-out ones.
     batches = [*(with_prompts(task.batch()) for _ in range(5)), task.batch(2, 9)]
-    alone, learners = make(task, kind, **settings), [make(task, kind, **settings) for _ in range(size)]
-    reports = [alone.learn(batch) for batch in batches]
+    alone, cycles = make(task, kind, **settings), [make(task, kind, **settings) for _ in range(size)]
+    reports = [alone.run(batch) for batch in batches]
 
-    def work(team: Team, rank: int) -> list[Any]:
-        learners[rank].join(team)
-        return [learners[rank].learn(batch.split(size)[rank]) for batch in batches]
+    def work(team: Meeting, rank: int) -> list[Any]:
+        cycles[rank].join(team)
+        return [cycles[rank].run(batch.split(size)[rank]) for batch in batches]
 
     together = in_a_team(work, size)
-    assert len({learner.digest() for learner in learners}) == 1, "all hold the same state, to the bit"
-    assert alone.version == learners[0].version > 0
+    assert len({cycle.digest() for cycle in cycles}) == 1, "all hold the same state, to the bit"
+    assert alone.version == cycles[0].version > 0
     for report, other in zip(reports, together[0], strict=True):
         assert (report.published, report.problem, report.train.tokens) == (other.published, other.problem, other.train.tokens)
         assert report.train.optimizer_steps == other.train.optimizer_steps
@@ -121,7 +121,7 @@ def test_a_team_learns_what_one_worker_learns(chain, in_a_team: InATeam, size: i
             assert report.verdict.candidate.mean_acceptance_length == pytest.approx(
                 other.verdict.candidate.mean_acceptance_length, abs=1e-3
             )
-    left, right = alone.state_dict(), learners[0].state_dict()
+    left, right = alone.state_dict(), cycles[0].state_dict()
     assert left.keys() == right.keys() and ("rows.upper" in left) == ("upper_mark_every" in settings)
     for name, value in left.items():
         torch.testing.assert_close(value, right[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
@@ -141,26 +141,11 @@ def test_states_that_are_not_finite_in_one_part_pass_the_batch_over_everywhere(c
     task = chain()
     spoiled = task.batch()
     spoiled.logprobs_M[-1] = float("inf")
-    learners = [make(task), make(task)]
+    cycles = [make(task), make(task)]
 
-    def work(team: Team, rank: int) -> str:
-        learners[rank].join(team)
-        return learners[rank].learn(spoiled.split(2)[rank]).problem
+    def work(team: Meeting, rank: int) -> str:
+        cycles[rank].join(team)
+        return cycles[rank].run(spoiled.split(2)[rank]).problem
 
     assert all("not finite" in problem for problem in in_a_team(work))
-    assert learners[0].digest() == learners[1].digest() and learners[0].batches_trained == 0
-
-
-def test_who_leaves_is_noticed_at_once(in_a_team: InATeam) -> None:
-    def work(team: Any, rank: int) -> str:
-        team.add_up(torch.ones(3))
-        if rank == 1:
-            team.leave()
-            return ""
-        try:
-            team.add_up(torch.ones(3))
-        except TeamLostError as error:
-            return str(error)
-        return "nothing noticed"
-
-    assert in_a_team(work)[0] not in ("", "nothing noticed")
+    assert cycles[0].digest() == cycles[1].digest() and cycles[0].trainer.batches_trained == 0

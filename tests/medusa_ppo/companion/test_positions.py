@@ -10,9 +10,7 @@ import torch
 from heads.errors import DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.targets import head_targets, segments_from_lengths
-from medusa_ppo.companion.gate import acceptance
-from medusa_ppo.companion.positions import EarlySample, fraction_weights, look_up, sampled_share, wrong_weights
+from medusa_ppo.companion.positions import EarlySample, fraction_weights, look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
@@ -43,42 +41,6 @@ def test_a_fraction_is_unbiased(chain) -> None:
         means.append(value_M[weights_M > 0].mean())
     found = torch.stack(means)
     assert abs(found.mean() - value_M[usable_N].mean()) < 3 * found.std() / 20
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_weighted_sums_over_wrong_positions_are_unbiased(chain, temperature: float) -> None:
-    task = chain(sure=0.9)
-    batch = task.batch()
-    heads = trained(task, "medusa")
-    accept_MK = acceptance(heads, batch, task.lm_head_VD, draft_temperature=temperature)
-    usable_N = look_up(batch, 3, False).usable_N
-    value_M = torch.arange(batch.response_ids_M.shape[0]).double().square()
-    sums, kept = [], []
-    for seed in range(400):
-        weights_M = wrong_weights(batch, accept_MK, 0.25, seed)
-        sums.append((weights_M.double() * value_M).sum())
-        kept.append((weights_M > 0).sum())
-        assert not bool((weights_M[batch.lengths_S.cumsum(0) - 1] > 0).any())
-    found = torch.stack(sums)
-    assert abs(found.mean() - value_M[usable_N].sum()) < 3 * found.std() / 20
-    assert float(torch.stack(kept).double().mean()) < 0.75 * usable_N.numel(), "otherwise nothing is saved"
-
-
-def test_one_hot_drafts_keep_all_wrong_positions_and_a_share_of_the_right_ones(chain) -> None:
-    task = chain(sure=0.8)
-    batch = task.batch(60)
-    accept_MK = acceptance(trained(task, "medusa"), batch, task.lm_head_VD)
-    _, mask_MK = head_targets(batch.response_ids_M, segments_from_lengths(batch.lengths_S), 3)
-    right_M = ((accept_MK == 1) | ~mask_MK).all(1) & mask_MK.any(1)
-    wrong_M = mask_MK.any(1) & ~right_M
-    weights_M = wrong_weights(batch, accept_MK, 0.25, seed=0)
-    assert right_M.sum() > 100 and wrong_M.sum() > 100
-    assert bool((weights_M[wrong_M] == 1).all())
-    assert set(weights_M[right_M].tolist()) == {0.0, 4.0}
-    assert 0.15 < float((weights_M[right_M] > 0).float().mean()) < 0.35
-    assert sampled_share(replace(batch, weights_M=weights_M)) == pytest.approx(
-        float((weights_M > 0).sum() / mask_MK.any(1).sum()), abs=1e-6
-    )
 
 
 def test_rows_without_a_weight_have_no_target(chain) -> None:

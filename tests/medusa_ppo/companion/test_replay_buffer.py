@@ -9,7 +9,7 @@ import torch
 
 from heads.checkpoint import load_state, save_state
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.positions import ReplayBuffer
 from medusa_ppo.config import CompanionConfig
 
@@ -38,39 +38,39 @@ def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
     assert len(off) == len(tight) == 0
 
 
-def learner_of(task, **settings) -> Learner:
+def cycle_of(task, **settings) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, "schedule": "fixed", **settings})
-    return Learner(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
+    return Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 
-def test_learner_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
+def test_cycle_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
     task = chain()
-    once, again = learner_of(task, replay_versions=0), learner_of(task)
+    once, again = cycle_of(task, replay_versions=0), cycle_of(task)
     batches = [task.batch() for _ in range(3)]
     for batch in batches:
-        once.learn(batch)
-        again.learn(batch)
-    assert again.optimizer_steps > once.optimizer_steps and again.trained_tokens == once.trained_tokens
+        once.run(batch)
+        again.run(batch)
+    assert again.trainer.optimizer_steps > once.trainer.optimizer_steps and again.trainer.trained_tokens == once.trainer.trained_tokens
     kept = sum(batch.lengths_S.numel() for batch, _ in again.replay.older(0))
     assert kept == sum(round(0.8 * batch.lengths_S.numel()) for batch in batches)
 
 
-@pytest.mark.parametrize("positions", ["all", "wrong"])
+@pytest.mark.parametrize("positions", ["all", "fraction"])
 def test_resumed_with_replay_is_the_same_to_the_bit(chain, positions: str, tmp_path) -> None:
     task = chain(dtype=torch.bfloat16)
     batches = []
     for _ in range(6):
         batches.append(task.batch())
         task.policy_version += 1
-    straight, first, second = (learner_of(task, save_replay=True, positions=positions) for _ in range(3))
+    straight, first, second = (cycle_of(task, save_replay=True, positions=positions) for _ in range(3))
     for batch in batches:
-        straight.learn(batch)
+        straight.run(batch)
     for batch in batches[:3]:
-        first.learn(batch)
+        first.run(batch)
     save_state(tmp_path / "state.safetensors", first.state_dict())
     second.load_state_dict(load_state(tmp_path / "state.safetensors"))
     for batch in batches[3:]:
-        second.learn(batch)
+        second.run(batch)
     left, right = straight.state_dict(), second.state_dict()
     assert left.keys() == right.keys() and any(name.startswith("replay.") for name in left)
     for name, value in left.items():
@@ -79,6 +79,6 @@ def test_resumed_with_replay_is_the_same_to_the_bit(chain, positions: str, tmp_p
 
 def test_hidden_states_stay_off_the_disk_by_default(chain) -> None:
     task = chain()
-    learner = learner_of(task)
-    learner.learn(task.batch())
-    assert len(learner.replay) == 1 and not any("hidden" in name for name in learner.state_dict())
+    cycle = cycle_of(task)
+    cycle.run(task.batch())
+    assert len(cycle.replay) == 1 and not any("hidden" in name for name in cycle.state_dict())

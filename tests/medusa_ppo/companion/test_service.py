@@ -6,15 +6,16 @@ import dataclasses
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.cycle import Learner
-from medusa_ppo.companion.handover import pack_batch, pack_tensor, unpack_batch, unpack_tensor
-from medusa_ppo.companion.service import HOST, STATE_FILE, CompanionService, PackedTables, ServiceArguments
+from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.handover import ServiceArguments, pack, unpack
+from medusa_ppo.companion.service import HOST, STATE_FILE, CompanionService
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 
@@ -25,26 +26,26 @@ def arguments_for(task, folder: Path, name: str = "a", resume_from: str = "", **
     return ServiceArguments(heads, config, 0, None, str(folder / name / "run"), str(folder / name / "shm"), resume_from)
 
 
-def tables_of(task) -> PackedTables:
-    return PackedTables(pack_tensor(task.lm_head_VD))
+def tables_of(task) -> Any:
+    return pack((task.lm_head_VD, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 def test_tensors_cross_unchanged_and_uncopied(dtype: torch.dtype) -> None:
     tensor = torch.arange(12).view(3, 4).to(dtype)
-    packed = pack_tensor(tensor)
-    back = unpack_tensor(packed)
+    packed = pack(tensor)
+    back = unpack(packed)
     assert torch.equal(back, tensor) and back.dtype == dtype
     assert back.data_ptr() == tensor.data_ptr() == packed.array.__array_interface__["data"][0]
     packed.array.setflags(write=False)  # as it comes out of Ray's store
-    assert torch.equal(unpack_tensor(packed), tensor)
+    assert torch.equal(unpack(packed), tensor)
 
 
 def test_batches_cross_unchanged(chain) -> None:
     batch = chain(dtype=torch.bfloat16).batch()
     weights_M, held_S = torch.ones(batch.response_ids_M.shape[0]), torch.arange(batch.lengths_S.numel()) % 2 == 0
     batch = dataclasses.replace(batch, weights_M=weights_M, held_S=held_S)
-    back = unpack_batch(pack_batch(batch))
+    back = unpack(pack(batch))
     for field in dataclasses.fields(batch):
         left, right = getattr(batch, field.name), getattr(back, field.name)
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
@@ -55,7 +56,7 @@ def test_publishes_files_that_say_what_the_checksum_says(chain, tmp_path: Path) 
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     assert service.newest(0).published is None
     for _ in range(12):
-        service.submit(pack_batch(task.batch()), tables_of(task))
+        service.submit(pack(task.batch()), tables_of(task))
     assert service.drain(60)
     status = service.status()
     assert status.alive and status.batches_received == status.batches_trained == 12 and status.error == ""
@@ -79,14 +80,14 @@ def test_publishes_files_that_say_what_the_checksum_says(chain, tmp_path: Path) 
 def test_a_bad_batch_does_not_end_the_companion(chain, tmp_path: Path) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
-    service.submit(pack_batch(chain(hidden=20).batch()))
+    service.submit(pack(chain(hidden=20).batch()))
     assert service.drain(60)
     assert "hidden size 20" in service.status().error and service.status().batches_trained == 0
     assert "hidden size 20" in service.newest(0).error
-    service.submit(pack_batch(task.batch(1)))
+    service.submit(pack(task.batch(1)))
     assert service.drain(60)
     assert service.status().error == service.newest(0).error == "" and service.status().batches_trained == 1
-    service.submit(pack_batch(task.batch()))
+    service.submit(pack(task.batch()))
     assert service.drain(60)
     assert service.status().error == "" and service.status().batches_trained == 2 and service.status().alive
     service.close()
@@ -98,7 +99,7 @@ def test_queue_is_bounded_and_drain_counts_what_was_dropped(chain, tmp_path: Pat
     service = CompanionService(arguments_for(task, tmp_path, queue_bytes=4 * batch.nbytes, epochs=1), tables_of(task))
     with service._state_lock:  # a slow companion: it can't begin
         for _ in range(20):
-            held = service.submit(pack_batch(batch))
+            held = service.submit(pack(batch))
             assert service.status().queue_bytes <= held <= 3 * batch.nbytes, "room for the next one's way here is left"
         assert held == service.newest(0).held_bytes == 3 * batch.nbytes
         assert service.status().batches_dropped == 17
@@ -150,15 +151,15 @@ def test_new_tables_are_used(chain, tmp_path: Path) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     task.drift()
-    service.submit(pack_batch(task.batch()), tables_of(task))
+    service.submit(pack(task.batch()), tables_of(task))
     assert service.drain(60)
-    assert torch.equal(service._learner.lm_head_VD, task.lm_head_VD)
+    assert torch.equal(service._cycle.trainer.lm_head_VD, task.lm_head_VD)
     service.close()
 
 
 def run_batches(service: CompanionService, batches) -> None:
     for batch in batches:
-        service.submit(pack_batch(batch))
+        service.submit(pack(batch))
     assert service.drain(60)
 
 
@@ -176,7 +177,7 @@ def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None
         assert second.newest(0).published.checksum == first.newest(0).published.checksum
     run_batches(second, batches[3:])
     assert second.newest(0).published.checksum == straight.newest(0).published.checksum
-    left, right = straight._learner.state_dict(), second._learner.state_dict()
+    left, right = straight._cycle.state_dict(), second._cycle.state_dict()
     assert all(torch.equal(value, right[name]) for name, value in left.items()) and left.keys() == right.keys()
     assert second.status().batches_received == 8
     straight.close()
@@ -196,7 +197,7 @@ def test_a_second_start_with_the_same_arguments_goes_on(chain, tmp_path: Path) -
     assert second.newest(0).published.checksum == published.checksum
     task.drift()  # something new to learn
     for _ in range(8):
-        second.submit(pack_batch(task.batch()), tables_of(task))
+        second.submit(pack(task.batch()), tables_of(task))
     assert second.drain(60) and second.newest(0).published.version > published.version
     second.close()
 
@@ -266,29 +267,29 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
 
 
 def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkeypatch) -> None:
-    """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go; the learner and the training are real."""
+    """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go; the cycle and the training are real."""
     moves: list[str] = []
-    move = Learner.move_to
-    monkeypatch.setattr(Learner, "move_to", lambda self, device: (moves.append("host" if device is HOST else "gpu"), move(self, device))[1])
+    move = Cycle.move_to
+    monkeypatch.setattr(Cycle, "move_to", lambda self, device: (moves.append("host" if device is HOST else "gpu"), move(self, device))[1])
     task = chain()
     batches = [task.batch() for _ in range(6)]
     service = CompanionService(arguments_for(task, tmp_path, num_gpus=0.5, offload=True), tables_of(task))
     assert moves == ["host"], "at once after the start"
     for batch in batches[:3]:
-        service.submit(pack_batch(batch))
+        service.submit(pack(batch))
         assert service.drain(60)
     assert moves == ["host", *["gpu", "host"] * 3]
     moves.clear()
     with service._state_lock:  # Busy, so that batches pile up.
         for batch in batches[3:]:
-            service.submit(pack_batch(batch))
+            service.submit(pack(batch))
     assert service.drain(60)
     assert moves.count("gpu") == 3 and moves[-1] == "host" and moves.count("host") < 3, "not between batches that wait"
     plain = CompanionService(arguments_for(task, tmp_path, "plain"), tables_of(task))
     moves.clear()
     run_batches(plain, batches)
     assert moves == []
-    left, right = service._learner.state_dict(), plain._learner.state_dict()
+    left, right = service._cycle.state_dict(), plain._cycle.state_dict()
     assert all(torch.equal(value, right[name]) for name, value in left.items())
     assert service.status().gpu_gib is None
     service.close()
@@ -309,7 +310,7 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     with service._state_lock:
-        service.submit(pack_batch(task.batch()))
+        service.submit(pack(task.batch()))
         deadline = time.monotonic() + 10
         while service.status().train_s == 0 and time.monotonic() < deadline:
             time.sleep(0.01)

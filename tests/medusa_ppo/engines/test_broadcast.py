@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 import threading
@@ -24,8 +25,9 @@ from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state,
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.meeting import LOOPBACK, Place
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.transfer import LOOPBACK, ActorStream, Group, Incoming, Place, open_place, read_entries, send
+from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -51,7 +53,7 @@ class StandIn(RolloutEngine):
 
     def join_transfer(self, place: dict[str, Any]) -> None:
         self.joined += 1
-        self.group = Group(Place(**place))
+        self.group = Group(Place(**place)).join()
 
     def receive_actor(self, entries: Any, version: int) -> SwapReceipt:
         assert self.group is not None
@@ -178,7 +180,7 @@ def test_an_engine_that_dies_on_the_way_is_an_error_soon_and_a_file_goes_on(make
     pool, engines = make_pool(2)
 
     def die() -> None:
-        engines[1].group.close()
+        engines[1].group.leave()
         raise EngineError("The engine's process died.")
 
     engines[1].before_receiving = die
@@ -219,7 +221,7 @@ def test_a_broadcast_that_fails_goes_as_a_file(make_pool: Any, caplog: pytest.Lo
     model = tiny_llama()
 
     def die() -> None:
-        engines[0].group.close()
+        engines[0].group.leave()
         raise SwapError("The connection broke.")
 
     engines[0].before_receiving = die
@@ -386,11 +388,11 @@ def test_vllms_own_session_calls_reach_our_backend(pool_of_one: BroadcastPool, a
     new = moved(actor.model, seed=9)
     stream = actor_stream(new, torch.float32, BUCKET)
     (engine,) = engines_of(pool_of_one)
-    store, port = open_place(LOOPBACK)
-    place = {"host": LOOPBACK, "port": port, "size": 2, "rank": 1, "backend": "gloo", "timeout_s": 20.0}
+    group = Group.open(LOOPBACK, 2, timeout_s=20.0)
+    place = dataclasses.asdict(group.place.seen_by(1))
     joining = threading.Thread(target=engine._llm.init_weight_transfer_engine, args=({"init_info": {"place": place}},))
     joining.start()
-    group = Group(Place(**place | {"rank": 0}), store)  # type: ignore[arg-type]
+    group.join()
     joining.join()
     sending = threading.Thread(target=send, args=(group, stream))
     sending.start()
@@ -398,7 +400,7 @@ def test_vllms_own_session_calls_reach_our_backend(pool_of_one: BroadcastPool, a
     engine._llm.update_weights({"update_info": {"entries": stream.header()}})
     engine._llm.finish_weight_update("step-7")
     sending.join()
-    group.close()
+    group.leave()
     engine._llm.reset_prefix_cache()
     assert engine._llm.get_weight_version() == "step-7"
     engine.target_changed(7)

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_state
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.types import Counters, Drafting, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin.rpc import Drafting
 
 VOCAB = 16
 END = 0

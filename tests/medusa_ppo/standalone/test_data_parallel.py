@@ -15,10 +15,10 @@ from heads.checkpoint import load_heads
 from heads.errors import RunError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.team import Team
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.console import OfflineProgress
+from medusa_ppo.meeting import Meeting
 from medusa_ppo.standalone.data_parallel import deal_parts
 from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition
 from medusa_ppo.standalone.train import train_heads
@@ -35,7 +35,7 @@ def random_batch(lengths: list[int], seed: int) -> RolloutBatch:
     return RolloutBatch(torch.randn(rows, SIZES[1], generator=generator), ids, torch.full((rows,), -2.0), torch.tensor(lengths))
 
 
-def trained(batch: RolloutBatch, team: Team | None, rows: int) -> dict[str, torch.Tensor]:
+def trained(batch: RolloutBatch, team: Meeting | None, rows: int) -> dict[str, torch.Tensor]:
     lm_head_VD = torch.randn(*SIZES, generator=torch.Generator().manual_seed(9))
     config = CompanionConfig(loss="ce_tv", batch_positions=rows, epochs=1, clip_norm=1e9)
     trainer = HeadsTrainer(MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0, team=team)

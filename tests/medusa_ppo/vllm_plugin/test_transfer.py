@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,8 @@ import torch
 
 from heads.errors import CheckpointError, SwapError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.vllm_plugin.transfer import (
-    LOOPBACK,
-    ActorStream,
-    Group,
-    Incoming,
-    Place,
-    choose_backend,
-    open_place,
-    read_entries,
-    send,
-)
+from medusa_ppo.meeting import LOOPBACK
+from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, choose_backend, read_entries, send
 
 TIMEOUT_S = 5.0
 
@@ -49,16 +39,16 @@ def stream_of(state: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch
 
 def in_a_group(work: Callable[[Group], Any], ranks: int = 3, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """What each rank's `work` gave or raised."""
-    store, port = open_place(LOOPBACK, timeout_s)
+    first = Group.open(LOOPBACK, ranks, timeout_s=timeout_s)
 
     def run(rank: int) -> Any:
-        group = Group(Place(LOOPBACK, port, ranks, rank, "gloo", timeout_s), None if rank else store)
+        group = (Group(first.place.seen_by(rank)) if rank else first).join()
         try:
             return work(group)
         except Exception as error:
             return error
         finally:
-            group.close()
+            group.leave()
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))
@@ -70,7 +60,7 @@ def receive(group: Group, stream: ActorStream) -> tuple[dict[str, torch.Tensor],
 
 
 def is_trainer(group: Group) -> bool:
-    return group._place.rank == 0
+    return group.place.rank == 0
 
 
 def test_all_ranks_get_all_tensors_and_one_checksum() -> None:
@@ -125,13 +115,13 @@ def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
     state, stay = state_of(), threading.Event()
 
     def work(group: Group) -> Any:
-        if group._place.rank == 2:
+        if group.place.rank == 2:
             stay.wait(3.0)
             return "silent"
         try:
             return send(group, stream_of(state)) if is_trainer(group) else receive(group, stream_of(state))
         finally:
-            group.close()
+            group.leave()
 
     # What is small fits into the sockets: it is the end of a long stream that the trainer can't get rid of.
     state["large"] = torch.randn(4000, 1000)
@@ -141,23 +131,14 @@ def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
 
 
 def test_ranks_that_do_not_come_are_an_error() -> None:
-    store, port = open_place(LOOPBACK, 0.5)
     with pytest.raises(SwapError, match="did not meet"):
-        Group(Place(LOOPBACK, port, 2, 0, "gloo", 0.5), store)
-    del store
+        Group.open(LOOPBACK, 2, timeout_s=0.5).join()
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     assert read_entries({"a": ["BF16", [2, 3]]}) == {"a": (torch.bfloat16, (2, 3))}
     with pytest.raises(SwapError, match="unknown dtype"):
         read_entries({"a": ["F8_E4M3", [2]]})
-
-
-def test_the_place_listens_on_loopback_only() -> None:
-    store, port = open_place(LOOPBACK)
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    assert [row[1].split(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"] == ["0100007F"]
-    del store
 
 
 def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:

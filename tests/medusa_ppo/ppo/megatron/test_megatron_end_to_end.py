@@ -68,8 +68,8 @@ def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, 
         sums = engine.checksums()  # An error when the engines differ.
         held = dict(learner.actor.tensors(torch.float32))  # type: ignore[union-attr]
         assert sums["actor"] == tensorwise_checksum(held), "both engines have what the ranks have"
-        assert parts.plugin is not None and parts.plugin._installer.installed is not None
-        installed = parts.plugin._installer.installed
+        assert parts.plugin is not None and parts.plugin.installer.installed is not None
+        installed = parts.plugin.installer.installed
         assert sums["heads"] == installed.checksum and engine.heads_version == installed.version
         session.finish(parts, loop.position)
     assert not ray.is_initialized()

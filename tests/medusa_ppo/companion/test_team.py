@@ -18,20 +18,20 @@ from heads.checkpoint import load_state
 from heads.errors import RunError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
-from medusa_ppo.companion.crew import deal
-from medusa_ppo.companion.cycle import Learner
+from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.team import deal
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.processes import bundle, release, reserve
 from medusa_ppo.types import RolloutBatch
 
 
-def alone(task, batches: list[RolloutBatch], **settings) -> Learner:
+def alone(task, batches: list[RolloutBatch], **settings) -> Cycle:
     """What one worker makes of the same batches."""
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
-    learner = Learner(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
+    cycle = Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
     for batch in batches:
-        learner.learn(batch)
-    return learner
+        cycle.run(batch)
+    return cycle
 
 
 def pids(client: CompanionClient) -> list[int]:
@@ -48,11 +48,11 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     return False
 
 
-def check_same(client: CompanionClient, learner: Learner, folder: Path) -> None:
-    """The companion's state is the learner's within what the order of float32 sums changes."""
+def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:
+    """The companion's state is the cycle's within what the order of float32 sums changes."""
     assert client.save(folder)
-    state, other = load_state(folder / "companion.safetensors"), learner.state_dict()
-    assert client.status().versions_published == learner.version > 0
+    state, other = load_state(folder / "companion.safetensors"), cycle.state_dict()
+    assert client.status().versions_published == cycle.version > 0
     assert set(state) - {"service"} == set(other)
     for name, value in other.items():
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")

@@ -6,7 +6,7 @@ import torch
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.average import WARM, RunningMean
+from medusa_ppo.companion.trainer import WARM, RunningMean
 
 
 def heads(value: float) -> MedusaHeads:
