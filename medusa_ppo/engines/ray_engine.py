@@ -25,7 +25,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
-from medusa_ppo.processes import TOKEN, bundle, release, reserve
+from medusa_ppo.processes import TOKEN, bundle, in_bundle, release, reserve
 from medusa_ppo.types import Checked, SwapReceipt
 
 START_TIMEOUT_S = 600.0
