@@ -168,7 +168,7 @@ def doctor(
 
     Example:  [bold]medusa-ppo doctor[/bold]
     """
-    from medusa_ppo.cli.doctor import run_checks
+    from medusa_ppo.cli.machine_checks import run_checks
 
     failed = 0
     for check in run_checks(quick):
@@ -180,3 +180,25 @@ def doctor(
     console.print("All checks passed." if not failed else f"{failed} checks failed.", highlight=False)
     if failed:
         raise typer.Exit(FAILED)
+
+
+@app.command("check-setup")
+@command
+def check_setup(
+    model: Annotated[str, typer.Option(help="Folder or hub name of the actor that the commands shall use.")] = "Qwen/Qwen3-0.6B",
+    data: Annotated[str, typer.Option(help="File with questions and answers, as GSM8K's.")] = "data/train.jsonl",
+) -> None:
+    """Print the five commands that show that a setup with GPUs works: what each needs and must print. Starts nothing.
+
+    Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
+    """
+    from medusa_ppo.cli.machine_checks import setup_steps
+    from medusa_ppo.reports.store import gpu_names
+
+    lines = [f"GPUs here: {'; '.join(gpu_names()) or 'none'}"]
+    for number, step in enumerate(setup_steps(model, data), 1):
+        words = ", ".join(repr(word) for word in step.prints)
+        lines += ["", f"{number}. Shows that {step.shows}.", f"   needs:        {step.needs}", f"   run:          {step.command}"]
+        lines += [f"   must print:   {words}", f"                 {step.means}"]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
