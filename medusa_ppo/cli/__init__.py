@@ -123,7 +123,7 @@ def _ppo(config: RunConfig, resume: bool) -> None:
 def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     from rich.table import Table
 
-    from medusa_ppo.reports.markdown import summary_rows
+    from medusa_ppo.reports.tables import summary_rows
 
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
     for name, value in summary_rows(summary):

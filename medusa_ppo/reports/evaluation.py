@@ -1,23 +1,23 @@
-"""The figures of `medusa-ppo eval` for people: lines for the terminal, and a report in Markdown."""
+"""The figures of `medusa-ppo eval` for people: lines for the terminal, a report in Markdown, and a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from html import escape
-from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
-from medusa_ppo import __version__
 from medusa_ppo.reports import wording as w
+from medusa_ppo.reports.page import page_template
 from medusa_ppo.reports.svg import nice_ticks
 
 Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
 COMPARED = ("the others", "difference", "its interval")
+ROW, TOP, BOTTOM = 34, 8, 26
+POSITIONS_HEIGHT = 180
+TONES = ("serving", "candidate")
 
 
 def lines(result: Figures) -> list[str]:
@@ -119,16 +119,10 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-HERE = Path(__file__).parent
-ROW, TOP, BOTTOM = 34, 8, 26
-POSITIONS_HEIGHT = 180
-TONES = ("serving", "candidate")
-
-
-def render_eval_page(result: Mapping[str, Any]) -> str:
+def render_eval_page(result: Figures) -> str:
     """The page as one HTML text; nothing in it is loaded from anywhere."""
     parts = sections(result)
-    return _template().render(
+    return page_template("evaluation.html.jinja").render(
         heads=result["settings"]["heads"],
         headline=headline(result),
         verdict=f"Against {result['settings']['compare']}: {verdict(result)}." if "compare" in result else "",
@@ -138,12 +132,10 @@ def render_eval_page(result: Mapping[str, Any]) -> str:
         legend=[(tone, name) for tone, name in zip(TONES, _names(result), strict=False)],
         settings=[(key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())],
         method=method(result),
-        product_version=__version__,
-        css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
     )
 
 
-def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> str:
+def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures]) -> str:
     """A dot with its interval for each row; where two sets of heads are compared, the second one's below."""
     rows = [[row, *([row["compare"]] if "compare" in row else [])] for row in figures]
     ends = [end for row in rows for one in row for end in one["confidence_interval"]]
@@ -191,7 +183,7 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
     return _svg("Share of the draft steps that accepted the draft at position 1, 2, ...", POSITIONS_HEIGHT, "".join(shapes))
 
 
-def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _tiles(result: Figures) -> list[tuple[str, str, str]]:
     low, high = result["confidence_interval"]
     first = w.percent(next(iter(result["acceptance_per_position"]), None))
     speed = f"{w.whole(result['tokens_per_s'])} tokens/s, {result['prompts']} prompts"
@@ -207,11 +199,11 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _sets(result: Mapping[str, Any]) -> list[Sequence[float]]:
+def _sets(result: Figures) -> list[Sequence[float]]:
     return [one["acceptance_per_position"] for one in (result, result.get("compare")) if one]
 
 
-def _names(result: Mapping[str, Any]) -> list[str]:
+def _names(result: Figures) -> list[str]:
     return [name for name in (result["settings"]["heads"], result["settings"]["compare"]) if name]
 
 
@@ -226,11 +218,3 @@ def _short(name: str) -> str:
 
 def _svg(title: str, height: int, inner: str) -> str:
     return f'<svg class="plot" height="{height + BOTTOM}" role="img" tabindex="0" aria-label="{escape(title)}">{inner}</svg>'
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("evaluation.html.jinja")
