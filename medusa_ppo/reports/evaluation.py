@@ -79,7 +79,7 @@ def markdown_report(result: Figures) -> str:
     for part in sections(result):
         parts += [f"## {part.title}", "", _row(part.header), f"|{'---|' * len(part.header)}", *map(_row, part.rows), ""]
     parts += ["## Settings", "", "| option | value |", "|---|---|"]
-    parts += [_row([key, str(value)]) for key, value in settings.items() if value not in ("", None, [], ())]
+    parts += [_row([key, str(value)]) for key, value in _given(result)]
     parts += ["", method(result), ""]
     return "\n".join(parts)
 
@@ -115,6 +115,10 @@ def _cells(figures: Figures) -> list[str]:
     return cells
 
 
+def _given(result: Figures) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())]
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -127,10 +131,10 @@ def render_eval_page(result: Figures) -> str:
         headline=headline(result),
         verdict=f"Against {result['settings']['compare']}: {verdict(result)}." if "compare" in result else "",
         tiles=_tiles(result),
-        positions=Markup(draw_positions(_sets(result))),
+        positions=Markup(draw_positions([one["acceptance_per_position"] for one in (result, result.get("compare")) if one])),
         sections=[(part, Markup(draw_intervals(part.title, part.names, part.figures))) for part in parts],
-        legend=[(tone, name) for tone, name in zip(TONES, _names(result), strict=False)],
-        settings=[(key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())],
+        legend=list(zip(TONES, filter(None, (result["settings"]["heads"], result["settings"]["compare"])), strict=False)),
+        settings=_given(result),
         method=method(result),
     )
 
@@ -153,9 +157,7 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
             y = middle + (12 * place - 6 if len(row) > 1 else 0)
             low, high = (_percent(end, ticks) for end in one["confidence_interval"])
             x = _percent(one["mean_acceptance_length"], ticks)
-            said = (
-                f"{name}: {one['mean_acceptance_length']:.3f}, {one['confidence_interval'][0]:.3f} to {one['confidence_interval'][1]:.3f}"
-            )
+            said = "{}: {:.3f}, {:.3f} to {:.3f}".format(name, one["mean_acceptance_length"], *one["confidence_interval"])
             shapes.append(
                 f'<g class="t-{TONES[place]}"><title>{escape(said)}</title><line class="line" x1="{low}" x2="{high}" y1="{y}" y2="{y}"/>'
                 f'<circle class="fill" cx="{x}" cy="{y}" r="5"/></g>'
@@ -197,14 +199,6 @@ def _tiles(result: Figures) -> list[tuple[str, str, str]]:
         low, high = other["difference_interval"]
         tiles.append(("Against the others", f"{other['difference']:+.3f}", f"95 % interval {low:+.3f} to {high:+.3f}, paired"))
     return tiles
-
-
-def _sets(result: Figures) -> list[Sequence[float]]:
-    return [one["acceptance_per_position"] for one in (result, result.get("compare")) if one]
-
-
-def _names(result: Figures) -> list[str]:
-    return [name for name in (result["settings"]["heads"], result["settings"]["compare"]) if name]
 
 
 def _percent(value: float, ticks: Sequence[float]) -> str:

@@ -228,8 +228,12 @@ def follow(
     target = Path(html_path or path / HTML_FILE)
     seen: object = None
     try:
-        while (run := read_run(path)).status == "running":
-            if (mark := _fingerprint(path)) != seen:
+        while True:
+            mark = _fingerprint(path)  # Before the run is read: what comes in between is seen next time.
+            run = read_run(path)
+            if run.status != "running":
+                break
+            if mark != seen:
                 seen = mark
                 other = None if compare is None else read_run(compare)
                 write_atomic(target, render_page(run, build_summary(run), other=other, refresh_s=REFRESH_S))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, median
@@ -182,33 +182,29 @@ class VersionRow:
     replay: float | None
     frozen: float | None
 
+    @property
+    def gain(self) -> float | None:
+        return None if self.replay is None or self.frozen is None else self.replay - self.frozen
+
     def cells(self) -> list[tuple[str, float | None]]:
         """(text, sort value) per column of VERSION_COLUMNS."""
-        gain = None if self.replay is None or self.frozen is None else self.replay - self.frozen
-        return [
-            (f"v{self.version}", self.version),
-            (w.whole(self.first_step), self.first_step),
-            (w.whole(self.steps), self.steps),
-            (w.whole(self.policy_version), self.policy_version),
-            (w.whole(self.staleness), self.staleness),
-            (w.length(self.engine), self.engine),
-            (w.length(self.replay), self.replay),
-            (w.length(self.frozen), self.frozen),
-            (w.signed(gain), gain),
-        ]
+        values = [(say, getattr(self, field)) for _, field, say, _ in VERSION_FIELDS]
+        return [(say(value), value) for say, value in values]
 
 
-VERSION_COLUMNS = (
-    ("version", "Number of the heads; 0 are those the run started with"),
-    ("from step", "First step that drafted with them"),
-    ("steps", "Steps that drafted with them"),
-    ("policy", "Version of the policy whose rollouts they were last trained on"),
-    ("staleness", "Policy updates since their last training batch, the most while they served"),
-    ("engine", "Tokens per engine step, counted by vLLM while they served"),
-    ("replay", "Tokens per engine step by replay while they served"),
-    ("frozen", "The same replay for the first published heads"),
-    ("gain", "Replay minus frozen"),
+VERSION_FIELDS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
+    ("version", "version", lambda number: f"v{number}", "Number of the heads; 0 are those the run started with"),
+    ("from step", "first_step", w.whole, "First step that drafted with them"),
+    ("steps", "steps", w.whole, "Steps that drafted with them"),
+    ("policy", "policy_version", w.whole, "Version of the policy whose rollouts they were last trained on"),
+    ("staleness", "staleness", w.whole, "Policy updates since their last training batch, the most while they served"),
+    ("engine", "engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
+    ("replay", "replay", w.length, "Tokens per engine step by replay while they served"),
+    ("frozen", "frozen", w.length, "The same replay for the first published heads"),
+    ("gain", "gain", w.signed, "Replay minus frozen"),
 )
+"""Title, field of VersionRow, how it is written, what it is."""
+VERSION_COLUMNS = tuple((title, what) for title, _, _, what in VERSION_FIELDS)
 
 
 @dataclass(frozen=True)
