@@ -21,14 +21,10 @@ def tree_page() -> str:
     lines = [HEAD]
     for place in PLACES:
         for folder in sorted({file.parent for file in sources(place)}):
-            own = folder / "__init__.py"
-            lines += [f"## {folder.relative_to(ROOT).as_posix()}/", ""]
-            lines += [escape(purpose(own)), ""] if own.is_file() else []
-            files = [file for file in sources(place) if file.parent == folder and file != own]
-            if files:
-                lines += ["| file | what it is for |", "|---|---|"]
-                lines += [f"| `{file.name}` | {cell(escape(purpose(file)))} |" for file in files]
-                lines.append("")
+            files = [file for file in sources(place) if file.parent == folder]
+            lines += [f"## {folder.relative_to(ROOT).as_posix()}/", "", "| file | what it is for |", "|---|---|"]
+            lines += [f"| `{file.name}` | {cell(escape(purpose(file)))} |" for file in files]
+            lines.append("")
     return "\n".join(lines)
 
 
