@@ -2,11 +2,9 @@
 
     python benchmarks/scale.py                     # the table
     python benchmarks/scale.py --json scale.json   # every number of it
-    python benchmarks/scale.py --check             # the model's formulas against measurements on this machine (minutes)
 
 A model, not a measurement: nothing in the table has run on a cluster. Every assumption is a field of `Assumptions`, `Workload` or `Actor`
-with its reason; change it with --set, e.g. --set accepted=1.5. What --check compares: the bytes that move, and the ratio of the
-companion's time to that of the actor's scoring pass, which holds on any machine where both reach the same share of its arithmetic.
+with its reason; change it with --set, e.g. --set accepted=1.5. benchmarks/scale_check.py compares its formulas with measurements.
 
 Letters: P parameters, D hidden, V vocabulary, K heads, T tokens, N GPUs.
 """
@@ -288,29 +286,16 @@ def main() -> None:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="another value of an assumption or of the workload"
     )
     parser.add_argument("--json", type=Path, help="write every number to this file")
-    parser.add_argument("--check", action="store_true", help="compare the formulas with measurements on this machine")
-    parser.add_argument("--small", action="store_true", help="with --check: sizes for a busy machine")
     options = parser.parse_args()
     given, work = overridden(Assumptions(), options.set), overridden(Workload(), options.set)
     known = {field.name for kind in (Assumptions, Workload) for field in dataclasses.fields(kind)}
     if unknown := [pair for pair in options.set if pair.split("=")[0] not in known]:
         parser.error(f"unknown: {unknown[0]}; known: {', '.join(sorted(known))}")
-    if options.check:
-        from scale_check import SMALL, compare
-
-        result = compare(**(SMALL if options.small else {}))
-        sys.stdout.write("\n".join(f"{name:<44} {value}" for name, value in result.items()) + "\n")
-    else:
-        rows = table(options.kind, given, work)
-        result = {
-            "assumptions": dataclasses.asdict(given),
-            "workload": dataclasses.asdict(work),
-            "rows": [
-                {"actor": name, **dataclasses.asdict(s), "seconds": s.seconds, "companion_share": s.companion_share} for name, s in rows
-            ],
-        }
-        sys.stdout.write("\n".join([*markdown(rows), "", *verdict(rows)]) + "\n")
+    rows = table(options.kind, given, work)
+    sys.stdout.write("\n".join([*markdown(rows), "", *verdict(rows)]) + "\n")
     if options.json:
+        figures = [{"actor": name, **dataclasses.asdict(s), "seconds": s.seconds, "companion_share": s.companion_share} for name, s in rows]
+        result = {"assumptions": dataclasses.asdict(given), "workload": dataclasses.asdict(work), "rows": figures}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,14 +1,20 @@
 """The formulas of scale.py against measurements on this machine: bytes that move, and the companion's time over the scoring pass.
 
-Run as  python benchmarks/scale.py --check . Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's
-prediction of the ratio of the times. A random Llama stands for the actor: times don't depend on what the weights say.
+    python benchmarks/scale_check.py [--small] [--json FILE]   # minutes; --small: sizes for a busy machine
+
+Both times are taken in turn on the same threads; the ratio of their arithmetic is the model's prediction of the ratio of the times, which
+holds on any machine where both reach the same share of its arithmetic. A random Llama stands for the actor: times don't depend on what
+the weights say.
 
 Letters: B batch rows, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -102,3 +108,18 @@ def _in_turn(first: Callable[[], object], second: Callable[[], object], rounds: 
             call()
             seconds.append(time.perf_counter() - began)
     return taken[0][1:], taken[1][1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The formulas of scale.py against measurements on this machine.")
+    parser.add_argument("--small", action="store_true", help="sizes for a busy machine")
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    options = parser.parse_args()
+    found = compare(**(SMALL if options.small else {}))
+    sys.stdout.write("\n".join(f"{name:<44} {value}" for name, value in found.items()) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from heads.errors import MedusaError
 from medusa_ppo.reports.wording import seconds
 
-__all__ = ["FAILED", "INTERRUPTED", "Debug", "command", "console", "errors", "escape"]
+__all__ = ["FAILED", "INTERRUPTED", "Debug", "command", "console", "errors", "escape", "offline_progress", "say"]
 
 FAILED = 1
 INTERRUPTED = 130
@@ -52,6 +52,11 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(FAILED) from None
 
     return run
+
+
+def say(text: object) -> None:
+    """A line as it is: brackets are no markup, numbers are not coloured, and the terminal breaks it where it likes."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _show(error: BaseException, text: str) -> None:
@@ -123,3 +128,11 @@ class OfflineProgress:
     def say(self, text: str) -> None:
         if not self._quiet:
             self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def offline_progress() -> OfflineProgress:
+    """Progress of a command without PPO; other libraries' bars and warnings are silenced."""
+    from medusa_ppo.processes import quiet_libraries  # Loads Ray.
+
+    quiet_libraries()
+    return OfflineProgress(console)

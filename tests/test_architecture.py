@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py")])
+# Scripts that find their neighbours beside themselves; the packages' imports are import-linter's.
+SCRIPTS = {folder: sorted((ROOT / folder).glob("*.py")) for folder in ("benchmarks", "docs/site", "examples")}
 
 # Foreign library -> the only places that may import it (DESIGN: a foreign library has one home).
 HOMES = {
@@ -65,6 +69,19 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.stat().st_size], ids=lambda p: str(p.relative_to(ROOT)))
 def test_each_file_says_in_its_first_line_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_no_base_name_occurs_twice() -> None:
+    """Who reads `losses.py` in a traceback or a search knows which file that is."""
+    counts = Counter(path.name for path in [*SOURCES, *(script for scripts in SCRIPTS.values() for script in scripts)])
+    assert not [name for name, count in counts.items() if count > 1 and name not in ("__init__.py", "__main__.py")]
+
+
+@pytest.mark.parametrize("folder", SCRIPTS)
+def test_scripts_do_not_import_each_other_in_circles(folder: str) -> None:
+    names = {path.stem for path in SCRIPTS[folder]}
+    graph = {path.stem: imported_roots(ast.parse(path.read_text())) & names for path in SCRIPTS[folder]}
+    TopologicalSorter(graph).prepare()  # CycleError names the circle.
 
 
 def test_no_module_is_called_utils() -> None:

@@ -1,7 +1,8 @@
 """The pages that `make docs` hands to mkdocs: the written ones, and those made from the code so that they can't fall behind it.
 
 `python docs/site/build_pages.py build/docs` writes `pages/` and `mkdocs.yml` there; nothing of it is kept in git. Made from the code are
-one page for each command, the configuration keys and the public API; the documents of the repository are copied, and their links follow.
+one page for each command, the configuration keys, the public API and the list of files; the documents of the repository are copied, and
+their links follow.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 from api import api_page
 from commands import command_names, command_page, commands_page
 from configuration import configuration_page
+from source_tree import tree_page
 
 from heads.errors import UsageError
 
@@ -33,6 +35,8 @@ WRITTEN = {
     "docs/companion.md": "companion.md",
     "docs/theory.md": "theory.md",
     "docs/metrics.md": "metrics.md",
+    "docs/glossary.md": "glossary.md",
+    "docs/limits.md": "limits.md",
     "docs/formats.md": "formats.md",
     "heads/FORMAT.md": "format.md",
     "benchmarks/RESULTS.md": "results.md",
@@ -41,33 +45,40 @@ WRITTEN = {
 COMMANDS = "commands"
 CONFIGURATION = "configuration.md"
 API = "api.md"
+TREE = "where.md"
+MADE = (CONFIGURATION, API, TREE)
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```|^    .*?$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def written_page(source: str) -> str:
-    """A document of the repository as a page: links to other pages follow; links to files without a page become their names.
+    """A document of the repository as a page."""
+    return linked((ROOT / source).read_text(encoding="utf-8"), source)
+
+
+def linked(text: str, source: str) -> str:
+    """The text of a page that lies at `source`: links to other pages follow; links to files without a page become their names.
 
     Raises:
         UsageError: a link to a file that does not exist.
     """
 
     def turn(match: re.Match[str]) -> str:
-        text, target = match.groups()
+        words, target = match.groups()
         if "://" in target or target.startswith(("#", "mailto:")):
             return match.group(0)
         path, _, anchor = target.partition("#")
-        if path in (CONFIGURATION, API) or path.startswith(f"{COMMANDS}/"):
+        if path in MADE or path.startswith(f"{COMMANDS}/"):
             return match.group(0)
         file = (ROOT / source).parent / path
         if not file.exists():
             raise UsageError("A link leads nowhere.", given=f"{source}: {target}", expected="a file of the repository", do="Correct it.")
         name = file.resolve().relative_to(ROOT).as_posix()
         if name in WRITTEN:
-            return f"[{text}]({WRITTEN[name]}{'#' + anchor if anchor else ''})"
-        return f"{text} (`{name}`)" if name not in text else text if "`" in text else f"`{name}`"
+            return f"[{words}]({WRITTEN[name]}{'#' + anchor if anchor else ''})"
+        return f"{words} (`{name}`)" if name not in words else words if "`" in words else f"`{name}`"
 
-    parts = CODE.split((ROOT / source).read_text(encoding="utf-8"))
+    parts = CODE.split(text)
     # Odd parts are code, where brackets are no links.
     return "".join(part if index % 2 else LINK.sub(turn, part) for index, part in enumerate(parts))
 
@@ -82,9 +93,10 @@ def settings() -> dict[str, Any]:
         {"Which K, which kind": "choosing.md"},
         {"On a cluster": "cluster.md"},
         {"When something breaks": "faults.md"},
+        {"Known limits": "limits.md"},
         {"The companion": "companion.md"},
         {"Commands": [f"{COMMANDS}/index.md", *pages]},
-        {"Reference": [CONFIGURATION, "metrics.md", API]},
+        {"Reference": [CONFIGURATION, "metrics.md", API, "glossary.md", TREE]},
         {"Formats": ["format.md", "formats.md"]},
         {"Theory": "theory.md"},
         {"Results": "results.md"},
@@ -108,6 +120,7 @@ def build(out: Path) -> None:
     pages[f"{COMMANDS}/index.md"] = commands_page({name: Path(page_of(name)).name for name in command_names()})
     pages[CONFIGURATION] = configuration_page()
     pages[API] = api_page()
+    pages[TREE] = linked(tree_page(), "docs/where.md")
     for name, text in pages.items():
         file = out / "pages" / name
         file.parent.mkdir(parents=True, exist_ok=True)

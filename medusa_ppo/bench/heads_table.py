@@ -1,4 +1,4 @@
-"""Tokens/s of head training, ours against the original recipe of Medusa: the same model, tokens and cores, in turn.
+"""`medusa-ppo bench heads`: kinds and losses of heads on the same tokens, and the speed of training against the original recipe of Medusa.
 
 Shape letters: B sequences, T positions, K heads, D hidden, V vocabulary.
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
-from medusa_ppo.bench.measuring import PairedRates, run_rounds
+from medusa_ppo.bench.measuring import Table, run_rounds, table_of
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
@@ -41,6 +40,17 @@ ROUNDS = 3
 TOKENS = 16_384
 LEARNING_RATE = 1e-3
 IGNORED = -100
+DRAFT_TEMPERATURES = (0.6, 0.8, 1.0)
+HELD_OUT_RESPONSES = 150
+COLUMNS = {
+    "kind": "{kind}",
+    "loss": "{loss}",
+    "parameters": "{parameters_m:.2f} M",
+    "one-hot": "{one_hot:.3f}",
+    "sampled": "{sampled:.3f}",
+    "draft temp.": "{draft_temperature:.1f}",
+    "tokens/s": "{train_tokens_per_s:.0f}",
+}
 
 
 def first_tokens(samples: Sequence[Sample], tokens: int) -> list[Sample]:
@@ -69,25 +79,32 @@ def race(
     """Let the arms take turns at two epochs over the same samples; rates are written tokens, each counted in every epoch, per second."""
     chosen = first_tokens(samples, tokens)
     written = sum(sample.written for sample in chosen)
-    with progress.phase("Throughput of training", 3 * (rounds + 1)) as advance:
+    recipe = (actor, chosen, num_heads, batch_positions, seed)
+    works: dict[str, Callable[[], object]] = {
+        ORIGINAL: lambda: train_originally(*recipe, "own"),
+        SHARED: lambda: train_originally(*recipe, "shared"),
+        OURS: lambda: train_ours(*recipe),
+    }
+    with progress.phase("Throughput of training", len(works) * (rounds + 1)) as advance:
 
-        def timed(name: str, work: Any) -> Any:
+        def timed(name: str) -> Callable[[int], float]:
             def run(number: int) -> float:
                 began = time.perf_counter()
-                work()
+                works[name]()
                 rate = EPOCHS * written / (time.perf_counter() - began)
                 advance(1, f"{name}: {rate:.0f} tokens/s")
                 return rate
 
             return run
 
-        arms = {
-            ORIGINAL: timed(ORIGINAL, lambda: train_originally(actor, chosen, num_heads, batch_positions, seed, "own")),
-            SHARED: timed(SHARED, lambda: train_originally(actor, chosen, num_heads, batch_positions, seed, "shared")),
-            OURS: timed(OURS, lambda: train_ours(actor, chosen, num_heads, batch_positions, seed)),
-        }
-        rates = run_rounds(arms, ORIGINAL, rounds)
-    return _figures(rates, written)
+        rates = run_rounds({name: timed(name) for name in works}, ORIGINAL, rounds)
+    return {
+        "tokens": written,
+        "epochs": EPOCHS,
+        "tokens_per_s": {arm: rates.median_rate(arm) for arm in works},
+        **rates.ratio_figures(OURS),
+        "ratio_to_shared": statistics.median(own / other for own, other in zip(rates.rates[OURS], rates.rates[SHARED], strict=True)),
+    }
 
 
 def train_ours(actor: PreTrainedModel, samples: Sequence[Sample], num_heads: int, batch_positions: int, seed: int) -> MedusaHeads:
@@ -147,20 +164,6 @@ def original_loss(actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.
     return loss
 
 
-def _figures(rates: PairedRates, written: int) -> dict[str, Any]:
-    to_shared = statistics.median(own / other for own, other in zip(rates.rates[OURS], rates.rates[SHARED], strict=True))
-    low, high = rates.spread(OURS)
-    return {
-        "tokens": written,
-        "epochs": EPOCHS,
-        "tokens_per_s": {arm: rates.median_rate(arm) for arm in rates.rates},
-        "ratio": rates.median_ratio(OURS),
-        "ratio_low": low,
-        "ratio_high": high,
-        "ratio_to_shared": to_shared,
-    }
-
-
 def throughput_sentence(figures: Mapping[str, Any]) -> str:
     """The race in one sentence."""
     speeds = figures["tokens_per_s"]
@@ -169,10 +172,6 @@ def throughput_sentence(figures: Mapping[str, Any]) -> str:
         f"({figures['ratio_low']:.2f} to {figures['ratio_high']:.2f}) of the original recipe's {speeds[ORIGINAL]:.0f}; x"
         f"{figures['ratio_to_shared']:.2f} of what that recipe does with a shared lm_head."
     )
-
-
-DRAFT_TEMPERATURES = (0.6, 0.8, 1.0)
-HELD_OUT_RESPONSES = 150
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
     pairs = [(kind, loss) for kind in bench.kinds for loss in bench.losses]
     with progress.phase("Training", len(pairs)) as advance:
         for kind, loss in pairs:
-            row = _train_and_judge(bench, kind, loss, found.train, found.holdout, found.lm_head_VD, found.embedding_VD)
+            row = _train_and_judge(bench, kind, loss, found)
             rows.append(row)
             advance(1, f"{kind} {loss}: one-hot {row['one_hot']:.3f}, sampled {row['sampled']:.3f}")
     return {
@@ -243,66 +242,41 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
     }
 
 
-def _train_and_judge(
-    bench: HeadsBench,
-    kind: str,
-    loss: str,
-    train: RolloutBatch,
-    holdout: RolloutBatch,
-    lm_head_VD: torch.Tensor,
-    embedding_VD: torch.Tensor,
-) -> dict[str, Any]:
+def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
     torch.manual_seed(bench.seed)
+    lm_head_VD, embedding_VD = found.lm_head_VD, found.embedding_VD
     heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], bench.num_heads, kind))
     config = CompanionConfig(loss=loss, learning_rate=bench.learning_rate, epochs=bench.epochs, batch_positions=bench.batch_positions)
-    steps = bench.epochs * -(-train.response_ids_M.numel() // bench.batch_positions)
+    steps = bench.epochs * -(-found.train.response_ids_M.numel() // bench.batch_positions)
     trainer = HeadsTrainer(heads, lm_head_VD, config, bench.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))
     started = time.monotonic()
-    report = trainer.train_batch(train)
+    report = trainer.train_batch(found.train)
     seconds = time.monotonic() - started
-    one_hot = replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD)
-    best, temperature = max(_sampled(heads, holdout, lm_head_VD, embedding_VD))
+    one_hot, *sampled = (
+        replay(heads, found.holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature).mean_acceptance_length
+        for temperature in (0.0, *DRAFT_TEMPERATURES)
+    )
+    best, temperature = max(zip(sampled, DRAFT_TEMPERATURES, strict=True))
     return {
         "kind": kind,
         "loss": loss,
         "parameters": sum(p.numel() for p in heads.parameters()),
-        "one_hot": one_hot.mean_acceptance_length,
+        "one_hot": one_hot,
         "sampled": best,
         "draft_temperature": temperature,
         "train_tokens_per_s": bench.epochs * report.tokens / seconds,
     }
 
 
-def _sampled(
-    heads: MedusaHeads, holdout: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor
-) -> Iterator[tuple[float, float]]:
-    for temperature in DRAFT_TEMPERATURES:
-        result = replay(heads, holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
-        yield result.mean_acceptance_length, temperature
-
-
-def table(result: dict[str, Any]) -> list[list[str]]:
+def table(result: Mapping[str, Any]) -> Table:
     """Header and rows for people."""
-    header = ["kind", "loss", "parameters", "one-hot", "sampled", "draft temp.", "tokens/s"]
-    rows = [
-        [
-            r["kind"],
-            r["loss"],
-            f"{r['parameters'] / 1e6:.2f} M",
-            f"{r['one_hot']:.3f}",
-            f"{r['sampled']:.3f}",
-            f"{r['draft_temperature']:.1f}",
-            f"{r['train_tokens_per_s']:.0f}",
-        ]
-        for r in result["rows"]
-    ]
-    return [header, *rows]
+    return table_of(COLUMNS, [{**row, "parameters_m": row["parameters"] / 1e6} for row in result["rows"]])
 
 
-def verdict(result: dict[str, Any]) -> list[str]:
+def verdict(result: Mapping[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
     sentences = [throughput_sentence(result["throughput"])]
     for drafts, key in (("one-hot", "one_hot"), ("sampled", "sampled")):
-        best = max(result["rows"], key=itemgetter(key))
+        best = max(result["rows"], key=lambda row: row[key])
         sentences.append(f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step.")
     return sentences

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from heads.errors import ConfigError
@@ -19,6 +20,13 @@ from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import write_atomic
 from medusa_ppo.reports.store import hardware, package_versions
+
+NONE, STOCK, NGRAM, FIXED, CHOSEN = "none", "stock medusa", "n-gram", "ours, K fixed", "ours, K chosen"
+NGRAM_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
+BAR, GAP, PLOT_HEIGHT, MARGIN = 18, 26, 220, 40
+
+Table = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,12 @@ class PairedRates:
 
     def spread(self, arm: str) -> tuple[float, float]:
         """Smallest and largest ratio of any round."""
-        ratios = self.ratios(arm)
-        return min(ratios), max(ratios)
+        return min(self.ratios(arm)), max(self.ratios(arm))
+
+    def ratio_figures(self, arm: str) -> dict[str, float]:
+        """An arm's ratio with its range, as benches write it."""
+        low, high = self.spread(arm)
+        return {"ratio": self.median_ratio(arm), "ratio_low": low, "ratio_high": high}
 
     def median_rate(self, arm: str) -> float:
         return statistics.median(self.rates[arm])
@@ -66,10 +78,6 @@ def run_rounds(arms: Mapping[str, Callable[[int], float]], base: str, rounds: in
             if number >= 0:
                 rates[name].append(rate)
     return PairedRates(base, {name: tuple(values) for name, values in rates.items()})
-
-
-NONE, STOCK, NGRAM, FIXED, CHOSEN = "none", "stock medusa", "n-gram", "ours, K fixed", "ours, K chosen"
-NGRAM_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 @dataclass(frozen=True)
@@ -136,9 +144,13 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     return _with_speculation(plain, {"method": "medusa", "model": str(folder), "num_speculative_tokens": config["num_heads"]})
 
 
-Table = Sequence[Sequence[str]]
-COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
-BAR, GAP, PLOT_HEIGHT, MARGIN = 18, 26, 220, 40
+def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Header and rows for people. `columns`: title -> format of the row's figures; a cell whose figure is None stays empty."""
+
+    def cell(form: str, row: Mapping[str, Any]) -> str:
+        return "" if any(name and row[name] is None for _, name, _, _ in Formatter().parse(form)) else form.format(**row)
+
+    return [list(columns), *([cell(form, row) for form in columns.values()] for row in rows)]
 
 
 def write_bench(out: Path, settings: Any, result: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str = "") -> list[Path]:

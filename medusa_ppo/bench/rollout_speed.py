@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from medusa_ppo.bench.measuring import CHOSEN, NONE, STOCK, Arm, PairedRates, draw_ratios, run_rounds, running_arms
+from medusa_ppo.bench.measuring import CHOSEN, NONE, STOCK, Arm, PairedRates, Table, draw_ratios, run_rounds, running_arms, table_of
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.drafting.draft_vocabulary import MIN_TOKENS_PER_ENTRY
@@ -20,6 +20,15 @@ from medusa_ppo.types import Counters, Sampling
 
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
+COLUMNS = {
+    "sequences": "{batch}",
+    "arm": "{arm}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "ratio to none": "{ratio:.2f}",
+    "range": "{ratio_low:.2f} to {ratio_high:.2f}",
+    "tokens per draft step": "{mean_acceptance_length:.2f}",
+    "drafts per draft step": "{drafts_per_step:.1f}",
+}
 
 
 @dataclass(frozen=True)
@@ -106,56 +115,33 @@ def _run_batch(
         return run
 
     rates = run_rounds({arm.name: turn(arm) for arm in arms}, NONE, bench.rounds)
-    return [_row(batch, arm.name, rates, counters) for arm in arms]
+    return [_row(batch, arm.name, rates, counters[arm.name]) for arm in arms]
 
 
-def _row(batch: int, name: str, rates: PairedRates, counters: Mapping[str, Counters]) -> dict[str, Any]:
-    low, high = rates.spread(name)
-    drafts = counters[name]
+def _row(batch: int, name: str, rates: PairedRates, counted: Counters) -> dict[str, Any]:
     return {
         "batch": batch,
         "arm": name,
         "tokens_per_s": rates.median_rate(name),
-        "ratio": rates.median_ratio(name),
-        "ratio_low": low,
-        "ratio_high": high,
-        "mean_acceptance_length": drafts.mean_acceptance_length if drafts.drafts else None,
-        "drafts_per_step": drafts.draft_tokens / drafts.drafts if drafts.drafts else 0.0,
+        **rates.ratio_figures(name),
+        "mean_acceptance_length": counted.mean_acceptance_length if counted.drafts else None,
+        "drafts_per_step": counted.draft_tokens / counted.drafts if counted.drafts else 0.0,
     }
 
 
-def table(result: Mapping[str, Any]) -> list[list[str]]:
+def table(result: Mapping[str, Any]) -> Table:
     """Header and rows for people: one row per batch and arm."""
-    lines = [["sequences", "arm", "tokens/s", "ratio to none", "range", "tokens per draft step", "drafts per draft step"]]
-    for row in result["rows"]:
-        length = row["mean_acceptance_length"]
-        lines.append(
-            [
-                str(row["batch"]),
-                row["arm"],
-                f"{row['tokens_per_s']:.0f}",
-                f"{row['ratio']:.2f}",
-                f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}",
-                "" if length is None else f"{length:.2f}",
-                f"{row['drafts_per_step']:.1f}" if row["drafts_per_step"] else "",
-            ]
-        )
-    return lines
+    return table_of(COLUMNS, [{**row, "drafts_per_step": row["drafts_per_step"] or None} for row in result["rows"]])
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
     chosen = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == CHOSEN}
     stock = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == STOCK}
-    sentences = [
-        f"Ours against no speculation: {', '.join(f'x{ratio:.2f} at {batch}' for batch, ratio in chosen.items())} sequences "
-        f"(median over batch sizes x{statistics.median(chosen.values()):.2f})."
-    ]
-    if stock:
-        sentences.append(
-            "Ours against stock Medusa: " + ", ".join(f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items()) + "."
-        )
-    return sentences
+    to_none = ", ".join(f"x{ratio:.2f} at {batch}" for batch, ratio in chosen.items())
+    to_stock = ", ".join(f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items())
+    median = f"(median over batch sizes x{statistics.median(chosen.values()):.2f})"
+    return [f"Ours against no speculation: {to_none} sequences {median}.", *([f"Ours against stock Medusa: {to_stock}."] if stock else [])]
 
 
 def plot(result: Mapping[str, Any]) -> str:

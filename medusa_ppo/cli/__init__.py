@@ -12,10 +12,13 @@ import typer
 from medusa_ppo import __version__
 from medusa_ppo.cli.bench_commands import bench
 from medusa_ppo.cli.heads_commands import convert, evaluate, push, train
-from medusa_ppo.console import FAILED, Debug, command, console, escape
+from medusa_ppo.console import FAILED, Debug, command, console, escape, say
 
 if TYPE_CHECKING:
     from medusa_ppo.config import RunConfig
+
+Config = Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")]
 
 app = typer.Typer(
     name="medusa-ppo",
@@ -45,7 +48,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if version:
-        console.print(__version__, highlight=False)
+        say(__version__)
         raise typer.Exit
 
 
@@ -72,8 +75,8 @@ def demo(
 @app.command()
 @command
 def ppo(
-    config: Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")] = None,
+    config: Config,
+    overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
@@ -88,8 +91,8 @@ def ppo(
 @app.command()
 @command
 def plan(
-    config: Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")] = None,
+    config: Config,
+    overrides: Overrides = None,
     gpus: Annotated[bool | None, typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one.")] = None,
 ) -> None:
     """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
@@ -103,7 +106,7 @@ def plan(
 
     with_gpus = shutil.which("nvidia-smi") is not None if gpus is None else gpus
     for line in lines(make_plan(load_config(config, overrides or ()), gpus=with_gpus)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
 
 
 def _ppo(config: RunConfig, resume: bool) -> None:
@@ -120,14 +123,14 @@ def _ppo(config: RunConfig, resume: bool) -> None:
 def _print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     from rich.table import Table
 
-    from medusa_ppo.reports.markdown import summary_rows
+    from medusa_ppo.reports.tables import summary_rows
 
     table = Table(title=f"{run_dir.name}: what the heads were worth", show_header=False)
     for name, value in summary_rows(summary):
         table.add_row(name, value)
     console.print(table)
-    console.print(f"Report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
-    console.print(f"Figures: {run_dir / 'summary.json'}", highlight=False, soft_wrap=True)
+    say(f"Report: {run_dir / 'report.html'}")
+    say(f"Figures: {run_dir / 'summary.json'}")
 
 
 app.command()(train)
@@ -151,12 +154,9 @@ def report(
     from medusa_ppo.reports import page as pages
 
     if follow:
-        pages.follow(
-            run, html, compare=compare, on_refresh=lambda path: console.print(f"Refreshed {path}", highlight=False, soft_wrap=True)
-        )
-        return
-    path = pages.write_report(run, html, compare=compare)
-    console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+        pages.follow(run, html, compare=compare, on_refresh=lambda path: say(f"Refreshed {path}"))
+    else:
+        say(f"Report: {pages.write_report(run, html, compare=compare)}")
 
 
 @app.command()
@@ -168,7 +168,7 @@ def doctor(
 
     Example:  [bold]medusa-ppo doctor[/bold]
     """
-    from medusa_ppo.cli.doctor import run_checks
+    from medusa_ppo.cli.machine_checks import run_checks
 
     failed = 0
     for check in run_checks(quick):
@@ -176,7 +176,29 @@ def doctor(
         console.print(f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True)
         if not check.ok:
             failed += 1
-            console.print(f"     do this: {escape(check.do)}", highlight=False, soft_wrap=True)
-    console.print("All checks passed." if not failed else f"{failed} checks failed.", highlight=False)
+            say(f"     do this: {check.do}")
+    say("All checks passed." if not failed else f"{failed} checks failed.")
     if failed:
         raise typer.Exit(FAILED)
+
+
+@app.command("check-setup")
+@command
+def check_setup(
+    model: Annotated[str, typer.Option(help="Folder or hub name of the actor that the commands shall use.")] = "Qwen/Qwen3-0.6B",
+    data: Annotated[str, typer.Option(help="File with questions and answers, as GSM8K's.")] = "data/train.jsonl",
+) -> None:
+    """Print the five commands that show that a setup with GPUs works: what each needs and must print. Starts nothing.
+
+    Example:  [bold]medusa-ppo check-setup --model models/my-actor --data data/train.jsonl[/bold]
+    """
+    from medusa_ppo.cli.machine_checks import setup_steps
+    from medusa_ppo.reports.store import gpu_names
+
+    lines = [f"GPUs here: {'; '.join(gpu_names()) or 'none'}"]
+    for number, step in enumerate(setup_steps(model, data), 1):
+        words = ", ".join(repr(word) for word in step.prints)
+        lines += ["", f"{number}. Shows that {step.shows}.", f"   needs:        {step.needs}", f"   run:          {step.command}"]
+        lines += [f"   must print:   {words}", f"                 {step.means}"]
+    for line in lines:
+        say(line)

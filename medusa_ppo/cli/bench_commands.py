@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from medusa_ppo.console import command, console
+from medusa_ppo.cli.heads_commands import Data, Model, Seed, numbers_of, words_of
+from medusa_ppo.console import OfflineProgress, command, console, offline_progress, say
 
 bench = typer.Typer(
     name="bench",
@@ -17,11 +18,8 @@ bench = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
 Heads = Annotated[Path, typer.Option(help="Native heads directory.")]
-Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, or a hub name.")]
 Template = Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Out = Annotated[Path, typer.Option("--json", help="File for the figures; the table goes beside it as .md, a plot as .svg.")]
 
 
@@ -48,33 +46,15 @@ def rollout(
 ) -> None:
     """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K chosen at every step.
 
-    Example:  [bold]medusa-ppo bench rollout --model ../shared/actors/gsm8k-4m --heads heads-gsm8k
-    --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:'[/bold]
+    Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
+    --data data/train.jsonl --template $'Question: {question}\\nAnswer:'[/bold]
     """
+    given = dict(locals())  # The fields of RolloutBench have the names of these options.
     from medusa_ppo.bench import rollout_speed as part
 
-    sizes = _numbers(batches)
-    options = part.RolloutBench(
-        model,
-        str(heads),
-        data,
-        template,
-        stock_heads,
-        sizes,
-        rounds,
-        max_new_tokens,
-        temperature,
-        draft_temperature,
-        draft_vocab,
-        dtype,
-        eager,
-        ngram,
-        threads,
-        seed,
-    )
-    with _progress() as progress:
-        result = part.run_rollout(options, progress)
-    _finish(out, options, result, part.table(result), part.verdict(result), part.plot(result))
+    del given["out"]
+    given["batches"] = numbers_of(batches or "none", int, "numbers of sequences", "like 1,4,16,64", "--batches")
+    _measure(part.RolloutBench(**given), part.run_rollout, part.table, part.verdict, out, part.plot)
 
 
 @bench.command()
@@ -94,17 +74,15 @@ def heads(
 ) -> None:
     """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of training against the original recipe's.
 
-    Example:  [bold]medusa-ppo bench heads --model ../shared/actors/gsm8k-4m
-    --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:'[/bold]
+    Example:  [bold]medusa-ppo bench heads --model models/actor
+    --data data/train.jsonl --template $'Question: {question}\\nAnswer:'[/bold]
     """
+    given = dict(locals())  # As above.
     from medusa_ppo.bench import heads_table as part
 
-    options = part.HeadsBench(
-        model, data, template, train_tokens, epochs, num_heads, _words(kinds), _words(losses), max_new_tokens, seed=seed
-    )
-    with _progress() as progress:
-        result = part.run_heads(options, progress)
-    _finish(out, options, result, part.table(result), part.verdict(result))
+    del given["out"]
+    given |= {"kinds": words_of(kinds), "losses": words_of(losses)}
+    _measure(part.HeadsBench(**given), part.run_heads, part.table, part.verdict, out)
 
 
 @bench.command()
@@ -118,14 +96,12 @@ def swap(
 ) -> None:
     """Seconds to put new heads into a running engine, beside the seconds that reading their file takes.
 
-    Example:  [bold]medusa-ppo bench swap --model ../shared/actors/gsm8k-4m --heads heads-gsm8k[/bold]
+    Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
     """
-    from medusa_ppo.bench import swap_time as part
+    from medusa_ppo.bench import plugin_costs as part
 
     options = part.SwapBench(model, str(heads), repeats, seed)
-    with _progress() as progress:
-        result = part.run_swap(options, progress)
-    _finish(out, options, result, part.table(result), part.verdict(result))
+    _measure(options, part.run_swap, part.swap_table, part.swap_verdict, out)
 
 
 @bench.command()
@@ -143,52 +119,36 @@ def companion(
 ) -> None:
     """What the companion costs PPO: the same score and update with and without it, in turn, each process on its own core.
 
-    Example:  [bold]medusa-ppo bench companion --model ../shared/actors/gsm8k-4m
-    --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:'[/bold]
+    Example:  [bold]medusa-ppo bench companion --model models/actor
+    --data data/train.jsonl --template $'Question: {question}\\nAnswer:'[/bold]
     """
-    from medusa_ppo.bench import companion_cost as part
+    from medusa_ppo.bench import plugin_costs as part
 
     options = part.CompanionBench(model, data, template, kind, rounds, prompts_per_step, max_new_tokens, seed)
-    with _progress() as progress:
-        result = part.run_companion(options, progress)
-    _finish(out, options, result, part.table(result), part.verdict(result))
+    _measure(options, part.run_companion, part.companion_table, part.companion_verdict, out)
 
 
-def _progress() -> Any:
-    from medusa_ppo.console import OfflineProgress
-    from medusa_ppo.processes import quiet_libraries
-
-    quiet_libraries()
-    return OfflineProgress(console)
-
-
-def _finish(out: Path, options: Any, result: Mapping[str, Any], table: list[list[str]], verdict: list[str], plot: str = "") -> None:
-    """Show the table and write the files."""
+def _measure(
+    options: Any,
+    run: Callable[[Any, OfflineProgress], Mapping[str, Any]],
+    table: Callable[[Mapping[str, Any]], Any],
+    verdict: Callable[[Mapping[str, Any]], list[str]],
+    out: Path,
+    plot: Callable[[Mapping[str, Any]], str] = lambda result: "",
+) -> None:
+    """Run a bench, show its table and write the files."""
     from rich.table import Table
 
     from medusa_ppo.bench.measuring import write_bench
 
-    shown = Table(*table[0])
-    for row in table[1:]:
+    with offline_progress() as progress:
+        result = run(options, progress)
+    (header, *rows), sentences = table(result), verdict(result)
+    shown = Table(*header)
+    for row in rows:
         shown.add_row(*row)
     console.print(shown)
-    for sentence in verdict:
-        console.print(sentence, highlight=False)
-    for path in write_bench(out, options, result, table, verdict, plot):
-        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    from heads.errors import ConfigError
-
-    try:
-        numbers = tuple(int(word) for word in _words(text))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ConfigError("These are not numbers of sequences.", given=text, expected="like 1,4,16,64", do="Correct --batches.")
-    return numbers
+    for line in sentences:
+        say(line)
+    for path in write_bench(out, options, result, [header, *rows], sentences, plot(result)):
+        say(f"Written: {path}")

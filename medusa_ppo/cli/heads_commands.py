@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from medusa_ppo.console import command, console
+from medusa_ppo.console import command, offline_progress, say
 from medusa_ppo.standalone.train_options import Dtype, Kind, Loss, TrainOptions
+
+Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
+Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")]
+Respond = Annotated[bool, typer.Option("--respond", help="Messages are prompts: the model answers in place of their last answer.")]
 
 
 @command
@@ -24,23 +31,16 @@ def convert(
 ) -> None:
     """Convert heads of kind medusa from any Medusa format to another. What can't be held is refused by name.
 
-    Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model ../shared/actors/gsm8k-4m[/bold]
+    Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model models/actor[/bold]
     """
     from medusa_ppo.exchange.convert import convert as convert_heads
     from medusa_ppo.exchange.hub import local_heads
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     done = convert_heads(local_heads(source), target, to, model, say)
     sizes = done.config
-    console.print(
-        f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}")
     for note in done.notes:
-        console.print(f"  note: {note}", highlight=False, markup=False, soft_wrap=True)
+        say(f"  note: {note}")
 
 
 @command
@@ -60,16 +60,9 @@ def push(
     from medusa_ppo.exchange.hub import model_card, push_heads
 
     if dry_run:
-        console.print(model_card(heads, repo, figures or ()), highlight=False, markup=False, soft_wrap=True)
+        say(model_card(heads, repo, figures or ()))
         return
-    console.print(f"Pushed: {push_heads(heads, repo, private=private, figures=figures or ())}", highlight=False, soft_wrap=True)
-
-
-Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
-Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")]
-Respond = Annotated[bool, typer.Option("--respond", help="Messages are prompts: the model answers in place of their last answer.")]
+    say(f"Pushed: {push_heads(heads, repo, private=private, figures=figures or ())}")
 
 
 DEFAULT = TrainOptions  # The class has the defaults.
@@ -110,8 +103,8 @@ def train(
     """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's rollouts, full texts, or chats.
     Interrupted, it goes on.
 
-    Example:  [bold]medusa-ppo train --model ../shared/actors/gsm8k-4m --data ../shared/data/gsm8k/train.jsonl
-    --template '<|endoftext|>Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
+    Example:  [bold]medusa-ppo train --model models/actor --data data/train.jsonl
+    --template $'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
     """
     given = dict(locals())  # The fields of TrainOptions have the names of these options.
     del given["dry_run"]
@@ -120,14 +113,14 @@ def train(
         from medusa_ppo.standalone.train import plan_training
 
         for name, value in plan_training(options):
-            console.print(f"{name:<28}{value}", highlight=False, soft_wrap=True)
+            say(f"{name:<28}{value}")
         return
     from medusa_ppo.standalone.train import train_heads
 
-    with _progress() as progress:
+    with offline_progress() as progress:
         result = train_heads(options, progress)
     length = result["replay_mean_acceptance_length"]
-    console.print(f"Heads: {out}   replay mean acceptance length {length:.3f}", highlight=False, soft_wrap=True)
+    say(f"Heads: {out}   replay mean acceptance length {length:.3f}")
 
 
 @command
@@ -157,17 +150,17 @@ def evaluate(
 ) -> None:
     """Measure what heads are worth: mean acceptance length, per position, with a confidence interval.
 
-    Example:  [bold]medusa-ppo eval --model ../shared/actors/gsm8k-4m --heads heads-gsm8k
-    --data ../shared/data/gsm8k/train.jsonl --template '<|endoftext|>Question: {question}\\nAnswer:' --engine vllm[/bold]
+    Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
+    --data data/train.jsonl --template $'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
     given = dict(locals())  # The fields of EvalOptions have the names of these options.
     files = {name: given.pop(name) for name in ("json_file", "markdown", "html")}
-    given["temperatures"] = _numbers(temperatures)
+    given["temperatures"] = numbers_of(temperatures, float, "temperatures", "like 0.3,0.7,1.0", "--temperatures")
     from medusa_ppo.exchange.hub import local_heads
     from medusa_ppo.standalone.evaluate import EvalOptions, evaluate_heads
 
     given["heads"] = local_heads(heads)
-    with _progress() as progress:
+    with offline_progress() as progress:
         result = evaluate_heads(EvalOptions(**given), progress)
     _show(result, files)
 
@@ -184,24 +177,22 @@ def _show(result: dict[str, Any], files: dict[str, Path | None]) -> None:
     if files["html"]:
         write_atomic(files["html"], render_eval_page(result))
     for line in lines(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
 
 
-def _progress() -> Any:
-    from medusa_ppo.console import OfflineProgress
-    from medusa_ppo.processes import quiet_libraries
-
-    quiet_libraries()
-    return OfflineProgress(console)
+def words_of(text: str) -> tuple[str, ...]:
+    """The parts of a list with commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def numbers_of(text: str, kind: Callable[[str], float], what: str, expected: str, option: str) -> tuple[float, ...]:
+    """Positive numbers from a list with commas. ConfigError when one is none."""
     from heads.errors import ConfigError
 
     try:
-        numbers = tuple(float(word) for word in text.split(",") if word.strip())
+        numbers = tuple(kind(word) for word in words_of(text))
     except ValueError:
-        numbers = (0.0,)
+        numbers = (0,)
     if any(number <= 0 for number in numbers):
-        raise ConfigError("These are no temperatures.", given=text, expected="like 0.3,0.7,1.0", do="Correct --temperatures.")
+        raise ConfigError(f"These are no {what}.", given=text, expected=expected, do=f"Correct {option}.")
     return numbers

@@ -1,23 +1,23 @@
-"""The figures of `medusa-ppo eval` for people: lines for the terminal, and a report in Markdown."""
+"""The figures of `medusa-ppo eval` for people: lines for the terminal, a report in Markdown, and a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from html import escape
-from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
-from medusa_ppo import __version__
 from medusa_ppo.reports import wording as w
+from medusa_ppo.reports.page import page_template
 from medusa_ppo.reports.svg import nice_ticks
 
 Figures = Mapping[str, Any]
 HEADINGS = ("tokens a step", "95 % interval", "accepted at position 1, 2, ...", "draft steps")
 COMPARED = ("the others", "difference", "its interval")
+ROW, TOP, BOTTOM = 34, 8, 26
+POSITIONS_HEIGHT = 180
+TONES = ("serving", "candidate")
 
 
 def lines(result: Figures) -> list[str]:
@@ -79,7 +79,7 @@ def markdown_report(result: Figures) -> str:
     for part in sections(result):
         parts += [f"## {part.title}", "", _row(part.header), f"|{'---|' * len(part.header)}", *map(_row, part.rows), ""]
     parts += ["## Settings", "", "| option | value |", "|---|---|"]
-    parts += [_row([key, str(value)]) for key, value in settings.items() if value not in ("", None, [], ())]
+    parts += [_row([key, str(value)]) for key, value in _given(result)]
     parts += ["", method(result), ""]
     return "\n".join(parts)
 
@@ -115,35 +115,31 @@ def _cells(figures: Figures) -> list[str]:
     return cells
 
 
+def _given(result: Figures) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())]
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-HERE = Path(__file__).parent
-ROW, TOP, BOTTOM = 34, 8, 26
-POSITIONS_HEIGHT = 180
-TONES = ("serving", "candidate")
-
-
-def render_eval_page(result: Mapping[str, Any]) -> str:
+def render_eval_page(result: Figures) -> str:
     """The page as one HTML text; nothing in it is loaded from anywhere."""
     parts = sections(result)
-    return _template().render(
+    return page_template("evaluation.html.jinja").render(
         heads=result["settings"]["heads"],
         headline=headline(result),
         verdict=f"Against {result['settings']['compare']}: {verdict(result)}." if "compare" in result else "",
         tiles=_tiles(result),
-        positions=Markup(draw_positions(_sets(result))),
+        positions=Markup(draw_positions([one["acceptance_per_position"] for one in (result, result.get("compare")) if one])),
         sections=[(part, Markup(draw_intervals(part.title, part.names, part.figures))) for part in parts],
-        legend=[(tone, name) for tone, name in zip(TONES, _names(result), strict=False)],
-        settings=[(key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())],
+        legend=list(zip(TONES, filter(None, (result["settings"]["heads"], result["settings"]["compare"])), strict=False)),
+        settings=_given(result),
         method=method(result),
-        product_version=__version__,
-        css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
     )
 
 
-def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Mapping[str, Any]]) -> str:
+def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures]) -> str:
     """A dot with its interval for each row; where two sets of heads are compared, the second one's below."""
     rows = [[row, *([row["compare"]] if "compare" in row else [])] for row in figures]
     ends = [end for row in rows for one in row for end in one["confidence_interval"]]
@@ -161,9 +157,7 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Mapping[s
             y = middle + (12 * place - 6 if len(row) > 1 else 0)
             low, high = (_percent(end, ticks) for end in one["confidence_interval"])
             x = _percent(one["mean_acceptance_length"], ticks)
-            said = (
-                f"{name}: {one['mean_acceptance_length']:.3f}, {one['confidence_interval'][0]:.3f} to {one['confidence_interval'][1]:.3f}"
-            )
+            said = "{}: {:.3f}, {:.3f} to {:.3f}".format(name, one["mean_acceptance_length"], *one["confidence_interval"])
             shapes.append(
                 f'<g class="t-{TONES[place]}"><title>{escape(said)}</title><line class="line" x1="{low}" x2="{high}" y1="{y}" y2="{y}"/>'
                 f'<circle class="fill" cx="{x}" cy="{y}" r="5"/></g>'
@@ -191,7 +185,7 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
     return _svg("Share of the draft steps that accepted the draft at position 1, 2, ...", POSITIONS_HEIGHT, "".join(shapes))
 
 
-def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _tiles(result: Figures) -> list[tuple[str, str, str]]:
     low, high = result["confidence_interval"]
     first = w.percent(next(iter(result["acceptance_per_position"]), None))
     speed = f"{w.whole(result['tokens_per_s'])} tokens/s, {result['prompts']} prompts"
@@ -207,14 +201,6 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _sets(result: Mapping[str, Any]) -> list[Sequence[float]]:
-    return [one["acceptance_per_position"] for one in (result, result.get("compare")) if one]
-
-
-def _names(result: Mapping[str, Any]) -> list[str]:
-    return [name for name in (result["settings"]["heads"], result["settings"]["compare"]) if name]
-
-
 def _percent(value: float, ticks: Sequence[float]) -> str:
     return f"{100 * (value - ticks[0]) / (ticks[-1] - ticks[0]):.2f}%"
 
@@ -226,11 +212,3 @@ def _short(name: str) -> str:
 
 def _svg(title: str, height: int, inner: str) -> str:
     return f'<svg class="plot" height="{height + BOTTOM}" role="img" tabindex="0" aria-label="{escape(title)}">{inner}</svg>'
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("evaluation.html.jinja")

@@ -19,12 +19,15 @@ from medusa_ppo.files import write_atomic
 from medusa_ppo.reports import svg, tables
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.markdown import render_markdown, verdict
 from medusa_ppo.reports.panels import Figure, Panels, spark_values
 from medusa_ppo.reports.records import META_FILE, METRICS_FILE, Run, read_run
 from medusa_ppo.reports.summary import build_summary
 
+logger = logging.getLogger(__name__)
+
 HERE = Path(__file__).parent
+SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE = "summary.json", "report.md", "report.html"
+REFRESH_S = 10
 
 
 def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, refresh_s: int = 0) -> str:
@@ -41,10 +44,10 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
     figures |= {"phases": panels.phases(), "passes": panels.passes()}
     learning, others = panels.learning(), panels.others()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
-    return _template().render(
+    return page_template("page.html.jinja").render(
         run=run,
         summary=summary,
-        verdict=verdict(summary),
+        verdict=tables.verdict(summary),
         status_text=_status_text(run, summary),
         tiles=tiles(run, summary),
         findings=find(run, summary),
@@ -64,8 +67,6 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         other=other,
         comparison=_comparison(run, summary, other),
         refresh_s=refresh_s,
-        product_version=__version__,
-        css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         data=_script_data(panels, [*figures.values(), *learning, *others]),
     )
@@ -116,17 +117,11 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
 def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Each phase's seconds and its share of the run; the time that no phase accounts for comes last."""
     phases = {name: value for name, value in summary["phases_s"].items() if value}
-    total = sum(phases.values())
-    if not total:
-        return []
-    wall = summary["wall_s"] or 0.0
-    if wall > total * 1.005:
-        phases["rest"] = wall - total
-        total = wall
-    return [
-        {"name": name, "seconds": w.seconds(value), "share": value / total, "text": w.percent(value / total)}
-        for name, value in phases.items()
-    ]
+    known, wall = sum(phases.values()), summary["wall_s"] or 0.0
+    if phases and wall > known * 1.005:
+        phases["rest"] = wall - known
+    shares = {name: value / sum(phases.values()) for name, value in phases.items()}
+    return [{"name": name, "seconds": w.seconds(phases[name]), "share": share, "text": w.percent(share)} for name, share in shares.items()]
 
 
 def _spark(run: Run, metric: str, tone: str) -> str:
@@ -170,19 +165,13 @@ def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
 
 
 @cache
-def _template() -> jinja2.Template:
+def page_template(name: str) -> jinja2.Template:
+    """A template that lies beside this file, with our style sheet in it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("page.html.jinja")
-
-
-logger = logging.getLogger(__name__)
-
-SUMMARY_FILE = "summary.json"
-MARKDOWN_FILE = "report.md"
-HTML_FILE = "report.html"
-REFRESH_S = 10
+    environment.globals |= {"css": Markup((HERE / "page.css").read_text(encoding="utf-8")), "product_version": __version__}
+    return environment.get_template(name)
 
 
 def write_report(run_dir: Path | str, html_path: Path | str | None = None, compare: Path | str | None = None) -> Path:
@@ -199,11 +188,11 @@ def write_report(run_dir: Path | str, html_path: Path | str | None = None, compa
     """
     run = read_run(run_dir)
     other = None if compare is None else read_run(compare)
+    target = Path(html_path or run.path / HTML_FILE)
     if html_path is None:
         write_files(run, other)
-        return run.path / HTML_FILE
-    target = Path(html_path)
-    write_atomic(target, render_page(run, build_summary(run), other=other))
+    else:
+        write_atomic(target, render_page(run, build_summary(run), other=other))
     return target
 
 
@@ -211,7 +200,7 @@ def write_files(run: Run, other: Run | None = None) -> dict[str, Any]:
     """Write summary.json, report.md and report.html into the run's folder; the summary comes back."""
     summary = build_summary(run)
     write_atomic(run.path / SUMMARY_FILE, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    write_atomic(run.path / MARKDOWN_FILE, render_markdown(run, summary))
+    write_atomic(run.path / MARKDOWN_FILE, tables.render_markdown(run, summary))
     write_atomic(run.path / HTML_FILE, render_page(run, summary, other=other))
     return summary
 
@@ -236,11 +225,11 @@ def follow(
         wait: sleeps for so many seconds; tests pass their own.
     """
     path = Path(run_dir)
-    target = Path(html_path) if html_path is not None else path / HTML_FILE
+    target = Path(html_path or path / HTML_FILE)
     seen: object = None
     try:
         while True:
-            mark = _fingerprint(path)
+            mark = _fingerprint(path)  # Before the run is read: what comes in between is seen next time.
             run = read_run(path)
             if run.status != "running":
                 break

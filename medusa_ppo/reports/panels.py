@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_ppo import metrics as m
 from medusa_ppo.reports import svg
 from medusa_ppo.reports.records import Run, number, numbers
-from medusa_ppo.reports.svg import Binned, Grid, Series, bin_values
+from medusa_ppo.reports.svg import Grid, Series, bin_values
 from medusa_ppo.reports.wording import FORMATS
 
 PAIR_DOTS_UP_TO = 60
@@ -19,67 +19,32 @@ MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
 PHASES = ((m.GENERATE_S, "generate"), (m.SCORE_S, "score"), (m.UPDATE_S, "update"), (m.SYNC_S, "sync"), (m.SWAP_S, "swap"))
 
 
-@dataclass(frozen=True)
-class Small:
-    """One small chart of a single metric: its place on the page, how its values are written, and what to look for."""
+class Small(NamedTuple):
+    """One small chart of a single metric: its place on the page, what to look for, and how its values are written."""
 
     key: str
     title: str
     metric: str
-    format: str
-    floor: float | None
     tone: str
     hint: str
+    format: str = "plain"
+    floor: float | None = 0.0
 
 
+RISES_SLOWLY = "Should rise slowly; a sudden jump is more often a loophole than a skill."
+LENGTH_GROWS = "Growth together with the reward: perhaps length is what is paid for."
+CUT_ARE_GUESSES = "Near zero is good: the reward of a cut one is a guess."
+GAP_GROWS = "Flat and small; growth means that syncs or dtypes don't match."
 SMALL = (
-    Small("right", "Right answers", m.CORRECT_FRAC, "percent", 0.0, "good", "Should rise; it is what PPO is for."),
-    Small(
-        "reward", "Reward", m.REWARD_MEAN, "plain", None, "good", "Should rise slowly; a sudden jump is more often a loophole than a skill."
-    ),
-    Small(
-        "kl",
-        "KL to the reference",
-        m.KL_REFERENCE,
-        "plain",
-        0.0,
-        "kl",
-        "Grows while the policy learns; it should not while the reward stands still.",
-    ),
-    Small(
-        "klupdate", "KL of one update", m.KL_UPDATE, "plain", 0.0, "kl", "Should stay below about 0.05 nats; spikes mean too large a step."
-    ),
-    Small(
-        "value", "Value loss", m.VALUE_LOSS, "plain", 0.0, "value", "Should fall and stay low; if it grows, the critic lost the rewards."
-    ),
-    Small(
-        "length",
-        "Response length",
-        m.RESPONSE_LENGTH,
-        "whole",
-        0.0,
-        "length",
-        "Growth together with the reward: perhaps length is what is paid for.",
-    ),
-    Small(
-        "truncated",
-        "Responses cut at the limit",
-        m.TRUNCATED_FRAC,
-        "percent",
-        0.0,
-        "length",
-        "Near zero is good: the reward of a cut one is a guess.",
-    ),
-    Small("clip", "Clipped ratios", m.CLIP_FRAC, "percent", 0.0, "kl", "A few percent are normal; above 30 % most of an update is lost."),
-    Small(
-        "gap",
-        "Engine against actor, log-prob",
-        m.LOGPROB_GAP,
-        "plain",
-        0.0,
-        "value",
-        "Flat and small; growth means that syncs or dtypes don't match.",
-    ),
+    Small("right", "Right answers", m.CORRECT_FRAC, "good", "Should rise; it is what PPO is for.", "percent"),
+    Small("reward", "Reward", m.REWARD_MEAN, "good", RISES_SLOWLY, floor=None),
+    Small("kl", "KL to the reference", m.KL_REFERENCE, "kl", "Grows while the policy learns; it should not while the reward stands still."),
+    Small("klupdate", "KL of one update", m.KL_UPDATE, "kl", "Should stay below about 0.05 nats; spikes mean too large a step."),
+    Small("value", "Value loss", m.VALUE_LOSS, "value", "Should fall and stay low; if it grows, the critic lost the rewards."),
+    Small("length", "Response length", m.RESPONSE_LENGTH, "length", LENGTH_GROWS, "whole"),
+    Small("truncated", "Responses cut at the limit", m.TRUNCATED_FRAC, "length", CUT_ARE_GUESSES, "percent"),
+    Small("clip", "Clipped ratios", m.CLIP_FRAC, "kl", "A few percent are normal; above 30 % most of an update is lost.", "percent"),
+    Small("gap", "Engine against actor, log-prob", m.LOGPROB_GAP, "value", GAP_GROWS),
 )
 
 
@@ -133,8 +98,8 @@ class Panels:
         return self._lines("mal", "Tokens per engine step", hint, series, height=MAL_HEIGHT, floor=1.0, format="length", marks=marks)
 
     def entropy(self) -> Figure:
-        series = [self._series(self._own("entropy, nats"), "entropy", m.ENTROPY), *self._overlays(m.ENTROPY)]
         hint = "A surer policy (lower entropy) is easier to draft for: acceptance that only mirrors this line is not the heads' doing."
+        series = self._single("entropy, nats", "entropy", m.ENTROPY)
         return self._lines("entropy", "Entropy of the policy", hint, series, height=ENTROPY_HEIGHT, floor=0.0)
 
     def positions(self) -> Figure:
@@ -152,14 +117,11 @@ class Panels:
 
     def passes(self) -> Figure:
         """How much the companion trained on each batch."""
-        series = [
-            self._series(self._own("passes over the batch"), "hidden", m.COMPANION_PASSES, connect=True),
-            *self._overlays(m.COMPANION_PASSES, connect=True),
-        ]
         hint = (
             "High while the serving heads lag behind what training reaches, low while it gains nothing. A line that stays high "
             "under a chart of acceptance that stays flat is work for nothing."
         )
+        series = self._single("passes over the batch", "hidden", m.COMPANION_PASSES, connect=True)
         return self._lines("passes", "How much the heads are trained", hint, series, height=SMALL_HEIGHT, floor=0.0)
 
     def speed(self) -> Figure:
@@ -197,10 +159,7 @@ class Panels:
         """The small charts on what PPO does; those without a single value are left out."""
         figures = []
         for small in SMALL:
-            series = [
-                self._series(self._own(small.title), small.tone, small.metric, format=small.format),
-                *self._overlays(small.metric, format=small.format),
-            ]
+            series = self._single(small.title, small.tone, small.metric, format=small.format)
             if any(item.values.present for item in series):
                 look = {"height": SMALL_HEIGHT, "floor": small.floor, "format": small.format}
                 figures.append(self._lines(small.key, small.title, small.hint, series, **look))
@@ -211,8 +170,8 @@ class Panels:
         described = m.describe()
         figures: list[Figure] = []
         for name in other_metrics(self.run):
-            series = [self._series(self._own(name), "rollouts", name, connect=True), *self._overlays(name, connect=True)]
             hint = described.get(name, "Logged by this run; the report knows no more about it.")
+            series = self._single(name, "rollouts", name, connect=True)
             figures.append(self._lines(f"x-{len(figures)}", name, hint, series, height=SMALL_HEIGHT))
         return figures
 
@@ -220,9 +179,9 @@ class Panels:
         column = self.run.column(metric) if isinstance(metric, str) else metric
         return Series(name, tone, bin_values(self.grid, self.steps, column), **options)
 
-    def _own(self, name: str) -> str:
-        """What a chart of a single metric calls its line: the metric, or the run where two are laid over each other."""
-        return self.run.name if self.other else name
+    def _single(self, name: str, tone: str, metric: str, **options: Any) -> list[Series]:
+        """The line of a chart of one metric; where two runs are laid over each other, each is called by its run."""
+        return [self._series(self.run.name if self.other else name, tone, metric, **options), *self._overlays(metric, **options)]
 
     def _overlay(self, metric: str | list[float | None], **options: Any) -> Series:
         assert self.other is not None, "an overlay needs a second run"
@@ -274,21 +233,10 @@ def rest_seconds(run: Run) -> list[float | None]:
 def other_metrics(run: Run) -> list[str]:
     """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
     shown = {m.STEP, m.WALL_S, m.HEADS_VERSION, m.MAL_SERVING, m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN, m.ENTROPY}
-    shown |= {
-        m.COMPANION_PASSES,
-        m.PAIR_DRAFTING_TOKENS_PER_S,
-        m.PAIR_PLAIN_TOKENS_PER_S,
-        m.TOKENS_PER_S,
-        m.COMPANION_HIDDEN_S,
-        m.PLUGIN_EXPOSED_S,
-    }
-    shown |= {metric for metric, _ in PHASES} | {small.metric for small in SMALL}
-    names: dict[str, None] = {}
-    for step in run.steps:
-        for name, value in step.items():
-            if name not in shown and name not in names and number(value) is not None:
-                names[name] = None
-    return list(names)
+    shown |= {m.COMPANION_PASSES, m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.TOKENS_PER_S, m.COMPANION_HIDDEN_S}
+    shown |= {m.PLUGIN_EXPOSED_S, *(metric for metric, _ in PHASES), *(small.metric for small in SMALL)}
+    logged = dict.fromkeys(name for step in run.steps for name, value in step.items() if number(value) is not None)
+    return [name for name in logged if name not in shown]
 
 
 def _hover(item: Series, grid: Grid) -> dict[str, Any]:
@@ -313,8 +261,6 @@ def spark_values(run: Run, metric: str, columns: int = 60) -> list[float | None]
     if not steps:
         return []
     full = Grid.over(steps)
-    span = full.width * full.count
-    width = -(-span // columns)
-    grid = Grid(full.first, width, -(-span // width))
-    binned: Binned = bin_values(grid, steps, run.column(metric))
-    return list(binned.mean)
+    width = -(-full.width * full.count // columns)
+    grid = Grid(full.first, width, -(-full.width * full.count // width))
+    return list(bin_values(grid, steps, run.column(metric)).mean)

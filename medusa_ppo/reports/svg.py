@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 
-from medusa_ppo.reports.wording import FORMATS, ratio, short
+from medusa_ppo.reports.wording import FORMATS, ratio, seconds, short
 
 MAX_COLUMNS = 360
 """About as many as a chart is pixels wide on a telephone; more would only make the page heavier."""
@@ -174,10 +174,7 @@ def draw_lines(
 ) -> str:
     """Lines over steps, with a band from lowest to highest where a column holds many steps."""
     scale, ticks = fit_scale(series, height, floor)
-    shapes = []
-    for item in series:
-        if grid.width > 1:
-            shapes.append(f'<path class="band t-{item.tone}" d="{_band(item.values, grid, scale)}"/>')
+    shapes = [f'<path class="band t-{item.tone}" d="{_band(item.values, grid, scale)}"/>' for item in series if grid.width > 1]
     for item in series:
         shapes.append(f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>')
         points = len(item.values.present)
@@ -188,10 +185,8 @@ def draw_lines(
     return _frame(key, title, describe(series), grid, scale, ticks, FORMATS[format], "".join(shapes), behind=behind)
 
 
-def draw_bars(
-    key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int, format: str = "seconds"
-) -> str:
-    """Stacked bars above the line for `up` and below it for `down`; one path per series."""
+def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int) -> str:
+    """Stacked bars of seconds above the line for `up` and below it for `down`; one path per series."""
     top = max((sum(values) for values in _stacks(up, grid)), default=0.0)
     bottom = max((sum(values) for values in _stacks(down, grid)), default=0.0)
     ticks = nice_ticks(-bottom, top or 1.0)
@@ -203,7 +198,7 @@ def draw_bars(
         for item, path in zip(side, _stack_paths(side, grid, scale, sign, gap), strict=True)
     ]
     shapes.append(f'<path class="base" d="M0 {_px(scale.y(0))}H{UNITS}"/>')
-    return _frame(key, title, describe([*up, *down]), grid, scale, ticks, lambda value: FORMATS[format](abs(value or 0.0)), "".join(shapes))
+    return _frame(key, title, describe([*up, *down]), grid, scale, ticks, lambda value: seconds(abs(value or 0.0)), "".join(shapes))
 
 
 def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34) -> str:
@@ -297,13 +292,8 @@ def _frame(
     labels = "".join(
         f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>' for tick in ticks
     )
-    return _svg(
-        key,
-        title,
-        description,
-        scale.height,
-        rules + labels + _step_axis(grid, scale.height) + behind + _data(scale.height, shapes) + front,
-    )
+    inner = rules + labels + _step_axis(grid, scale.height) + behind + _data(scale.height, shapes) + front
+    return _svg(key, title, description, scale.height, inner)
 
 
 def _svg(key: str, title: str, description: str, height: int, inner: str) -> str:
@@ -359,9 +349,7 @@ def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
 
 
 def _band(values: Binned, grid: Grid, scale: Scale) -> str:
-    out: list[str] = []
-    upper: list[str] = []
-    lower: list[str] = []
+    out, upper, lower = list[str](), list[str](), list[str]()
     for column, (low, high) in enumerate([*zip(values.low, values.high, strict=True), (None, None)]):
         if low is not None and high is not None:
             x = _px(UNITS * grid.center(column))

@@ -1,4 +1,4 @@
-"""Which trackers a run has: checked before anything starts, started once Ray is up."""
+"""Trackers: where a run's figures are shown while it goes on; checked before anything starts, started once Ray is up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,10 @@ from medusa_ppo.config import RunConfig
 PREFIX = "medusa_ppo_"
 RAY_PREFIX = "ray_"  # Ray puts it before every name that it exports.
 TAGS = ("run", "position")
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "ray": "ray"}
+"""Name in the configuration -> the package that it needs."""
+
+logger = logging.getLogger(__name__)
 
 
 class RayTracker:
@@ -68,7 +71,19 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class ServiceTracker:
+    """A run of a library with the calls of Weights & Biases."""
+
+    _run: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(ServiceTracker):
     """A Weights & Biases run. A resumed run is a new one in the same group: its name."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -77,29 +92,14 @@ class WandbTracker:
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(project=project, name=name, group=name, dir=str(folder), config=dict(config))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioTracker:
+class TrackioTracker(ServiceTracker):
     """A trackio run, kept on this machine unless trackio is set up otherwise."""
 
     def __init__(self, project: str, name: str, config: Mapping[str, Any], *, resumed: bool = False) -> None:
         import trackio
 
         self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow" if resumed else "never", embed=False)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -158,34 +158,15 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "ray": "ray"}
-"""Name in the configuration -> the package that it needs."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a tracker is told at its start.
-
-    Attributes:
-        project, name: under which it shows the run.
-        folder: the run's folder.
-        first_step: 0, or the step that a resumed run goes on with.
-        config: the run's configuration as plain data.
-    """
-
-    project: str
-    name: str
-    folder: Path
-    first_step: int = 0
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-STARTS: dict[str, Callable[[Setting], Tracker]] = {
-    "tensorboard": lambda s: TensorBoardTracker(s.folder / "tensorboard", s.first_step),
-    "wandb": lambda s: WandbTracker(s.project, s.name, s.folder, s.config),
-    "trackio": lambda s: TrackioTracker(s.project, s.name, s.config, resumed=s.first_step > 0),
-    "ray": lambda s: RayTracker(s.name),
+STARTS: dict[str, Callable[[RunConfig, int], Tracker]] = {
+    "tensorboard": lambda config, first_step: TensorBoardTracker(config.run_dir / "tensorboard", first_step),
+    "wandb": lambda config, _: WandbTracker(config.report.project, config.name, config.run_dir, config.model_dump(mode="json")),
+    "trackio": lambda config, first_step: TrackioTracker(
+        config.report.project, config.name, config.model_dump(mode="json"), resumed=first_step > 0
+    ),
+    "ray": lambda config, _: RayTracker(config.name),
 }
+"""Name in the configuration -> how it is started; the step is 0, or the one that a resumed run goes on with."""
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
@@ -202,12 +183,10 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 def start_trackers(config: RunConfig, first_step: int) -> TrackerGroup:
     """Start what `report.trackers` names; Ray must be up for `ray`. ConfigError when one does not start."""
-    report = config.report
-    setting = Setting(report.project, config.name, config.run_dir, first_step, config.model_dump(mode="json"))
     started: dict[str, Tracker] = {}
-    for name in report.trackers:
+    for name in config.report.trackers:
         try:
-            started[name] = STARTS[name](setting)
+            started[name] = STARTS[name](config, first_step)
         except Exception as error:  # Each library has errors of its own: not logged in, no network, a folder that can't be written.
             TrackerGroup(started).close()
             raise ConfigError(

@@ -71,10 +71,24 @@ def test_each_configuration_key_has_its_text(site: ModuleType) -> None:
     assert "| `companion.cores` | list of whole number | `[]` |" in page
 
 
+def test_the_list_of_files_is_whole(site: ModuleType) -> None:
+    """Every source file has its row, with all that its first paragraph says."""
+    tree = importlib.import_module("source_tree")
+    page = tree.tree_page()
+    files = [*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("configs/*.yaml")]
+    for file in (file for file in files if file.stat().st_size):
+        said = tree.purpose(file)
+        assert said.endswith((".", "?")) and not said.endswith("..."), f"{file.name} is cut off: {said}"
+        folder = file.parent.relative_to(ROOT).as_posix()
+        section = page.split(f"\n## {folder}/\n")[1].split("\n## ")[0]
+        assert any(form in section for form in (tree.escape(said), tree.cell(tree.escape(said)))), f"{folder}/{file.name}"
+    assert "| `targets.py` | The only place that shifts tokens" in page and "one-gpu.yaml" in page
+
+
 def test_all_documents_are_pages_with_links_that_hold(site: ModuleType, tmp_path: Path) -> None:
     site.build(tmp_path / "docs")
     pages = {file.relative_to(tmp_path / "docs" / "pages").as_posix() for file in (tmp_path / "docs" / "pages").rglob("*.md")}
-    assert {"index.md", "theory.md", "choosing.md", "api.md", "configuration.md", "commands/train.md", "format.md"} <= pages
+    assert {"index.md", "theory.md", "choosing.md", "api.md", "configuration.md", "commands/train.md", "format.md", "where.md"} <= pages
     assert {f"docs/{file.name}" for file in ROOT.glob("docs/*.md")} <= set(site.WRITTEN), "a document is no page"
     assert "[measured results](results.md)" in (tmp_path / "docs" / "pages" / "index.md").read_text()
     site.build(tmp_path / "docs")  # A second time, into the first one's place.

@@ -25,7 +25,7 @@ RUN_BY = {
     "medusa-ppo eval": ("tests/medusa_ppo/standalone/test_train_and_eval.py", "eval"),
     "medusa-ppo bench rollout": ("tests/medusa_ppo/bench/test_commands.py", "rollout"),
     "medusa-ppo report": ("tests/medusa_ppo/cli/test_cli.py", "report"),
-    "medusa-ppo doctor": ("tests/medusa_ppo/cli/test_doctor.py", "doctor"),
+    "medusa-ppo doctor": ("tests/medusa_ppo/cli/test_machine_checks.py", "doctor"),
     "medusa-ppo check-setup": ("tests/medusa_ppo/cli/test_check_setup.py", "check-setup"),
 }
 

@@ -6,8 +6,9 @@ import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from medusa_ppo.bench import heads_table, plugin_costs
 from medusa_ppo.bench import rollout_speed as rollout
-from medusa_ppo.bench.measuring import draw_ratios, write_bench
+from medusa_ppo.bench.measuring import draw_ratios, table_of, write_bench
 from medusa_ppo.bench.rollout_speed import RolloutBench
 
 
@@ -47,3 +48,29 @@ def test_rollout_table_and_verdict() -> None:
     first, second = rollout.verdict(result)
     assert "x1.60 at 1" in first and "x2.00 at 1" in second
     assert "1.60" in rollout.plot(result)
+
+
+def test_a_cell_without_a_figure_is_empty() -> None:
+    columns = {"name": "{name}", "range": "{low:.1f} to {high:.1f}"}
+    rows = [{"name": "a", "low": 1.0, "high": 2.0}, {"name": "b", "low": None, "high": 2.0}]
+    assert table_of(columns, rows) == [["name", "range"], ["a", "1.0 to 2.0"], ["b", ""]]
+
+
+def test_tables_of_the_other_benches() -> None:
+    swap = {"parameters": 12288, "bytes": 49152, "first_s": 0.8, "median_s": 0.28, "max_s": 0.9, "read_s": 0.12}
+    assert plugin_costs.swap_table(swap)[1] == ["12,288", "49,152", "0.800", "0.280", "0.900", "0.120"]
+    more = {"ratio_to_read": 2.3, "swaps_that_changed_the_drafts": 3, "swaps_compared": 3}
+    assert "x2.3 of reading" in plugin_costs.swap_verdict({**swap, **more})[0]
+    cost = {"seconds_without": 2.0, "seconds_with": 2.1, "cost": 1.05, "cost_low": 1.0, "cost_high": 1.1, "exposed_share": 0.031}
+    assert plugin_costs.companion_table({**cost, "companion_s_per_step": 1.5})[1] == [
+        "2.00",
+        "2.10",
+        "1.050",
+        "1.000 to 1.100",
+        "3.1%",
+        "1.50",
+    ]
+    assert "x1.050 of one without" in plugin_costs.companion_verdict(cost)[0]
+    row = {"kind": "hydra", "loss": "tv", "parameters": 2_620_000, "one_hot": 1.588, "sampled": 1.869, "draft_temperature": 1.0}
+    table = heads_table.table({"rows": [{**row, "train_tokens_per_s": 4321.0}]})
+    assert table[1] == ["hydra", "tv", "2.62 M", "1.588", "1.869", "1.0", "4321"]

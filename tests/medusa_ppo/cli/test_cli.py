@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from medusa_ppo.cli import app
 
-COMMANDS = ["demo", "ppo", "plan", "train", "eval", "convert", "push", "report", "doctor"]
+COMMANDS = ["demo", "ppo", "plan", "train", "eval", "convert", "push", "report", "doctor", "check-setup"]
 
 
 def run(*arguments: str, code: int) -> str:

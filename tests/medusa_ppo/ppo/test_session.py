@@ -116,7 +116,7 @@ def test_trackers_see_every_step_and_are_closed(tmp_path: Path, actor_folder: Pa
         def close(self) -> None:
             scene.events.append("tracker closed")
 
-    monkeypatch.setitem(make.STARTS, "ray", lambda setting: Recorder())
+    monkeypatch.setitem(make.STARTS, "ray", lambda *_: Recorder())
     config = settings(tmp_path, actor_folder)
     config = config.model_copy(update={"report": config.report.model_copy(update={"trackers": ("ray",)})})
     assert run_ppo(config)["steps"] == STEPS

@@ -19,12 +19,11 @@ from heads.errors import UsageError
 from medusa_ppo import metrics
 from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.reports import wording as w
-from medusa_ppo.reports.markdown import summary_rows
 from medusa_ppo.reports.page import follow, render_page, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
 from medusa_ppo.reports.records import Run, read_run
 from medusa_ppo.reports.summary import build_summary
-from medusa_ppo.reports.tables import config_rows, shown_versions, version_rows
+from medusa_ppo.reports.tables import config_rows, shown_versions, summary_rows, version_rows
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}

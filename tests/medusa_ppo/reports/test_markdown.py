@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from medusa_ppo.reports import wording
-from medusa_ppo.reports.markdown import render_markdown, summary_rows, verdict
 from medusa_ppo.reports.records import Run, read_run
 from medusa_ppo.reports.summary import build_summary
+from medusa_ppo.reports.tables import render_markdown, summary_rows, verdict
 
 
 def test_the_report_has_each_figure_with_its_pair(runs: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.reports.markdown import summary_rows
 from medusa_ppo.reports.records import Run, read_run
 from medusa_ppo.reports.summary import (
     SUMMARY_KEYS,
@@ -17,7 +16,7 @@ from medusa_ppo.reports.summary import (
     mean_acceptance_length,
     window_steps,
 )
-from medusa_ppo.reports.tables import flatten
+from medusa_ppo.reports.tables import flatten, summary_rows
 
 OPEN_ENDED = ("versions", "extras")
 

@@ -41,18 +41,18 @@ def test_a_tracker_that_does_not_start_closes_the_others(tmp_path: Path, monkeyp
     closed = []
 
     class Started:
-        def __init__(self, setting: make.Setting) -> None:
-            self.setting = setting
-            assert (setting.project, setting.name, setting.first_step) == ("mine", "run", 4)
-            assert setting.folder == tmp_path / "run" and setting.config["name"] == "run"
+        def __init__(self, config: RunConfig, first_step: int) -> None:
+            assert (config.report.project, config.name, first_step) == ("mine", "run", 4)
+            assert config.run_dir == tmp_path / "run"
+            self.name = config.name
 
         def log(self, step: int, values: object) -> None:
             raise AssertionError("nothing was logged")
 
         def close(self) -> None:
-            closed.append(self.setting.name)
+            closed.append(self.name)
 
-    def refuse(_: make.Setting) -> Started:
+    def refuse(*_: object) -> Started:
         raise RuntimeError("not logged in")
 
     monkeypatch.setitem(make.STARTS, "ray", Started)

@@ -6,11 +6,11 @@ import importlib.metadata
 
 import pytest
 
-from medusa_ppo.cli import doctor
+from medusa_ppo.cli import machine_checks
 
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
-    checks = list(doctor.run_checks(quick=True))
+    checks = list(machine_checks.run_checks(quick=True))
     assert {"Python", "Memory", "vLLM", "Plug-in registered", "torch", "ray"} <= {check.name for check in checks}
     assert all(check.found for check in checks)
     assert [check.name for check in checks if not check.ok] == []
@@ -18,8 +18,8 @@ def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.30.1", "1.0.0"])
 def test_another_vllm_is_a_fault_with_a_next_step(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(doctor, "vllm_version", lambda: version)
-    check = next(c for c in doctor.run_checks(quick=True) if c.name == "vLLM")
+    monkeypatch.setattr(machine_checks, "vllm_version", lambda: version)
+    check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "vLLM")
     assert not check.ok and version in check.found and "make setup" in check.do
 
 
@@ -28,5 +28,13 @@ def test_a_package_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch)
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    faults = {check.name for check in doctor.run_checks(quick=True) if not check.ok}
+    faults = {check.name for check in machine_checks.run_checks(quick=True) if not check.ok}
     assert {"torch", "ray", "transformers", "datasets", "vLLM"} <= faults
+
+
+def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "gpu_names", lambda: ["Some GPU, 81559 MiB"])
+    for cpu, ok in ((True, False), (False, True)):
+        monkeypatch.setattr(machine_checks, "is_cpu_build", lambda cpu=cpu: cpu)
+        check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "GPUs")
+        assert check.ok is ok and "Some GPU" in check.found and "STACK=cuda" in check.do

@@ -12,12 +12,12 @@ from medusa_ppo import metrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 sys.path.insert(0, str(PAGE.parent / "site"))
-from glossary import fill, unit  # noqa: E402  (not a package: what builds the site)
+from metric_tables import fill, unit  # noqa: E402  (not a package: what builds the site)
 
 
 def test_the_page_is_what_the_code_would_write() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert fill(text) == text, "run: python docs/site/glossary.py docs/metrics.md"
+    assert fill(text) == text, "run: python docs/site/metric_tables.py docs/metrics.md"
     for name, what in metrics.describe().items():
         assert f"| `{name}` |" in text and what in text
 

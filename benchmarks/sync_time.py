@@ -1,6 +1,6 @@
 """Seconds until a new actor is in all engines, as a file and as a broadcast in turn, for pools of one and of two engines.
 
-    python benchmarks/actor_sync.py --model DIR [--engines 1 2] [--rounds 10] [--bucket-bytes 268435456]
+    python benchmarks/sync_time.py --model DIR [--engines 1 2] [--rounds 10] [--bucket-bytes 268435456]
 
 Real engines in Ray actors, started once: both ways go to the same engines, through `ActorSync` as a run's loop does it. A round has one
 sync of each kind, the order changing with every round; the first two rounds are thrown away. Wall time holds for this machine and for what

@@ -1,6 +1,6 @@
 """The tables of docs/metrics.md, made from metrics.describe() and SUMMARY_KEYS so that the page can't fall behind the code.
 
-`python docs/site/glossary.py docs/metrics.md` writes them anew between the page's markers.
+`python docs/site/metric_tables.py docs/metrics.md` writes them anew between the page's markers.
 """
 
 from __future__ import annotations

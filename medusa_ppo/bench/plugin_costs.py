@@ -1,8 +1,10 @@
-"""`medusa-ppo bench companion`: the wall time of PPO's score and update with and without the companion, in turn on the same rollouts."""
+"""`medusa-ppo bench companion` and `swap`: what the companion costs a PPO step, and how soon new heads draft in a running engine."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +15,13 @@ from typing import Any
 
 import torch
 
+from heads.checkpoint import load_heads, load_state, save_state
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
-from medusa_ppo.bench.measuring import PairedRates, run_rounds
-from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.bench.measuring import PairedRates, Table, run_rounds, table_of
+from medusa_ppo.config import EngineConfig, RunConfig, build_config
 from medusa_ppo.console import Advance, OfflineProgress
-from medusa_ppo.engines.ray_engine import make_engine
+from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner, Tap
@@ -31,6 +34,23 @@ from medusa_ppo.types import Rollouts, Sampling
 WITHOUT, WITH = "without", "with the companion"
 RESPONSES = 4
 DRAIN_S = 600.0
+PROBE_SCALE = 0.5
+COMPANION_COLUMNS = {
+    "s without": "{seconds_without:.2f}",
+    "s with": "{seconds_with:.2f}",
+    "ratio": "{cost:.3f}",
+    "range": "{cost_low:.3f} to {cost_high:.3f}",
+    "exposed share": "{exposed_share:.1%}",
+    "companion, s a step": "{companion_s_per_step:.2f}",
+}
+SWAP_COLUMNS = {
+    "parameters": "{parameters:,.0f}",
+    "bytes": "{bytes:,.0f}",
+    "first swap, s": "{first_s:.3f}",
+    "swap, s, median": "{median_s:.3f}",
+    "swap, s, longest": "{max_s:.3f}",
+    "reading the file, s": "{read_s:.3f}",
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +92,9 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
                     rates = timed.take_turns(bench.rounds, advance)
             finally:
                 timed.plugin.close()
-    costs = [1 / ratio for ratio in rates.ratios(WITH)]
+    costs = rates.ratios(WITHOUT)  # Steps a second without, over steps a second with.
     return {
-        "cost": 1 / rates.median_ratio(WITH),
+        "cost": statistics.median(costs),
         "cost_low": min(costs),
         "cost_high": max(costs),
         "seconds_without": 1 / rates.median_rate(WITHOUT),
@@ -115,7 +135,7 @@ class _Timed:
             self._ppo(number, None)
             return 1 / (time.perf_counter() - began)
 
-        return run_rounds({WITHOUT: without, WITH: with_companion}, WITHOUT, rounds)
+        return run_rounds({WITHOUT: without, WITH: with_companion}, WITH, rounds)
 
     def _ppo(self, number: int, tap: Tap | None) -> None:
         """Score and update as the loop does. What the rewards are does not matter for the time."""
@@ -162,24 +182,91 @@ def _pinned(cores: Sequence[int]) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def table(result: Mapping[str, Any]) -> list[list[str]]:
+def companion_table(result: Mapping[str, Any]) -> Table:
     """Header and one row."""
-    return [
-        ["s without", "s with", "ratio", "range", "exposed share", "companion, s a step"],
-        [
-            f"{result['seconds_without']:.2f}",
-            f"{result['seconds_with']:.2f}",
-            f"{result['cost']:.3f}",
-            f"{result['cost_low']:.3f} to {result['cost_high']:.3f}",
-            f"{result['exposed_share']:.1%}",
-            f"{result['companion_s_per_step']:.2f}",
-        ],
-    ]
+    return table_of(COMPANION_COLUMNS, [result])
 
 
-def verdict(result: Mapping[str, Any]) -> list[str]:
+def companion_verdict(result: Mapping[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
     return [
         f"A PPO step (score and update) with the companion takes x{result['cost']:.3f} of one without; the loop spends "
         f"{result['exposed_share']:.1%} of it in the plugin."
+    ]
+
+
+@dataclass(frozen=True)
+class SwapBench:
+    """What is swapped, and how often."""
+
+    model: str
+    heads: str
+    repeats: int = 10
+    seed: int = 0
+
+
+def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
+    """Swap two states of the heads in turn; after each swap the engine drafts on fixed hidden states.
+
+    Raises:
+        ModelError, CheckpointError: unusable model or heads.
+        SwapError: the engine did not take the heads.
+    """
+    heads, _ = load_heads(bench.heads)
+    generator = torch.Generator().manual_seed(bench.seed)
+    first = {name: tensor.float().contiguous() for name, tensor in heads.trainable_state().items()}
+    other = {name: _disturbed(tensor, generator) for name, tensor in first.items()}
+    hidden = torch.randn(64, heads.config.hidden_size, generator=generator)
+    last_ids = torch.randint(heads.config.vocab_size, (64,), generator=generator).tolist()
+    swaps, reads, drafts = [], [], []
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        files = [Path(folder) / name for name in ("a.safetensors", "b.safetensors")]
+        for file, state in zip(files, (first, other), strict=True):
+            save_state(file, state)
+        config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=64, threads=max(1, torch.get_num_threads()))
+        progress.say("Starting the engine ...")
+        with (
+            local_ray(cpus=config.threads),
+            RayEngine(bench.model, bench.heads, config, bench.seed) as engine,
+            progress.phase("Swaps", bench.repeats) as advance,
+        ):
+            for version in range(1, bench.repeats + 1):
+                file = files[version % 2]
+                began = time.perf_counter()
+                load_state(file)
+                reads.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                engine.swap_heads(file, version)
+                swaps.append(time.perf_counter() - began)
+                drafts.append(engine.probe(hidden.tolist(), last_ids))
+                advance(1, f"{swaps[-1]:.3f} s")
+    changed = sum(before != after for before, after in itertools.pairwise(drafts))
+    return {
+        "parameters": sum(tensor.numel() for tensor in first.values()),
+        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in first.values()),
+        "first_s": swaps[0],
+        "median_s": statistics.median(swaps),
+        "max_s": max(swaps),
+        "read_s": statistics.median(reads),
+        "ratio_to_read": statistics.median(swap / read for swap, read in zip(swaps, reads, strict=True)),
+        "swaps_that_changed_the_drafts": changed,
+        "swaps_compared": max(0, bench.repeats - 1),
+    }
+
+
+def _disturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Other heads of the same sizes."""
+    return tensor + PROBE_SCALE * tensor.std().clamp_min(0.02) * torch.randn(tensor.shape, generator=generator)
+
+
+def swap_table(result: Mapping[str, Any]) -> Table:
+    """Header and one row."""
+    return table_of(SWAP_COLUMNS, [result])
+
+
+def swap_verdict(result: Mapping[str, Any]) -> list[str]:
+    """The sentences that a reader wants first."""
+    return [
+        f"{result['parameters'] / 1e6:.1f}M parameters swap in {result['median_s']:.3f} s, x{result['ratio_to_read']:.1f} of reading and "
+        f"checking their file; the drafts changed after {result['swaps_that_changed_the_drafts']} of {result['swaps_compared']} swaps."
     ]

@@ -1,0 +1,206 @@
+"""`medusa-ppo doctor` and `check-setup`: what this machine has and whether the engine samples honestly; what shows that GPUs work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from medusa_ppo.reports.store import GIB, gpu_names
+from medusa_ppo.vllm_plugin.registration import CHECKED, is_checked, is_cpu_build, vllm_version
+
+MIN_MEMORY_GIB = 6.0
+MIN_SHM_GIB = 1.0
+MIN_DISK_GIB = 2.0
+PROBE_TIMEOUT_S = 300
+# Versions the package was checked with; pyproject.toml says the same for pip.
+RANGES = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
+RAY_PROBE = (
+    "import ray; ray.init(num_cpus=1, include_dashboard=False, logging_level='ERROR', object_store_memory=100_000_000);"
+    "print(ray.get(ray.remote(lambda: 6 * 7).remote())); ray.shutdown()"
+)
+RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: `do` is the next step for the reader and only shown when `ok` is false."""
+
+    name: str
+    ok: bool
+    found: str
+    do: str = ""
+
+
+def run_checks(quick: bool = False) -> Iterator[Check]:
+    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray and an engine."""
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    yield Check("Python", (3, 11) <= sys.version_info[:2] < (3, 13), found, "Use Python 3.11 or 3.12: make setup PYTHON=python3.11")
+    yield from (_memory(), _shared_memory(), _disk(), *map(_package, RANGES), _vllm(), _gpus(), _entry_point())
+    if not quick:
+        yield _ray()
+        yield from _engine()
+
+
+def _memory() -> Check:
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}, {os.cpu_count()} cores"
+    return Check("Memory", memory.available / GIB >= MIN_MEMORY_GIB, found, f"Free at least {MIN_MEMORY_GIB:.0f} GiB: end other programs.")
+
+
+def _shared_memory() -> Check:
+    if not os.path.isdir("/dev/shm"):
+        return Check("Shared memory", True, "no /dev/shm here; temporary files are used instead")
+    free = shutil.disk_usage("/dev/shm").free / GIB
+    return Check("Shared memory", free >= MIN_SHM_GIB, f"{free:.1f} GiB free in /dev/shm", "Enlarge /dev/shm (docker run --shm-size=8g).")
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(".").free / GIB
+    return Check("Disk", free >= MIN_DISK_GIB, f"{free:.1f} GiB free here", f"Free at least {MIN_DISK_GIB:.0f} GiB.")
+
+
+def _package(name: str) -> Check:
+    low, high = RANGES[name]
+    do = f"Install {name}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}: make setup"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, False, "not installed", do)
+    return Check(name, low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high, version, do)
+
+
+def _vllm() -> Check:
+    version = vllm_version()
+    found = f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)" if version else "not installed"
+    do = f"Install vLLM {' or '.join(CHECKED)}: make setup (it picks the CPU or the CUDA build)"
+    return Check("vLLM", bool(version) and is_checked(version), found, do)
+
+
+def _gpus() -> Check:
+    names = gpu_names()
+    found = "; ".join(names) or "none, everything runs on the CPU"
+    return Check("GPUs", not (names and is_cpu_build()), found, "vLLM's CPU build leaves them idle: make setup STACK=cuda")
+
+
+def _entry_point() -> Check:
+    names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
+    ok = "medusa_ppo" in names
+    found = "registered" if ok else f"not among {names or 'none'}"
+    return Check("Plug-in registered", ok, found, "Install this package (make setup): vLLM finds the plug-in by its entry point.")
+
+
+def _ray() -> Check:
+    ok, answer = _python("-c", RAY_PROBE, environment=RAY_ENVIRONMENT)
+    ok = ok and answer.endswith("42")
+    return Check("Ray starts", ok, "a local cluster ran a task" if ok else answer, "Look for left-over Ray processes: ray status, ray stop")
+
+
+def _engine() -> Iterator[Check]:
+    """Start a tiny engine in a process of its own; it says which plug-in it loaded and how it samples."""
+    ok, answer = _python("-m", "medusa_ppo.engines.probe")
+    if not ok:
+        do = "Free memory and cores, then run `python -m medusa_ppo.engines.probe` and read what it prints."
+        yield Check("Engine starts", False, answer, do)
+        return
+    report = json.loads(answer)
+    yield Check("Engine starts", True, f"vLLM {report['vllm']}, worker process {report['pid']}")
+    mends = f"mends: {', '.join(report['mends']) or 'none needed'}"
+    yield Check("Plug-in loaded", report["active"], mends, "Unset VLLM_PLUGINS, or let it name medusa_ppo.")
+    yield Check(
+        "Honest sampling",
+        abs(report["z"]) < report["limit"],
+        f"{report['tokens']} tokens drafted at temperature {report['temperature']}: {report['z']:+.2f} standard errors off",
+        "Do not trust any figure at temperature > 0 here: the sampler is wrong. Report this with the lines above.",
+    )
+
+
+def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple[bool, str]:
+    """Whether a Python process ended well, and the last line of what it printed (or of its errors)."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            env={**os.environ, **(environment or {})},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer in {PROBE_TIMEOUT_S} s"
+    if done.returncode == 0:
+        return True, done.stdout.strip().rpartition("\n")[2]
+    return False, done.stderr.strip().rpartition("\n")[2][:300] or "no output"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command that shows that a part of a setup with GPUs works.
+
+    Attributes:
+        shows: what works when it ends well.
+        needs: the hardware, and what must be there before.
+        command: as it is typed in the checkout's folder.
+        prints: words that must stand in what it prints.
+        means: what to read from them.
+    """
+
+    shows: str
+    needs: str
+    command: str
+    prints: tuple[str, ...]
+    means: str
+
+
+def setup_steps(model: str, data: str) -> tuple[Step, ...]:
+    """The five commands, in the order in which they should be run: each relies on those before."""
+    given = f"model.path={model} data.path={data}"
+    # A job of Ray's starts in a folder of Ray's own.
+    there = "model.path={} data.path={}".format(*(os.path.abspath(name) if os.path.exists(name) else name for name in (model, data)))
+    return (
+        Step(
+            "the packages fit the machine, vLLM loads our plug-in, and drafts do not change what is sampled",
+            "one GPU",
+            "medusa-ppo doctor",
+            ("GPUs", "GPU build", "Honest sampling", "All checks passed."),
+            "The line GPUs names yours, the line vLLM says GPU build.",
+        ),
+        Step(
+            "heads train on the GPU and leave nothing on it",
+            "one GPU",
+            "make test-gpu",
+            ("passed",),
+            "No test is said to have failed or to be skipped.",
+        ),
+        Step(
+            "PPO, engine and companion share a GPU, and new heads reach the engine",
+            "one GPU with 80 GiB; the model; data whose rows have a question, and an answer after #### as GSM8K's",
+            f"medusa-ppo ppo --config configs/one-gpu.yaml name=check-setup {given} ppo.steps=20 report.speed_every=5",
+            ("Tokens per engine step, first published heads -> last steps", "Report: "),
+            "The second number of that line is above the first, and the report (in runs/check-setup) has no warning.",
+        ),
+        Step(
+            "drafting pays on this GPU",
+            "the same GPU; what the command before left behind",
+            "medusa-ppo bench rollout --model runs/check-setup/actor --heads runs/check-setup/heads-final "
+            f"--data {data} --template $'Question: {{question}}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
+            ("Ours against no speculation: ",),
+            "Above x1.00 drafting pays; at numbers of sequences where it is below, set engine.choose_drafts=true or draft less.",
+        ),
+        Step(
+            "a run finds its nodes through Ray",
+            "two nodes, 8 GPUs in the first (where this is run) and two in the second, the checkout under the same path on both, Ray with "
+            "its job server (ray[default]) started on both as configs/two-nodes.yaml says",
+            "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1 --entrypoint-resources='{\"engines\": 0.001}' -- "
+            f"medusa-ppo ppo --config $PWD/configs/two-nodes.yaml out=$PWD/runs name=check-cluster {there} ppo.steps=5",
+            ("Report: ", "succeeded"),
+            "Ray's last line says that the job succeeded.",
+        ),
+    )

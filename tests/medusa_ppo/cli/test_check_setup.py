@@ -1,0 +1,70 @@
+"""check-setup: the five commands for a setup with GPUs are real, follow from each other, and print what they are said to print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from medusa_ppo.cli import app, machine_checks
+from medusa_ppo.config import load_config
+from medusa_ppo.ppo.session import ACTOR_FOLDER, HEADS_FOLDER
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = machine_checks.setup_steps("models/actor", "data/rows.jsonl")
+
+
+def parsed(words: list[str]) -> dict[str, object]:
+    """The arguments of one of our commands as its own parser reads them; nothing is run."""
+    command = get_command(app)
+    assert words.pop(0) == "medusa-ppo"
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    return command.make_context(command.name, words).params
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: " ".join(step.command.split()[:3]))
+def test_each_command_is_real(step: machine_checks.Step) -> None:
+    # $'...' is bash's way to write a line break, which shlex does not know.
+    words = shlex.split(re.sub(r"\$('[^']*')", lambda match: match[1].replace("\\n", "\n"), step.command))
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) and "-m gpu" in (ROOT / "Makefile").read_text()
+        return
+    if words[0] == "ray":
+        from ray.dashboard.modules.job.cli import submit
+
+        given = submit.make_context("submit", words[3:]).params
+        assert words[1:3] == ["job", "submit"] and given["entrypoint_num_gpus"] == 1
+        words = list(given["entrypoint"])
+    values = parsed(words)
+    if "config" in values:
+        config = load_config(ROOT / str(values["config"]).removeprefix("$PWD/"), values["overrides"])  # type: ignore[arg-type]
+        assert config.model.path == "models/actor" and config.data.path == "data/rows.jsonl" and config.name in step.command
+
+
+def test_the_bench_takes_what_the_run_before_leaves_behind() -> None:
+    run, bench = STEPS[2].command, STEPS[3].command
+    named = re.search(r"name=(\S+)", run)
+    assert named is not None and load_config().out == "runs"
+    folder = f"runs/{named[1]}"
+    assert f"--model {folder}/{ACTOR_FOLDER} --heads {folder}/{HEADS_FOLDER} " in bench
+    template = load_config(ROOT / "configs" / "one-gpu.yaml").data.template
+    assert f"--template $'{template}'".replace("\n", "\\n") in bench
+
+
+def test_what_they_must_print_stands_in_the_code() -> None:
+    ours = "".join(path.read_text() for path in (ROOT / "medusa_ppo").rglob("*.py") if path.name != "machine_checks.py")
+    ours += str([check.name for check in machine_checks.run_checks(quick=True)]) + "Honest sampling"
+    foreign = {"GPU build", "passed", "succeeded"}  # Of vLLM's line on a machine with GPUs, pytest and Ray.
+    assert [words for step in STEPS for words in step.prints if words not in ours and words not in foreign] == []
+
+
+def test_they_are_printed_whole() -> None:
+    done = CliRunner().invoke(app, ["check-setup", "--model", "models/actor", "--data", "data/rows.jsonl"])
+    assert done.exit_code == 0 and len(STEPS) == 5
+    for step in STEPS:
+        assert step.command in done.output and step.needs in done.output and all(words in done.output for words in step.prints)
