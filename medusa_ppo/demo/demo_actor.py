@@ -206,9 +206,9 @@ def _pad(documents: list[tuple[list[int], list[int]]], end_id: int) -> tuple[tor
 def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
     """The same function, in float32, with `intermediate` neurons in each feed-forward layer, most of which say nothing.
 
-    The new ones are read and multiplied as any others, but what they put into the residual stream is zero. So text that is as
-    foreseeable as a task's comes from an actor whose weights a CPU has to fetch from memory, without training a large one: whatever is
-    measured with it has to say so. In PPO the new part learns as the rest does.
+    The new ones are read and multiplied as any others, but their gates are closed and nobody listens to them, so they get no gradient
+    either: PPO learns what it learns with the small actor. So text that is as foreseeable as a task's comes from an actor whose weights
+    a CPU has to fetch from memory, without training a large one: whatever is measured with it has to say so.
     """
     config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
     with torch.random.fork_rng(devices=[]):
@@ -216,8 +216,8 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
         large = LlamaForCausalLM(config).float()
     given = small.state_dict()
     for name, parameter in large.named_parameters():
-        if name.endswith("down_proj.weight"):
-            parameter.zero_()  # What the new neurons say is not listened to.
+        if name.endswith(("down_proj.weight", "gate_proj.weight")):
+            parameter.zero_()
         parameter[tuple(slice(0, size) for size in given[name].shape)] = given[name]
     return large.eval()
 

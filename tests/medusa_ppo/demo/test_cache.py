@@ -103,4 +103,8 @@ def test_a_grown_actor_writes_what_the_small_one_writes_and_is_called_grown(tmp_
     assert grown.config.intermediate_size == 96 and small.config.intermediate_size == 64
     ids_BT = torch.arange(40)[None]
     torch.testing.assert_close(grown(ids_BT).logits, small(ids_BT).logits)
+    grown(ids_BT).logits.logsumexp(-1).sum().backward()
+    mlp, old = grown.model.layers[0].mlp, small.config.intermediate_size
+    new = (mlp.gate_proj.weight.grad[old:], mlp.up_proj.weight.grad[old:], mlp.down_proj.weight.grad[:, old:])
+    assert mlp.gate_proj.weight.grad.any() and not any(part.any() for part in new), "they stay silent while the actor learns"
     assert actor_note(small_folder) is None and "neurons that say nothing" in str(actor_note(grown_folder))
