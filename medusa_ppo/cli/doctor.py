@@ -10,32 +10,34 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
-from medusa_ppo.vllm_plugin.registration import CHECKED, is_checked, is_cpu_build, vllm_version
+from medusa_ppo.vllm_plugin.registration import TESTED, is_allowed, is_cpu_build, is_tested, vllm_version
 
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 2.0
 PROBE_TIMEOUT_S = 300
 # Versions the package was checked with; pyproject.toml says the same for pip.
-RANGES = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
+RANGES = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
 GIB = 1024**3
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `do` is the next step for the reader and only shown when `ok` is false."""
+    """One finding: `do` is the next step for the reader and only shown when `ok` is false; `warn` marks what may turn out well."""
 
     name: str
     ok: bool
     found: str
     do: str = ""
+    warn: bool = False
 
 
 def run_checks(quick: bool = False) -> Iterator[Check]:
-    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray and an engine."""
+    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray, vLLM and an engine."""
     checks: list[Callable[[], Check]] = [_python, _memory, _shared_memory, _disk]
     checks += [_package(name) for name in RANGES]
     checks += [_vllm, _entry_point]
@@ -43,6 +45,7 @@ def run_checks(quick: bool = False) -> Iterator[Check]:
         yield check()
     if not quick:
         yield _ray()
+        yield from _hooks()
         yield from _engine()
 
 
@@ -85,10 +88,26 @@ def _package(name: str) -> Callable[[], Check]:
 
 def _vllm() -> Check:
     version = vllm_version()
-    do = f"Install vLLM {' or '.join(CHECKED)}: make setup (it picks the CPU or the CUDA build)"
+    do = f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the CUDA build)"
     if not version:
         return Check("vLLM", False, "not installed", do)
-    return Check("vLLM", is_checked(version), f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)", do)
+    found = f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)"
+    if is_allowed(version) and not is_tested(version):
+        return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
+    return Check("vLLM", is_allowed(version), found, do)
+
+
+def _hooks() -> Iterator[Check]:
+    """The names inside vLLM that we rely on, one finding each; looked for in a process of their own, which imports vLLM."""
+    hooks = _answer("medusa_ppo.vllm_plugin.hook_table", "Hooks")
+    if isinstance(hooks, Check):
+        yield hooks
+        return
+    for hook in hooks:
+        found = hook["fault"] or f"({hook['runner']}, {hook['releases']}, {hook['checked']})"
+        yield Check(
+            f"Hook: {hook['need']}", not hook["fault"], f"{hook['where']} {found}", f"Install a vLLM that was tested: {', '.join(TESTED)}."
+        )
 
 
 def _entry_point() -> Check:
@@ -120,19 +139,23 @@ def _ray() -> Check:
     )
 
 
+def _answer(module: str, name: str) -> Any:
+    """What a module prints as JSON in a process of its own, or the finding that it failed."""
+    try:
+        done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Check(name, False, f"no answer in {PROBE_TIMEOUT_S} s", "Free memory and cores, then try again.")
+    if done.returncode != 0:
+        return Check(name, False, _last_line(done.stderr), f"Run `python -m {module}` and read what it prints.")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def _engine() -> Iterator[Check]:
     """Start a tiny engine in a process of its own; it says which plug-in it loaded and how it samples."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "medusa_ppo.engines.probe"], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        yield Check("Engine starts", False, f"no answer in {PROBE_TIMEOUT_S} s", "Free memory and cores, then try again.")
+    report = _answer("medusa_ppo.engines.probe", "Engine starts")
+    if isinstance(report, Check):
+        yield report
         return
-    if done.returncode != 0:
-        yield Check("Engine starts", False, _last_line(done.stderr), "Run `python -m medusa_ppo.engines.probe` and read what it prints.")
-        return
-    report = json.loads(done.stdout.strip().splitlines()[-1])
     yield Check("Engine starts", True, f"vLLM {report['vllm']}, worker process {report['pid']}")
     yield Check(
         "Plug-in loaded",
