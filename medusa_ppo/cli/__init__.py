@@ -162,7 +162,7 @@ def report(
 @app.command()
 @command
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start Ray and an engine.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start Ray, vLLM and an engine.")] = False,
 ) -> None:
     """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded and sampling honestly.
 
@@ -172,7 +172,7 @@ def doctor(
 
     failed = 0
     for check in run_checks(quick):
-        mark = "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
+        mark = "[yellow]warn[/yellow]" if check.warn else "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
         console.print(f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True)
         if not check.ok:
             failed += 1

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import psutil
 
 from medusa_ppo.reports.store import GIB, gpu_names
-from medusa_ppo.vllm_plugin.registration import CHECKED, is_checked, is_cpu_build, vllm_version
+from medusa_ppo.vllm_plugin.registration import TESTED, is_allowed, is_cpu_build, is_tested, vllm_version
 
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 2.0
 PROBE_TIMEOUT_S = 300
 # Versions the package was checked with; pyproject.toml says the same for pip.
-RANGES = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
+RANGES = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
 RAY_PROBE = (
     "import ray; ray.init(num_cpus=1, include_dashboard=False, logging_level='ERROR', object_store_memory=100_000_000);"
     "print(ray.get(ray.remote(lambda: 6 * 7).remote())); ray.shutdown()"
@@ -31,21 +31,23 @@ RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `do` is the next step for the reader and only shown when `ok` is false."""
+    """One finding: `do` is the next step for the reader and only shown when `ok` is false; `warn` marks what may turn out well."""
 
     name: str
     ok: bool
     found: str
     do: str = ""
+    warn: bool = False
 
 
 def run_checks(quick: bool = False) -> Iterator[Check]:
-    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray and an engine."""
+    """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray, vLLM and an engine."""
     found = ".".join(str(part) for part in sys.version_info[:3])
     yield Check("Python", (3, 11) <= sys.version_info[:2] < (3, 13), found, "Use Python 3.11 or 3.12: make setup PYTHON=python3.11")
     yield from (_memory(), _shared_memory(), _disk(), *map(_package, RANGES), _vllm(), _gpus(), _entry_point())
     if not quick:
         yield _ray()
+        yield from _hooks()
         yield from _engine()
 
 
@@ -80,8 +82,23 @@ def _package(name: str) -> Check:
 def _vllm() -> Check:
     version = vllm_version()
     found = f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)" if version else "not installed"
-    do = f"Install vLLM {' or '.join(CHECKED)}: make setup (it picks the CPU or the CUDA build)"
-    return Check("vLLM", bool(version) and is_checked(version), found, do)
+    do = f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the CUDA build)"
+    if version and is_allowed(version) and not is_tested(version):
+        return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
+    return Check("vLLM", bool(version) and is_allowed(version), found, do)
+
+
+def _hooks() -> Iterator[Check]:
+    """The names inside vLLM that we rely on, one finding each; looked for in a process of their own, which imports vLLM."""
+    module = "medusa_ppo.vllm_plugin.hook_table"
+    ok, answer = _python("-m", module)
+    if not ok:
+        yield Check("Hooks", False, answer, f"Run `python -m {module}` and read what it prints.")
+        return
+    for hook in json.loads(answer):
+        found = hook["fault"] or f"({hook['runner']}, {hook['releases']}, {hook['checked']})"
+        do = f"Install a vLLM that was tested: {', '.join(TESTED)}."
+        yield Check(f"Hook: {hook['need']}", not hook["fault"], f"{hook['where']} {found}", do)
 
 
 def _gpus() -> Check:

@@ -1,7 +1,6 @@
-"""Our proposer inside vLLM: the private names that we rely on, and what wraps them. Checked with 0.31.x and 0.32.x (V1 model runner).
+"""Our proposer inside vLLM's V1 model runner: what wraps the private names that hook_table.py lists.
 
-`CONTRACT` lists each name with the parameters that we rely on, and `check_contract` compares it with what is installed. What is broken in
-vLLM's CPU build is mended in mends.py.
+What is broken in vLLM's CPU build, and in its older releases, is mended in mends.py.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,47 +28,13 @@ from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.drafting.draft_vocabulary import LINEAR, plain_linear
 from medusa_ppo.drafting.draws import RequestSampling
-from medusa_ppo.vllm_plugin.mends import CPU_MENDS
-from medusa_ppo.vllm_plugin.registration import can_transfer, require_vllm
+from medusa_ppo.vllm_plugin.hook_table import HOOKS, Hook, compare
+from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older
+from medusa_ppo.vllm_plugin.registration import TESTED, can_transfer, release, require_vllm
 from medusa_ppo.vllm_plugin.rpc import TRANSFER
 
 PRIMITIVES = 32
 """Sizes of batches for which oneDNN keeps a compiled product, as vLLM's own layers do."""
-
-RUNNER, SAMPLER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.rejection_sampler"
-CONTRACT: tuple[tuple[str, str, str], ...] = (
-    # Module, qualified name, parameters that must be among its parameters.
-    ("vllm.v1.spec_decode.medusa", "MedusaProposer.__init__", "vllm_config device"),
-    (
-        "vllm.v1.spec_decode.medusa",
-        "MedusaProposer.propose",
-        "num_speculative_tokens target_hidden_states sampling_metadata slot_mappings",
-    ),
-    ("vllm.v1.spec_decode.medusa", "MedusaProposer.load_model", "target_model"),
-    (RUNNER, "GPUModelRunner.__init__", "vllm_config device"),
-    (RUNNER, "GPUModelRunner._get_spec_decode_draft_probs", "spec_decode_metadata"),
-    (RUNNER, "GPUModelRunner.propose_draft_token_ids", "scheduler_output sampled_token_ids sampling_metadata"),
-    (RUNNER, "GPUModelRunner._sample", "logits spec_decode_metadata"),
-    (RUNNER, "GPUModelRunner._bookkeeping_sync", "scheduler_output sampler_output"),
-    (RUNNER, "GPUModelRunner.reload_weights", "weights_iterator is_checkpoint_format"),
-    ("vllm.v1.worker.gpu_worker", "Worker.wake_up", "tags"),
-    (SAMPLER, "RejectionSampler.forward", "metadata draft_probs logits sampling_metadata"),
-    (
-        SAMPLER,
-        "rejection_sample",
-        "draft_token_ids num_draft_tokens max_spec_len draft_probs target_logits bonus_token_ids sampling_metadata synthetic_mode",
-    ),
-    (SAMPLER, "expand_batch_to_tokens", "x cu_num_tokens num_tokens replace_from replace_to"),
-    (SAMPLER, "apply_sampling_constraints", "logits cu_num_draft_tokens sampling_metadata"),
-    (SAMPLER, "apply_top_k_top_p", "logits k p"),
-    ("vllm.v1.sample.sampler", "Sampler.compute_logprobs", "logits"),
-    ("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs num_logprobs token_ids"),
-    ("vllm.v1.outputs", "LogprobsTensors", "logprob_token_ids logprobs selected_token_ranks"),
-    ("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", "n k dtype"),
-    ("vllm.distributed.parallel_state", "get_tp_group", ""),
-    ("vllm._custom_ops", "create_onednn_mm", "weight primitive_cache_size"),
-    ("vllm._custom_ops", "onednn_mm", "dnnl_handler x bias"),
-)
 
 
 @dataclass
@@ -86,24 +50,10 @@ class Installed:
 INSTALLED = Installed()
 
 
-def check_contract(contract: tuple[tuple[str, str, str], ...] = CONTRACT) -> list[str]:
+def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
     """What is missing or has another signature in the installed vLLM; empty when all is as it was checked."""
-    faults = []
-    for module_name, qualified, parameters in contract:
-        try:
-            target: Any = importlib.import_module(module_name)
-            for part in qualified.split("."):
-                holder, target = target, getattr(target, part)
-        except (ImportError, AttributeError) as error:
-            faults.append(f"{module_name}:{qualified} is missing ({error})")
-            continue
-        *_, target = INSTALLED.places.get(f"{holder.__name__}.{part}", (target,))  # Ours may stand there by now.
-        if parameters:
-            known = inspect.signature(inspect.unwrap(target)).parameters
-            missing = [name for name in parameters.split() if name not in known]
-            if missing:
-                faults.append(f"{module_name}:{qualified} has no parameter {', '.join(missing)}")
-    return faults
+    originals = {place: original for place, (_, _, original) in INSTALLED.places.items()}  # Ours may stand there by now.
+    return [f"{found.where} {found.fault}" for found in compare(originals, hooks) if found.fault]
 
 
 def install(proposer: type) -> Installed:
@@ -115,15 +65,15 @@ def install(proposer: type) -> Installed:
     if INSTALLED.proposer is not None:
         return INSTALLED
     version = require_vllm()
-    faults = check_contract()
+    faults = check_hooks()
     if faults:
         raise UnsupportedVersionError(
             "vLLM's inner names are not those that medusa-ppo was checked with.",
             given=f"vLLM {version}: {'; '.join(faults)}",
-            expected="the names in medusa_ppo/vllm_plugin/hooks.py",
-            do="Install a released vLLM 0.31 or 0.32.",
+            expected="the names in medusa_ppo/vllm_plugin/hook_table.py",
+            do=f"Install a released vLLM that was tested: {', '.join(TESTED)}.",
         )
-    for mend in CPU_MENDS if current_platform.is_cpu() else ():
+    for mend in (*(CPU_MENDS if current_platform.is_cpu() else ()), *mends_of_older(release(version))):
         _wrap(mend.holder, mend.attribute, mend.mend)
         INSTALLED.mends += [mend.name] if mend.name else []
     runner = model_runner.GPUModelRunner

@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
+from vllm.config.speculative import SpeculativeConfig
+from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
 
@@ -23,6 +26,9 @@ from heads.errors import LossyError
 from medusa_ppo.drafting import verify
 
 Replaced = Callable[..., Any]
+CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+OUR_MODEL_TYPE = "medusa_ppo"
+"""What config.json says of heads that stock vLLM has no module for."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def no_constraints_without_rows(original: Replaced) -> Replaced:
 
 
 def rejection_in_torch(original: Replaced) -> Replaced:
-    """Failure: the C++ form reads outside of its input for the padding id -1.
+    """Failure: the C++ form reads outside of its input for the padding id -1, and in 0.23 to 0.25 it doesn't take `USE_FP64_GUMBEL`.
 
     Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported upstream. Used when a request needs
     logits processors, which `verification_in_one_pass` leaves to vLLM.
@@ -224,6 +230,56 @@ def no_small_amx_products(_: Replaced) -> Replaced:
     Trigger: a bfloat16 model with such weights, on a CPU with AMX. Versions 0.23 to 0.33; not reported upstream.
     """
     return lambda n, k, dtype: False
+
+
+# ---- older releases ------------------------------------------------------------------------------------------------------------
+
+
+def drafts_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPUModelRunner.propose_draft_token_ids` of the CPU build.
+
+    Failure: `The size of tensor a (4) must match the size of tensor b (0)` in `CPUModelRunner._copy_draft_token_ids_to_cpu`.
+    Trigger: fewer drafts than heads; it copies as many columns as there are heads. Lists are not copied.
+    Versions: 0.24 (run). In 0.26 the CPU runner has no such method any more.
+    Upstream: gone by the removal of the CPU's own copies of these methods.
+    """
+
+    @functools.wraps(original)
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(self, *args, **kwargs)
+        return drafts.tolist() if torch.is_tensor(drafts) else drafts
+
+    return propose_draft_token_ids
+
+
+def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`SpeculativeConfig.hf_config_override`.
+
+    Failure: transformers refuses `model_type: medusa_ppo`, and vLLM any draft folder whose model_type is not medusa.
+    Trigger: heads of kind hydra or markov with method=medusa.
+    Versions: 0.24 (run). From 0.26 on method=medusa sets the type itself (`draft_hf_overrides`).
+    Upstream: the comment "Old-format Medusa checkpoints" in vllm/config/speculative.py of 0.26.
+    """
+
+    @functools.wraps(original)
+    def hf_config_override(hf_config: Any) -> Any:
+        # vLLM asks first with a dummy, to learn which class will read the folder.
+        prefix = "dummy_" if str(hf_config.model_type).startswith("dummy_") else ""
+        if hf_config.model_type == prefix + OUR_MODEL_TYPE:
+            hf_config.model_type = f"{prefix}medusa"
+        return original(hf_config)
+
+    return hf_config_override
+
+
+def mends_of_older(release: tuple[int, int]) -> tuple[Mend, ...]:
+    """What an older release needs beside `CPU_MENDS`."""
+    runner, found = model_runner.GPUModelRunner, []
+    if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(import_module(CPU_RUNNER).CPUModelRunner):
+        found.append(Mend("fewer drafts than heads", runner, "propose_draft_token_ids", drafts_as_lists))
+    if release < (0, 26):
+        found.append(Mend("kinds of heads that vLLM lacks", SpeculativeConfig, "hf_config_override", kind_of_heads_known))
+    return tuple(found)
 
 
 CPU_MENDS = (

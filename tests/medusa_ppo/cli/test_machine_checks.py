@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+from dataclasses import asdict
 
 import pytest
 
 from medusa_ppo.cli import machine_checks
+from medusa_ppo.vllm_plugin.hook_table import Finding
 
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
@@ -16,11 +19,26 @@ def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
     assert [check.name for check in checks if not check.ok] == []
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.30.1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.33.0", "0.23.0", "1.0.0"])
 def test_another_vllm_is_a_fault_with_a_next_step(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(machine_checks, "vllm_version", lambda: version)
     check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "vLLM")
     assert not check.ok and version in check.found and "make setup" in check.do
+
+
+def test_a_vllm_that_was_not_tested_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "vllm_version", lambda: "0.30.1")
+    check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "vLLM")
+    assert check.ok and check.warn and "not tested" in check.found
+
+
+def test_each_hook_is_one_line_and_one_that_vanished_names_the_release_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = ("", "missing; vLLM 0.31 had it")
+    rows = [asdict(Finding("drafts", "vllm.a:B.c", "V1", "0.24 to 0.32", "run on CPU", fault)) for fault in faults]
+    monkeypatch.setattr(machine_checks, "_python", lambda *arguments: (True, json.dumps(rows)))
+    there, gone = machine_checks._hooks()
+    assert there.ok and "0.24 to 0.32" in there.found and "V1" in there.found
+    assert not gone.ok and "vLLM 0.31 had it" in gone.found and "0.32" in gone.do
 
 
 def test_a_package_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def test_plan(model: Path, tmp_path: Path) -> None:
 
 def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(transfer="broadcast")
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.32.0")
     assert plan_launch(model, None, config, 0).engine_args["weight_transfer_config"] == {"backend": "medusa_ppo"}
     assert "weight_transfer_config" not in plan_launch(model, None, EngineConfig(), 0).engine_args
     with pytest.raises(ConfigError, match="transfer says it"):

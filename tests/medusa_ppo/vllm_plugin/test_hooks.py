@@ -5,22 +5,38 @@ from __future__ import annotations
 import pytest
 
 from heads.errors import UnsupportedVersionError
+from medusa_ppo.vllm_plugin import hook_table
 from medusa_ppo.vllm_plugin import hooks as internals
 from medusa_ppo.vllm_plugin import registration as plugin
+from medusa_ppo.vllm_plugin.hook_table import Hook
+from medusa_ppo.vllm_plugin.registration import LAST
 
 
 def test_every_private_name_is_as_it_was_checked() -> None:
-    assert internals.check_contract() == []
+    assert internals.check_hooks() == []
 
 
-def test_a_changed_signature_is_named() -> None:
-    contract = (
-        ("vllm.v1.spec_decode.medusa", "MedusaProposer.propose", "num_speculative_tokens moon_phase"),
-        ("vllm.v1.spec_decode.medusa", "Gone", ""),
+def test_a_changed_signature_is_named_with_the_release_that_had_it() -> None:
+    medusa = "vllm.v1.spec_decode.medusa"
+    hooks = (
+        Hook("drafts", medusa, "MedusaProposer.propose", ("num_speculative_tokens", "moon_phase")),
+        Hook("nothing", medusa, "Gone", last=LAST),
+        Hook("something else", "vllm.of_the_past", "Gone", last=(0, 23)),
     )
-    first, second = internals.check_contract(contract)
-    assert "moon_phase" in first
-    assert "Gone is missing" in second
+    first, second = internals.check_hooks(hooks)
+    assert "no parameter moon_phase" in first
+    assert "Gone missing" in second and "vLLM 0.32 had it" in second
+
+
+def test_a_release_that_was_never_seen_is_held_against_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_table, "vllm_version", lambda: "0.40.0")
+    hooks = (Hook("nothing", "vllm.v1.spec_decode.medusa", "Gone"), Hook("older", "vllm.gone", "Gone", last=(0, 31)))
+    assert [found.need for found in hook_table.compare(hooks=hooks) if found.fault] == ["nothing"]
+
+
+def test_hooks_of_the_cpu_concern_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_table, "is_cpu_build", lambda: False)
+    assert {found.runner for found in hook_table.compare()} == {"V1"}
 
 
 def test_install_is_done_once_and_undone_completely() -> None:
@@ -42,7 +58,7 @@ def test_install_is_done_once_and_undone_completely() -> None:
     plugin.register()
 
 
-@pytest.mark.parametrize("version", ["0.30.1", "0.33.0", "1.0", ""])
+@pytest.mark.parametrize("version", ["0.23.0", "0.33.0", "1.0", "x.y", ""])
 def test_other_versions_are_refused_by_our_engines_but_left_alone(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "vllm_version", lambda: version)
     monkeypatch.setattr(plugin, "activate", lambda: pytest.fail("must not touch a version that was never checked"))
@@ -51,6 +67,13 @@ def test_other_versions_are_refused_by_our_engines_but_left_alone(version: str, 
         plugin.require_vllm()
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1.post2"])
-def test_checked_versions(version: str) -> None:
-    assert plugin.is_checked(version)
+@pytest.mark.parametrize("version", ["0.24.0", "0.31.0", "0.32.0+cpu", "0.32.1.post2"])
+def test_tested_versions(version: str) -> None:
+    assert plugin.is_tested(version) and plugin.is_allowed(version)
+
+
+def test_a_version_between_tested_ones_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.30.1")
+    assert not plugin.is_tested("0.30.1")
+    assert plugin.require_vllm() == "0.30.1"
+    assert "not tested" in caplog.text
