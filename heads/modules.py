@@ -1,4 +1,4 @@
-"""MedusaHeads: the draft heads as trainable tensors, teacher-forced in training and step by step in drafting.
+"""MedusaHeads: the draft heads as trainable tensors, teacher-forced; `medusa_ppo.drafting` asks them step by step.
 
 Shape letters: B batch, T rows, N rows of any kind (all leading dims flattened), K heads, L residual layers, D hidden,
 V vocabulary, H inner width of the hydra MLP, r rank of the markov bias. `...D` means any leading dims.
@@ -16,8 +16,6 @@ of the calls, frozen and never copied into the module; it holds trainable tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -74,39 +72,10 @@ def head_logits(factored: FactoredLogits, head: int, rows: slice) -> torch.Tenso
     return logits_NV
 
 
-@dataclass
-class DraftState:
-    """What drafting carries from one head to the next.
-
-    Attributes:
-        base_BKD: for kinds medusa and markov the finished features of all heads; for hydra h_t in slot 0 (`[B, 1, D]`).
-        inputs: hydra only: n(h_t) and the normalised embeddings of the tokens so far, each `[B, D]`.
-    """
-
-    base_BKD: torch.Tensor
-    inputs: list[torch.Tensor] = field(default_factory=list)
-
-
 def rms_normalise(values: torch.Tensor) -> torch.Tensor:
     """v / rms(v) over the last dim, in float32, returned in the dtype given."""
     wide = values.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_EPS)).to(values.dtype)
-
-
-def _features_of_one(weights: Sequence[torch.Tensor], base_ND: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What lm_head reads for one head, `ND`: the module's formulas, with `MedusaHeads._weights()[k]`.
-
-    Args:
-        base_ND: h_t.
-        inputs: hydra only: n(h_t) and the embeddings of the tokens since; the MLP reads as many as it is wide.
-    """
-    if inputs:
-        into_HC, out_DH, *weights = weights
-        read_NC = torch.cat(inputs[: into_HC.shape[1] // base_ND.shape[1]], dim=-1)
-        base_ND = base_ND + F.linear(F.silu(F.linear(read_NC, into_HC)), out_DH)
-    for block_DD in weights:
-        base_ND = base_ND + F.silu(F.linear(base_ND, block_DD))
-    return base_ND
 
 
 class MedusaHeads(nn.Module):
@@ -155,8 +124,6 @@ class MedusaHeads(nn.Module):
         """The trainable lm_head `VD` of head k (1..K)."""
         return self._own_lm_heads()[k - 1]
 
-    # ---- teacher-forced: all heads of all rows at once -------------------------------------------------------------
-
     def features(
         self, hidden: torch.Tensor, *, condition: torch.Tensor | None = None, embedding_VD: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -168,12 +135,17 @@ class MedusaHeads(nn.Module):
             embedding_VD: the actor's embedding table; kind hydra only.
         """
         base_ND = self._checked_hidden(hidden)
-        inputs = []
+        features_NKD = base_ND.unsqueeze(1).expand(-1, self.config.num_heads, -1)
         if self.config.kind == "hydra":
             condition_NK, table_VD = self._checked_condition(hidden, condition), self._checked_embedding(embedding_VD)
             inputs = [rms_normalise(base_ND), *(self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1))]
-        features = [_features_of_one(weights, base_ND, inputs) for weights in self._weights()]
-        return torch.stack(features, dim=1).reshape(*hidden.shape[:-1], self.config.num_heads, self.config.hidden_size)
+            # Unbound: autograd would fill zeros of the whole tensor for each part that is selected.
+            weights = zip(self.mlp_in, self.mlp_out.unbind(0), strict=True)
+            mlps = [F.linear(F.silu(F.linear(torch.cat(inputs[: k + 2], -1), into)), out) for k, (into, out) in enumerate(weights)]
+            features_NKD = features_NKD + torch.stack(mlps, dim=1)
+        for block_KDD in self.blocks:
+            features_NKD = features_NKD + F.silu(torch.einsum("nki,koi->nko", features_NKD, block_KDD))
+        return features_NKD.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.hidden_size)
 
     def factored(
         self,
@@ -216,33 +188,7 @@ class MedusaHeads(nn.Module):
         logits_NKV = self.factored(hidden, lm_head_VD, condition=condition, embedding_VD=embedding_VD).multiply_out()
         return logits_NKV.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.vocab_size)
 
-    # ---- step by step: one head after the other, each told what was drafted before -------------------------------------
-
-    def start_draft(self, hidden_BD: torch.Tensor) -> DraftState:
-        """Begin a draft at h_t. Whatever doesn't depend on tokens is computed here, for all heads."""
-        if self.config.kind != "hydra":
-            return DraftState(self.features(hidden_BD))
-        base_BD = self._checked_hidden(hidden_BD)
-        return DraftState(base_BD.unsqueeze(1), [rms_normalise(base_BD)])
-
-    def draft_features(self, state: DraftState, k: int, last_ids_B: torch.Tensor, embedding_VD: torch.Tensor | None) -> torch.Tensor:
-        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each.
-
-        Args:
-            last_ids_B: int64, the token before the one to draft: x_{t+1} for head 1 (the token that was really sampled), then the draft
-                of the head before.
-        """
-        if self.config.kind != "hydra":
-            return state.base_BKD[:, k]
-        state.inputs.append(self._embed(last_ids_B, self._checked_embedding(embedding_VD)))
-        return _features_of_one(self._weights()[k], state.base_BKD[:, 0], state.inputs)
-
     # ---- parts ----------------------------------------------------------------------------------------------------------
-
-    def _weights(self) -> list[tuple[torch.Tensor, ...]]:
-        """The matrices of each head, hydra's MLP first. Unbound: autograd fills zeros of the whole tensor for each that is selected."""
-        mlps = [self.mlp_in, self.mlp_out.unbind(0)] if self.config.kind == "hydra" else []
-        return list(zip(*mlps, *(block_KDD.unbind(0) for block_KDD in self.blocks), strict=True))
 
     def _embed(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         return rms_normalise(self.vocabulary.look_up(ids_N, table_VD)).to(self.dtype)

@@ -86,23 +86,6 @@ def test_hydra_by_hand() -> None:
             torch.testing.assert_close(logits_BTKV[:, t, k], F.linear(x_BD, lm_head_VD), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lm_head", LM_HEADS)
-def test_step_by_step_equals_teacher_forced(kind: str, lm_head: str) -> None:
-    """The one definition of which token conditions which head, checked from both sides."""
-    _, embedding_VD = tables()
-    hidden_BTD, next_ids_BT = rows()
-    heads = build(kind, lm_head)
-    condition_BTK = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), K)
-    features_BTKD = heads.features(hidden_BTD, condition=condition_BTK, embedding_VD=embedding_VD)
-    for t in range(T - K):
-        state = heads.start_draft(hidden_BTD[:, t])
-        for k in range(K):
-            # Before head k + 1 drafts, the newest known token is next_ids[t + k]: x_{t+1} was sampled by the actor.
-            features_BD = heads.draft_features(state, k, next_ids_BT[:, t + k], embedding_VD)
-            torch.testing.assert_close(features_BD, features_BTKD[:, t, k], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["markov", "hydra"])
 def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) -> None:
     lm_head_VD, embedding_VD = tables()

@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from heads.targets import condition_ids
 from medusa_ppo.drafting.draft_vocabulary import plain_linear
 from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, ServedHeads, draft_tokens, draw
 
@@ -36,6 +37,23 @@ def test_drafts_are_those_of_the_teacher_forced_heads(kind: str, lm_head: str) -
     assert draft.probs_BKV is None
     fewer = draft_tokens(served, hidden_BD, last_B, 1, lambda f: f @ lm_head_VD.T)
     assert torch.equal(fewer.ids_BK, draft.ids_BK[:, :1])
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+def test_step_by_step_equals_teacher_forced(lm_head: str) -> None:
+    """The one definition of which token conditions which head, checked from both sides."""
+    heads, rows = random_heads("hydra", lm_head), 7
+    hidden_BTD, table_VD = torch.randn(B, rows, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
+    next_ids_BT = torch.randint(V, (B, rows))
+    condition_BTK = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), K)
+    features_BTKD = heads.features(hidden_BTD, condition=condition_BTK, embedding_VD=table_VD)
+    served = ServedHeads(heads, lambda ids_B: table_VD[ids_B])
+    for t in range(rows - K):
+        state = served.start(hidden_BTD[:, t])
+        for k in range(K):
+            # Before head k + 1 drafts, the newest known token is next_ids[t + k]: x_{t+1} was sampled by the actor.
+            features_BD = served.features(state, k, next_ids_BT[:, t + k])
+            torch.testing.assert_close(features_BD, features_BTKD[:, t, k], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
