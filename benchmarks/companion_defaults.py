@@ -1,6 +1,6 @@
 """Which settings of the companion are best: rollout batches of a real PPO run, recorded once and learned from again with each setting.
 
-    python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k-4m.yaml --steps 24 [key=value ...]
+    python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k.yaml --steps 24 [model.path=DIR key=value ...]
     python benchmarks/companion_defaults.py replay --out runs/defaults [--only drift ...] [--seeds 0 1] [--heads HEADS]
 
 `record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap; no vLLM, no companion) and keeps what
@@ -41,6 +41,7 @@ from medusa_ppo.demo.demo_actor import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import NoEngine
 from medusa_ppo.files import write_atomic
+from medusa_ppo.hardware import settled
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table, initial_heads
 from medusa_ppo.ppo.learner import Learner as PPOLearner
 from medusa_ppo.ppo.loop import PPOLoop
@@ -59,7 +60,7 @@ BASE: dict[str, Any] = {
     "replay_versions": 0,
     "learning_rate": 2e-3,
     "gate_confidence": 0.9,
-    "positions": "all",
+    "position_share": 1.0,
     "loss": "kl_tv",
     "average": 0.97,
 }
@@ -78,11 +79,9 @@ GRID: dict[str, dict[str, Any]] = {
     "gate 0.6": {"gate_confidence": 0.6},
     "gate 0.75": {"gate_confidence": 0.75},
     "gate 0.97": {"gate_confidence": 0.97},
-    "half of the positions": {"positions": "fraction", "position_share": 0.5},
+    "half of the positions": {"position_share": 0.5},
     "drift": {"schedule": "drift"},
     "drift, up to 4 passes": {"schedule": "drift", "epochs": 4},
-    "drift, lag 0.01": {"schedule": "drift", "drift_lag": 0.01},
-    "drift, at least half a pass": {"schedule": "drift", "min_epochs": 0.5},
 }
 
 
@@ -165,8 +164,8 @@ class Recorder:
 
 def record(args: argparse.Namespace) -> None:
     """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run wrote can be used."""
-    config = load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}"])
-    if (config.sampling.top_p, config.sampling.top_k) != (1.0, 0):
+    config = settled(load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}"]))
+    if (config.sampling.top_p, config.sampling.top_k) != (1.0, None):
         raise UsageError("The sampler here knows no top_p and top_k.", given=config.sampling, expected="both off", do="Remove them.")
     if args.out.exists():
         raise UsageError("A recording is made once.", given=args.out, expected="a folder that isn't there yet", do="Name another one.")
@@ -207,17 +206,18 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
 
     `heads`: a native directory to begin with, which then is the frozen control; empty: from nothing.
     """
-    companion = config.companion.model_copy(update={**BASE, **settings, "draft_temperature": config.engine.draft_temperature})
+    companion, temperature = config.companion.model_copy(update={**BASE, **settings}), config.engine.draft_temperature
     cycle, serving, frozen, rows, passes, rates, cpu_s = None, [], [], 0, [], [], 0.0
     for batch, lm_head_VD, embedding_VD in batches(folder):
         if cycle is None:
             section = config.heads.model_copy(update={"path": heads})
             first = heads_for_table(config.model_copy(update={"heads": section}), lm_head_VD)
-            cycle = Cycle(first.config, companion, lm_head_VD, seed=seed, initial_state=first.trainable_state(), embedding_VD=embedding_VD)
+            start: dict[str, Any] = {"initial_state": first.trainable_state(), "embedding_VD": embedding_VD}
+            cycle = Cycle(first.config, companion, lm_head_VD, seed=seed, draft_temperature=temperature, **start)
         cycle.trainer.set_tables(lm_head_VD, embedding_VD)
         control = first if heads else cycle.frozen or cycle.serving
         for lengths, judged in ((serving, cycle.serving), (frozen, control)):
-            result = replay(judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=companion.draft_temperature)
+            result = replay(judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
             lengths.append(result.mean_acceptance_length)
         began = time.process_time()
         rows += cycle.run(batch).train.rows

@@ -1,6 +1,6 @@
 """Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed by seed, with a reward that moves it.
 
-    python benchmarks/holding.py --out runs/holding --heads HEADS --seeds 0 1 2 [key=value ...]
+    python benchmarks/holding.py --out runs/holding --heads HEADS --seeds 0 1 2 [model.path=DIR key=value ...]
 
 Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and every UPPER_EVERY batches the upper
 mark is taken (heads fitted to that very batch on and on, judged on its holdout). The reward pays for digits (`numbers` in
@@ -42,11 +42,11 @@ SETTINGS = (
     "ppo.epochs=1",
     "ppo.prompts_per_step=12",
     "ppo.minibatch_size=24",
-    "ppo.micro_batch_size=24",
+    "ppo.micro_batch_size=null",
     "ppo.threads=1",
     "ppo.checkpoint_every=20",
 )
-"""Over configs/gsm8k-4m.yaml. The companion is waited for, so that a seed gives the same numbers however busy the machine is."""
+"""Over configs/gsm8k.yaml. The companion is waited for, so that a seed gives the same numbers however busy the machine is."""
 POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
 CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN, names.REPLAY_UPPER)
 CALL = "from medusa_ppo.cli import main; main()"
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     if not (folder / "metrics.jsonl").is_file() or len(read_run(folder).steps) < args.steps:
         heads = [f"heads.path={args.heads}"] if args.heads else []
         settings = [*SETTINGS, *heads, f"seed={seed}", f"name=seed-{seed}", f"out={args.out}", f"ppo.steps={args.steps}", *args.overrides]
-        command = [sys.executable, "-c", CALL, "ppo", "--config", str(ROOT / "configs" / "gsm8k-4m.yaml"), *settings]
+        command = [sys.executable, "-c", CALL, "ppo", "--config", str(ROOT / "configs" / "gsm8k.yaml"), *settings]
         with (args.out / f"seed-{seed}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
     return list(read_run(folder).steps[: args.steps])

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from medusa_ppo.config import ActorConfig, EngineConfig
-from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_stream
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines.actor_sync import BUCKET_BYTES, ActorSync, BroadcastPool, actor_stream
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.processes import local_ray
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the actor")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--bucket-bytes", type=int, default=ActorConfig().bucket_bytes)
+    parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.disable(logging.INFO)

@@ -67,7 +67,7 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
         "out": str(folder),
         "seed": seed,
         "model": {"path": path},
-        "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
         "sampling": {"max_new_tokens": 24},
         # Little memory for keys and values: it is touched bit by bit, and looks like a leak until all of it was used once.
         "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "memory_fraction": 0.01},

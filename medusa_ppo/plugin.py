@@ -138,9 +138,10 @@ class MedusaPlugin:
         if config.companion.enabled:
             companion = CompanionClient(
                 heads.config,
-                config.companion.model_copy(update={"draft_temperature": config.engine.draft_temperature}),
+                config.companion,
                 tables_VD[0].detach(),
                 seed=config.seed,
+                draft_temperature=config.engine.draft_temperature,
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
                 embedding_VD=tables_VD[1].detach() if heads.config.needs_embedding and tables_VD[1] is not None else None,
@@ -327,9 +328,7 @@ def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
         vocab_size,
         num_heads=section.num_heads,
         kind=section.kind,
-        num_layers=section.num_layers,
         lm_head=section.lm_head,
-        rank=section.rank,
     )
     with torch.random.fork_rng(devices=[]):  # The loop's own random numbers stay what they are.
         torch.manual_seed(config.seed)

@@ -150,23 +150,23 @@ TIMEOUT_S = 180.0
 TOKEN = 0.001  # Of a node's resource: it says where, not how many.
 
 
-def bundle(gpus: float, resource: str) -> dict[str, float]:
+def bundle(gpus: float, resource: str | None) -> dict[str, float]:
     """What one process asks of its node. CPUs are shared, not reserved; Ray wants a token of something in each bundle."""
     asked = {name: amount for name, amount in (("GPU", gpus), (resource, TOKEN)) if name and amount}
     return asked or {"CPU": TOKEN}
 
 
-def reserve(bundles: list[dict[str, float]], layout: str, what: str, timeout_s: float = TIMEOUT_S) -> PlacementGroup:
+def reserve(bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S) -> PlacementGroup:
     """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
 
     Args:
-        layout: `pack`, `spread`, `strict_pack` or `strict_spread`.
         what: whose room it is, for the error.
+        layout: of Ray's. `PACK`, as near to each other as it goes, is right for all who send each other much, and costs the others nothing.
 
     Raises:
         RunError: there is no such room in the cluster.
     """
-    group = placement_group(bundles, strategy=layout.upper())
+    group = placement_group(bundles, strategy=layout)
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise RunError(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from medusa_ppo.config import RunConfig, load_config, preset
+from medusa_ppo.config import RunConfig, load_config
+from medusa_ppo.config_file import preset
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # kuberay.yaml is a manifest for Kubernetes; tests/test_kuberay.py reads it.
@@ -16,7 +17,7 @@ HEADER = ("# Hardware:", "# Time:", "# Expect:")
 
 
 def test_there_are_presets():
-    assert {"demo", "gsm8k-4m"} <= {path.stem for path in PRESETS}
+    assert {"demo", "gsm8k", "one-gpu"} <= {path.stem for path in PRESETS}
     assert preset("demo").name == "demo.yaml"
 
 
@@ -33,9 +34,16 @@ def test_its_header_names_hardware_time_and_figure(path: Path):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
-def test_it_holds_only_what_differs_from_the_defaults(path: Path):
-    defaults = RunConfig().model_dump()
-    for section, values in yaml.safe_load(path.read_text()).items():
+def test_it_holds_only_what_differs_from_what_it_extends(path: Path):
+    own = yaml.safe_load(path.read_text())
+    base = own.pop("extends", None)
+    below = (load_config(preset(base)) if base else RunConfig()).model_dump(mode="json")
+    for section, values in own.items():
         if isinstance(values, dict):
-            same = [key for key, value in values.items() if defaults[section][key] == value]
-            assert not same, f"{path.name}: {section}.{', '.join(same)} say what the default says"
+            same = [key for key, value in values.items() if below[section][key] == value]
+            assert not same, f"{path.name}: {section}.{', '.join(same)} say what {base or 'the default'} says"
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_it_names_nothing_outside_of_the_checkout(path: Path):
+    assert ".." not in path.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import yaml
@@ -12,10 +13,12 @@ from pydantic.fields import FieldInfo
 
 from medusa_ppo.config import RunConfig, Section
 
+OR_NULL = ", or null"
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 TITLES = {
     "": "The run",
     "model": "The actor",
+    "actor": "What trains it",
     "data": "Prompts",
     "sampling": "How rollouts are sampled",
     "engine": "vLLM and drafting",
@@ -29,7 +32,11 @@ HEAD = """# Configuration keys
 
 A run reads a YAML file that holds only what differs from these defaults; `key=value` pairs on the command line come on top
 (`medusa-ppo ppo --config FILE ppo.steps=20`). An unknown key is an error that names the nearest valid one, and fields that contradict
-each other are refused before anything starts. The loops of TRL, verl and OpenRLHF read the sections `heads`, `companion` and `engine`.
+each other are refused before anything starts. `null` is "none", or "by itself" where something follows from the hardware or from
+other keys: `medusa-ppo plan` prints what, and why. A file may say `extends: NAME` (a preset) or `extends: ./FILE.yaml` and hold only its
+difference. `key=value` is read by the type of the key: `name=on` is a text, lists are `a,b` or `[a, b]`.
+
+The loops of TRL, verl and OpenRLHF read the sections `heads`, `companion` and `engine`.
 """
 
 
@@ -58,12 +65,9 @@ def configuration_page() -> str:
 
 
 def type_words(field: FieldInfo) -> str:
-    """The type as words: the choices of a Literal, or a name with its bounds."""
-    kind: Any = field.annotation
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
-    bounds = [f"{sign} {getattr(part, name)}" for part in field.metadata for name, sign in BOUNDS.items() if hasattr(part, name)]
-    return " ".join([_name(kind), ", ".join(bounds).replace("<", "&lt;")]).strip()
+    """The type as words: the choices of a Literal, or a name with its bounds; `or null` where there may be none."""
+    name, optional, _ = _name(field.annotation).partition(OR_NULL)
+    return f"{name} {_bounds(field.metadata)}".strip() + optional
 
 
 def default_words(field: FieldInfo) -> str:
@@ -75,10 +79,19 @@ def default_words(field: FieldInfo) -> str:
 
 
 def _name(kind: Any) -> str:
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_name(part) for part in typing.get_args(kind))
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        bounds = _bounds(parts[1].metadata if isinstance(parts[1], FieldInfo) else parts[1:])
+        return f"{_name(parts[0])} {bounds}".strip()
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in parts)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_name(part) for part in parts)
     if isinstance(kind, types.GenericAlias):
-        return "list of " + _name(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else "mapping"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "NoneType": "null"}.get(
-        kind.__name__, kind.__name__
-    )
+        return "list of " + _name(parts[0]) if origin is tuple else "mapping"
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "NoneType": "null"}[kind.__name__]
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    bounds = [f"{sign} {getattr(part, name)}" for part in metadata for name, sign in BOUNDS.items() if hasattr(part, name)]
+    return ", ".join(bounds).replace("<", "&lt;")

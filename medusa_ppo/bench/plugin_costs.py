@@ -226,7 +226,7 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
         config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=64, threads=max(1, torch.get_num_threads()))
         progress.say("Starting the engine ...")
         with (
-            local_ray(cpus=config.threads),
+            local_ray(),
             RayEngine(bench.model, bench.heads, config, bench.seed) as engine,
             progress.phase("Swaps", bench.repeats) as advance,
         ):

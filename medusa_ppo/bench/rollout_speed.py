@@ -62,13 +62,13 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
     """
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     config = EngineConfig(
-        dtype=bench.dtype,
+        dtype=None if bench.dtype == "auto" else bench.dtype,
         max_num_seqs=max(bench.batches),
         max_model_len=max(64, max(len(p) for p in prompts) + bench.max_new_tokens),
         enforce_eager=bench.eager,
         threads=bench.threads,
         draft_temperature=bench.draft_temperature,
-        draft_vocab=bench.draft_vocab,
+        draft_vocab=bench.draft_vocab or None,
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []

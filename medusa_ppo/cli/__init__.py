@@ -64,7 +64,8 @@ def demo(
 
     Example:  [bold]medusa-ppo demo --steps 16[/bold]
     """
-    from medusa_ppo.config import load_config, preset
+    from medusa_ppo.config import load_config
+    from medusa_ppo.config_file import preset
 
     overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
     if steps:
@@ -81,7 +82,7 @@ def ppo(
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
 
-    Example:  [bold]medusa-ppo ppo --config configs/gsm8k-4m.yaml ppo.steps=20 companion.enabled=false[/bold]
+    Example:  [bold]medusa-ppo ppo --config configs/gsm8k.yaml model.path=DIR ppo.steps=20 companion.enabled=false[/bold]
     """
     from medusa_ppo.config import load_config
 
@@ -99,13 +100,12 @@ def plan(
 
     Example:  [bold]medusa-ppo plan --config configs/one-node.yaml engine.replicas=4 --gpus[/bold]
     """
-    import shutil
-
     from medusa_ppo.cli.plan import lines, make_plan
     from medusa_ppo.config import load_config
+    from medusa_ppo.hardware import assumed_hardware
 
-    with_gpus = shutil.which("nvidia-smi") is not None if gpus is None else gpus
-    for line in lines(make_plan(load_config(config, overrides or ()), gpus=with_gpus)):
+    settings = load_config(config, overrides or ())
+    for line in lines(make_plan(settings, assumed_hardware(settings, gpus))):
         say(line)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from heads.errors import ModelError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config import EMBEDDED_ACTORS, RunConfig
+from medusa_ppo.config import EMBEDDED_ACTORS, HOLDOUT_SHARE, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
+from medusa_ppo.hardware import Choice, Hardware, applied, choices
 
 FLOAT32, BFLOAT16 = 4, 2
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
@@ -160,6 +161,8 @@ class Plan:
     processes: tuple[Process, ...]
     moves: tuple[Move, ...]
     response_tokens: int
+    hardware: Hardware
+    choices: tuple[Choice, ...]
     warnings: tuple[str, ...] = ()
 
     @property
@@ -172,16 +175,18 @@ class Plan:
         return sum(p.count * p.memory for p in self.processes)
 
 
-def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
+def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     """The plan of a run.
 
     Args:
         config: the run's configuration.
-        gpus: the machines have GPUs.
+        hardware: what the machines have.
 
     Raises:
         ModelError: the model's sizes can't be read.
     """
+    decided = tuple(choices(config, hardware))
+    config, gpus = applied(config, decided), hardware.gpus > 0
     raw = model_config(config.model.path)
     model = ModelSizes.from_config(raw)
     heads = HeadsConfig(
@@ -189,17 +194,14 @@ def make_plan(config: RunConfig, *, gpus: bool) -> Plan:
         model.vocab,
         num_heads=config.heads.num_heads,
         kind=config.heads.kind,
-        num_layers=config.heads.num_layers,
         lm_head=config.heads.lm_head,
-        rank=config.heads.rank,
     )
     processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), _engine(config, model, heads, raw, gpus)]
     if config.companion.enabled:
         processes.append(_companion(config, model, heads, gpus))
     tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
-    return Plan(
-        model, heads, tuple(processes), tuple(_moves(config, model, heads, tokens)), tokens, tuple(_warnings(config, model, tokens))
-    )
+    moves, warnings = tuple(_moves(config, model, heads, tokens)), tuple(_warnings(config, model, tokens))
+    return Plan(model, heads, tuple(processes), moves, tokens, hardware, decided, warnings)
 
 
 def model_config(path: str) -> dict[str, Any]:
@@ -234,7 +236,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
 def _actor_parts(config: RunConfig, model: ModelSizes, cut: int) -> dict[str, int]:
     """Actor and reference where one of `cut` processes holds an equal part of both."""
     length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    logits = 2 * FLOAT32 * config.ppo.micro_batch_size * length * model.vocab // config.actor.tensor_parallel
+    logits = 2 * FLOAT32 * (config.ppo.micro_batch_size or config.ppo.minibatch_size) * length * model.vocab // config.actor.tensor_parallel
     return {
         "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters // cut,
         "reference": FLOAT32 * model.parameters // cut,
@@ -248,7 +250,7 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
     if section.backend != "megatron":
         return []
     parts = _actor_parts(config, model, section.tensor_parallel * section.pipeline_parallel)
-    where = f"a Ray actor, {_place(section.resource)}, {section.tensor_parallel} together"
+    where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
     return [Process("actor rank", section.ranks, where, float(gpus), sum(parts.values()), parts)]
 
 
@@ -262,13 +264,13 @@ def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[
         "keys and values": cache_bytes(text, section) // ranks,
         "heads": element * heads_parameters(heads),
     }
-    if section.url:
-        where = f"running servers at {section.url}"
-    elif section.backend == "server":
+    if section.addresses:
+        where = f"running servers at {section.backend}"
+    elif section.backend == SERVER:
         where = "a vllm serve process on the PPO loop's node"
     else:
-        where = f"a Ray actor, {_place(section.resource, section.placement)}"
-    share = (section.memory_fraction if ranks == 1 else float(ranks)) if gpus else 0.0
+        where = f"a Ray actor, {_place(section.resource, section.replicas)}"
+    share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
     return Process("engine" if ranks == 1 else f"engine of {ranks} ranks", section.replicas, where, share, sum(parts.values()), parts)
 
 
@@ -281,16 +283,16 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
     }
     if section.replay_versions:
         parts["batches kept for replay, at most"] = section.replay_bytes // workers
-    where = f"a Ray actor, {_place(section.resource, section.placement if workers > 1 else '')}"
+    where = f"a Ray actor, {_place(section.resource, workers)}"
     where += ", on the GPU only while it trains" if section.offload and gpus else ""
     name = "companion" if workers == 1 else "companion worker"
-    return Process(name, workers, where, section.num_gpus if gpus else 0.0, sum(parts.values()), parts)
+    return Process(name, workers, where, (section.num_gpus or 0.0) if gpus else 0.0, sum(parts.values()), parts)
 
 
-def _place(resource: str, layout: str = "") -> str:
-    """Where Ray looks for room: for each process by itself, or for all at once."""
+def _place(resource: str | None, count: int) -> str:
+    """Where Ray looks for room: for one process, or for all at once."""
     node = f"on a node with the Ray resource {resource!r}" if resource else "on any node"
-    return f"{node}; one placement group for all ({layout})" if layout else node
+    return f"{node}; one placement group for all" if count > 1 else node
 
 
 def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> list[Move]:
@@ -323,14 +325,14 @@ def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     section = config.companion
     if not section.samples_early:
         return hidden_bytes(model, tokens)
-    kept = round(tokens * (section.holdout_fraction + (1 - section.holdout_fraction) * section.position_share))
+    kept = round(tokens * (HOLDOUT_SHARE + (1 - HOLDOUT_SHARE) * section.position_share))
     return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32  # Each token has a weight.
 
 
 def _sums(config: RunConfig, tokens: int) -> int:
     """Times that gradients cross between the companion's workers: each optimizer step's sum takes two rounds of all but one of them."""
     section = config.companion
-    steps = section.epochs * -(-tokens // (section.batch_positions * section.accumulate))
+    steps = section.epochs * -(-tokens // section.batch_positions)
     return 2 * (section.workers - 1) * steps
 
 
@@ -373,6 +375,8 @@ def lines(plan: Plan) -> list[str]:
     for move in plan.moves:
         copies = f" x {move.count}" if move.count > 1 else ""
         out.append(f"  {size_text(move.size) + copies:<18} {move.what}: {move.route}")
+    out += ["", f"What follows from the hardware: {plan.hardware.found}"]
+    out += [f"  {choice.key} = {choice.value}: {choice.why}" for choice in plan.choices]
     asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
     out += [f"\nWarning: {warning}" for warning in plan.warnings]
     out += ["", f"Altogether {size_text(plan.memory)} and {asked}; activations, Python, torch and vLLM themselves come on top."]

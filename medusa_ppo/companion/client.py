@@ -23,12 +23,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from heads.checkpoint import checksum, save_state
 from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.handover import Answer, BatchCollector, ServiceArguments, pack, unpack
+from medusa_ppo.companion.handover import HANG_S, Answer, BatchCollector, ServiceArguments, pack, unpack
 from medusa_ppo.companion.positions import EarlySample
-from medusa_ppo.companion.service import CompanionService
-from medusa_ppo.companion.team import HandedBatch, Leader, actor_options
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.companion.service import CompanionService, settle
+from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
+from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.files import OwnedFolder
+from medusa_ppo.hardware import companion_gpus
 from medusa_ppo.processes import bundle, release, reserve
 from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
@@ -53,6 +54,8 @@ class CompanionClient:
         initial_state: dict[str, torch.Tensor] | None = None,
         embedding_VD: torch.Tensor | None = None,
         resume_from: str | Path = "",
+        draft_temperature: float = 0.0,
+        hang_s: float = HANG_S,
     ) -> None:
         """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the caller's.
 
@@ -64,6 +67,7 @@ class CompanionClient:
             run_dir: the run's folder, for checkpoints; empty: none are written.
             initial_state: trainable tensors to start from; None: zero start.
             resume_from: folder written by `save`.
+            draft_temperature, hang_s: as of ServiceArguments.
 
         Raises:
             CompanionError: it did not come up.
@@ -71,14 +75,16 @@ class CompanionClient:
         """
         if not ray.is_initialized():
             raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
-        self._config, self._seed = config, seed
+        self._config = config = _with_gpus(config)
+        self._seed, self._hang_s = seed, hang_s
         self._group = _room(config)
         folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         self._publish_dir = folder.path
-        paths = [str(Path(path).resolve()) if path else "" for path in (run_dir, folder.path, resume_from)]
+        run, published, resumed = (str(Path(path).resolve()) if path else "" for path in (run_dir, folder.path, resume_from))
+        arguments = ServiceArguments(heads, config, seed, pack(initial_state), run, published, resumed, draft_temperature, hang_s)
         self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
         # A companion that is started again is built from it; Ray frees what nobody holds.
-        self._first = ray.put((ServiceArguments(heads, config, seed, pack(initial_state), *paths), self._tables))
+        self._first = ray.put((arguments, self._tables))
         self._actor = _remote_actor(config, self._first, self._group)
         try:
             self._incarnation: str = ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
@@ -110,7 +116,7 @@ class CompanionClient:
         config = self._config
         if not config.samples_early:
             return BatchCollector(rollouts)
-        return BatchCollector(rollouts, EarlySample(config.position_share, config.holdout_fraction, self._seed))
+        return BatchCollector(rollouts, EarlySample(config.position_share, HOLDOUT_SHARE, self._seed))
 
     def submit(self, batch: RolloutBatch) -> None:
         """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and nowhere else.
@@ -226,10 +232,10 @@ class CompanionClient:
             timeout_s = 0.0
         ready, _ = ray.wait([self._poll], timeout=timeout_s)
         if not ready:
-            if time.monotonic() - self._poll_since > self._config.hang_s and time.monotonic() > self._grace_until:
+            if time.monotonic() - self._poll_since > self._hang_s and time.monotonic() > self._grace_until:
                 self._poll = None
                 self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to come up.
-                self._fail(f"The companion has not answered for {self._config.hang_s:.0f} s; it is ended and started again.")
+                self._fail(f"The companion has not answered for {self._hang_s:.0f} s; it is ended and started again.")
                 ray.kill(self._actor, no_restart=False)
             return None
         poll, self._poll = self._poll, None
@@ -292,20 +298,28 @@ class _HostedService(CompanionService):
 
     def __init__(self, first: list[ray.ObjectRef]) -> None:
         arguments, tables = ray.get(first[0])
+        settle(arguments.companion)
         super().__init__(arguments, ray.get(tables))
+
+
+def _with_gpus(config: CompanionConfig) -> CompanionConfig:
+    """With a share of a GPU for each worker, of those that are free now, where nobody said how many."""
+    if config.num_gpus is not None:
+        return config
+    return config.model_copy(update={"num_gpus": companion_gpus(ray.available_resources().get("GPU", 0.0), config.workers)})
 
 
 def _room(config: CompanionConfig) -> Any:
     """Room for several workers at once; one worker needs no group."""
     if config.workers == 1:
         return None
-    return reserve([bundle(config.num_gpus, config.resource)] * config.workers, config.placement, "companion's workers")
+    return reserve([bundle(config.num_gpus or 0.0, config.resource)] * config.workers, "companion's workers")
 
 
 def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> Any:
     """The service in a Ray actor: batches come in one after the other, questions are answered beside them."""
     kind = ray.remote(  # type: ignore[call-overload]  # Ray's stubs don't know concurrency groups.
-        max_restarts=config.max_restarts,
+        max_restarts=MAX_RESTARTS,
         max_task_retries=0,
         concurrency_groups={INTAKE: 1, CONTROL: 4},
         **actor_options(config, group, 0),

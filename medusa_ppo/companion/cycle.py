@@ -18,7 +18,7 @@ from medusa_ppo.companion.gate import Verdict, find_fault, judge, replay, replay
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.schedule import Decision, Schedule
 from medusa_ppo.companion.trainer import WARM, HeadsTrainer, RunningMean, TrainReport, under
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
@@ -85,16 +85,17 @@ class Cycle:
         seed: int,
         initial_state: dict[str, torch.Tensor] | None = None,
         embedding_VD: torch.Tensor | None = None,
+        draft_temperature: float = 0.0,
         device: torch.device | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._draft_temperature = config, draft_temperature
         self._seed = seed
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, mean=mean)
-        self.schedule = Schedule(config.schedule, config.epochs, config.min_epochs, config.drift_lag)
-        self.replay = ReplayBuffer(config.replay_versions, config.replay_decay, config.replay_bytes)
+        self.schedule = Schedule(config.schedule, config.epochs)
+        self.replay = ReplayBuffer(config.replay_versions, config.replay_bytes)
         self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
@@ -132,11 +133,11 @@ class Cycle:
             return CycleReport(TrainReport(), problem="The batch holds hidden states or log-probs that are not finite.")
         self.trainer.check(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
-        training, holdout = batch.hold_out(self._config.holdout_fraction, seed)
+        training, holdout = batch.hold_out(HOLDOUT_SHARE, seed)
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         before = None if holdout is None or self._config.schedule == "fixed" else self._measure(self.serving, holdout)
         passes = self._decide(before).passes
-        if self._config.positions == "fraction" and training.weights_M is None:  # Else they were sampled before states were copied, or not.
+        if self._config.position_share < 1 and training.weights_M is None:  # Else they were sampled before states were copied, or not.
             training = replace(training, weights_M=fraction_weights(training.lengths_S, self._config.position_share, seed))
         self.positions_frac = sampled_share(training)
         report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=passes)
@@ -168,7 +169,7 @@ class Cycle:
         return verdict
 
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
-        trainer, temperature = self.trainer, self._config.draft_temperature
+        trainer, temperature = self.trainer, self._draft_temperature
         return replay(heads, batch, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, draft_temperature=temperature, team=self.team)
 
     def _decide(self, before: ReplayResult | None) -> Decision:
@@ -247,12 +248,12 @@ class Cycle:
     # ---- state ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of everything that later batches depend on (replayed batches only with `save_replay`). Flat, tensors only."""
+        """A copy of everything that later batches depend on (replayed batches only with `saves_replay`). Flat, tensors only."""
         state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
         state |= {f"serving.{name}": value for name, value in self.serving.trainable_state().items()}
         if self.frozen is not None:
             state |= {f"frozen.{name}": value for name, value in self.frozen.trainable_state().items()}
-        if self._config.save_replay:
+        if self._config.saves_replay:
             state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
         state["schedule"] = torch.tensor([self.trainer.rate, self.positions_frac, *self.schedule.state()], dtype=torch.float64)

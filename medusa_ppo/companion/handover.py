@@ -16,6 +16,7 @@ from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts
 
+HANG_S = 300.0
 AS_INT16 = (torch.bfloat16, torch.float16)
 
 
@@ -82,6 +83,8 @@ class ServiceArguments:
         run_dir: the run's folder (native checkpoints, state for a restart); empty: nothing is written there.
         publish_dir: folder in shared memory for published versions.
         resume_from: folder with a saved state to go on from; empty: begin anew.
+        draft_temperature: of the drafts that heads are judged by, times the rollouts' own; 0: one-hot.
+        hang_s: a worker that answers nothing for so long is ended and started again.
     """
 
     heads: HeadsConfig
@@ -91,6 +94,8 @@ class ServiceArguments:
     run_dir: str
     publish_dir: str
     resume_from: str = ""
+    draft_temperature: float = 0.0
+    hang_s: float = HANG_S
 
 
 @dataclass(frozen=True)

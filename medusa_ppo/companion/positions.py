@@ -117,6 +117,9 @@ class EarlySample:
 FIELDS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "weights_M")
 
 
+REPLAY_DECAY = 0.5
+
+
 class ReplayBuffer:
     """Keeps batches of the last `versions` policy versions, within a byte budget; the oldest go first.
 
@@ -124,12 +127,12 @@ class ReplayBuffer:
     `decay ** a` of its positions.
     """
 
-    def __init__(self, versions: int, decay: float, max_bytes: int) -> None:
+    def __init__(self, versions: int, max_bytes: int, decay: float = REPLAY_DECAY) -> None:
         """
         Args:
             versions: policy versions that a batch stays for; 0: nothing is kept.
-            decay: share of the positions that is left with each version, 0..1.
             max_bytes: most bytes of all batches kept.
+            decay: share of the positions that is left with each version, 0..1.
         """
         self._versions = versions
         self._decay = decay

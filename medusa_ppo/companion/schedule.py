@@ -10,7 +10,7 @@ The rule of `drift`, for each batch before it is trained on. Extra tokens are th
     settling   none of these                                                                   half as many as before
     floor      the same, and the fewest are reached
 
-"Lost" and "lacked" mean a share of at least `drift_lag`, and "surely" with the gate's confidence. Heads that begin at nothing show no gain
+"Lost" and "lacked" mean a share of at least LAG, and "surely" with the gate's confidence. Heads that begin at nothing show no gain
 for a while (no draft is accepted before it is the likeliest token), hence `start`. A candidate that is not published goes on
 learning, so small gains add up, at the fewest passes too, until they are sure: then the serving heads are `behind`. When acceptance
 fell because the policy grew less sure, no training gains anything, and the rule settles again after a few batches.
@@ -34,6 +34,8 @@ REASONS = {
 """Reason of a decision -> what it means."""
 CODES = tuple(REASONS)
 START = 8
+LEAST = 0.25
+LAG = 0.03
 NOISE = 2**0.5  # The level was measured too, on other responses: a difference is that much noisier than one measurement.
 KEPT = 0.5  # Of the expected level with each batch; the rest is what the serving heads reached on it.
 
@@ -54,11 +56,11 @@ class Decision:
 class Schedule:
     """Decides for one batch after the other. `decide` before a training, `judged` after the gate has spoken."""
 
-    def __init__(self, kind: str, most: float, least: float, lag: float) -> None:
+    def __init__(self, kind: str, most: float, least: float = LEAST, lag: float = LAG) -> None:
         """
         Args:
             kind: `fixed` (always `most`) or `drift`.
-            most, least: passes.
+            most, least: passes; below 1 a random part of the positions once.
             lag: share of the extra tokens that is worth a training.
         """
         self._kind = kind

@@ -24,12 +24,15 @@ from heads.checkpoint import checksum, load_state, save_heads, save_state
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.handover import Answer, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.hardware import companion_threads
 from medusa_ppo.types import CompanionStatus, PublishedHeads
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
+MAX_LAG = 2  # Policy versions.
+NICENESS = 5  # PPO goes first where both want a core; where nobody else does it changes nothing.
 KEPT_VERSIONS = 3
 HOST = torch.device("cpu")
 
@@ -45,7 +48,7 @@ class BatchQueue:
         nbytes: bytes waiting now.
     """
 
-    def __init__(self, max_bytes: int, max_lag: int) -> None:
+    def __init__(self, max_bytes: int, max_lag: int = MAX_LAG) -> None:
         """
         Args:
             max_bytes: most bytes of all batches that wait or are in use together.
@@ -123,7 +126,6 @@ class CompanionService:
             tables: the actor's lm_head and, for kinds that read it, its embedding (else None), packed.
         """
         config = arguments.companion
-        settle(config)
         self._config = config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
         self._cycle = make_cycle(arguments, tables)
@@ -133,7 +135,7 @@ class CompanionService:
         self._publish_dir.mkdir(parents=True, exist_ok=True)
         self._published: PublishedHeads | None = None
         self._tables: Any = None
-        self._queue = BatchQueue(config.queue_bytes, config.queue_lag)
+        self._queue = BatchQueue(config.queue_bytes)
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
         self._outstanding = self._received = self._dropped_before = 0
@@ -303,8 +305,7 @@ class CompanionService:
         self._published = PublishedHeads(version, str(path), checksum(state), cycle.published_policy_version, length)
 
     def _checkpoint(self) -> None:
-        every = self._config.checkpoint_every
-        if self._run_dir is not None and every and self._cycle.trainer.batches_trained % every == 0:
+        if self._run_dir is not None:
             self.save(str(self._run_dir / "companion"))
 
     def _begin(self, arguments: ServiceArguments) -> None:
@@ -359,7 +360,8 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
         seed=arguments.seed,
         initial_state=unpack(arguments.initial_state),
         embedding_VD=embedding_VD,
-        device=torch.device("cuda" if arguments.companion.num_gpus > 0 and torch.cuda.is_available() else "cpu"),
+        draft_temperature=arguments.draft_temperature,
+        device=torch.device("cuda" if arguments.companion.num_gpus and torch.cuda.is_available() else "cpu"),
     )
 
 
@@ -375,8 +377,7 @@ def forget_oldest(folder: Path, pattern: str) -> None:
 
 def settle(config: CompanionConfig) -> None:
     """Threads, cores and priority of this process, so that PPO keeps its own."""
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(companion_threads(config.cores, alone=config.resource is not None))
     if config.cores:
         os.sched_setaffinity(0, set(config.cores))
-    if config.niceness:
-        os.nice(config.niceness)
+    os.nice(NICENESS)

@@ -27,6 +27,7 @@ from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.handover import ServiceArguments, pack, unpack
 from medusa_ppo.companion.service import CompanionService, make_cycle, settle
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.hardware import companion_threads
 from medusa_ppo.meeting import Meeting, PeerLostError, Place
 from medusa_ppo.processes import TOKEN, in_bundle
 from medusa_ppo.types import CompanionStatus, RolloutBatch
@@ -34,6 +35,7 @@ from medusa_ppo.types import CompanionStatus, RolloutBatch
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+MAX_RESTARTS = 100  # Of a process of the companion that ended.
 GRACE_S = 30.0  # For the end of what a member is at, when the team breaks up.
 ATTEMPTS = 3  # To learn a batch together; after them the leader learns it alone.
 
@@ -59,7 +61,7 @@ def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, 
         "num_cpus": 0,
         "num_gpus": config.num_gpus,
         "resources": {config.resource: TOKEN} if config.resource else None,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(companion_threads(config.cores, alone=config.resource is not None))}},
         **in_bundle(group, index),
     }
 
@@ -128,14 +130,15 @@ class _Hold:
 class Team:
     """The leader's hold on its members: starts them, brings them into one team, replaces those that are lost."""
 
-    def __init__(self, first: list[ray.ObjectRef], config: CompanionConfig, group: Any) -> None:
+    def __init__(self, first: list[ray.ObjectRef], arguments: ServiceArguments, group: Any) -> None:
         """
         Args:
             first: reference to what every worker of the companion is built from.
-            config: the companion's section.
+            arguments: the same.
             group: placement group with a bundle for each worker; None: Ray finds a node for each.
         """
-        self._first, self._config, self._group = first, config, group
+        config = arguments.companion
+        self._first, self._config, self._hang_s, self._group = first, config, arguments.hang_s, group
         self._members = [_Hold(index) for index in range(1, config.workers)]
         self._meeting: Meeting | None = None
         self._together: list[_Hold] = []
@@ -160,13 +163,13 @@ class Team:
         members = self._asked_to_leave()
         if not members:
             return
-        meeting = Meeting.open(ray.util.get_node_ip_address(), 1 + len(members), timeout_s=self._config.hang_s)
+        meeting = Meeting.open(ray.util.get_node_ip_address(), 1 + len(members), timeout_s=self._hang_s)
         state = ray.put(pack(cycle.state_dict()))
         calls = [member.actor.join.remote(meeting.place.seen_by(rank), state) for rank, member in enumerate(members, 1)]
         self._meeting, self._together = meeting.join(), members
         cycle.join(meeting)
         for member, call in zip(members, calls, strict=True):
-            self._answer(member, call, self._config.hang_s)
+            self._answer(member, call, self._hang_s)
         if not all(member.name for member in members):
             raise PeerLostError("A worker did not join the team.")
 
@@ -218,7 +221,7 @@ class Team:
         logger.warning("Worker %d of the companion is lost. %s", member.index, why)
         ray.kill(member.actor, no_restart=True)
         member.actor, member.naming, member.name = None, None, ""
-        if member.starts <= self._config.max_restarts:
+        if member.starts <= MAX_RESTARTS:
             self._start(member)
 
     def _answer(self, member: _Hold, call: ray.ObjectRef, timeout_s: float) -> Any:
@@ -259,7 +262,7 @@ class Team:
             return
         digest = cycle.digest()
         try:
-            others = ray.get(calls, timeout=self._config.hang_s)
+            others = ray.get(calls, timeout=self._hang_s)
         except RayError as error:
             logger.warning("A worker of the companion was lost after a batch. %s", error)
             self.disband(cycle)
@@ -280,7 +283,8 @@ class Leader(CompanionService):
         """
         arguments: ServiceArguments
         arguments, tables = ray.get(first[0])
-        self._team = Team(first, arguments.companion, group)
+        settle(arguments.companion)
+        self._team = Team(first, arguments, group)
         self._newest, self._used = [tables], [tables]
         super().__init__(arguments, ray.get(tables))
         with self._state_lock:

@@ -21,6 +21,8 @@ from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import RolloutBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+CLIP_NORM = 1.0  # Largest gradient norm of each head.
+LOGITS_BYTES = 1024**3  # Of a micro-batch of one head, in float32, at most.
 WARM = 1_000_000
 """Steps that heads count as having made which begin trained: their mean keeps its full length from the first step on."""
 COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
@@ -114,6 +116,7 @@ class HeadsTrainer:
         device: torch.device | None = None,
         schedule: Callable[[int], float] | None = None,
         dtype: torch.dtype | None = None,
+        micro_positions: int | None = None,
         team: Meeting | None = None,
         mean: RunningMean | None = None,
     ) -> None:
@@ -127,6 +130,7 @@ class HeadsTrainer:
             schedule: factor of the step size by number of the optimizer step; None: always 1.
             team: see above.
             dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
+            micro_positions: positions whose gradients are computed at once; None: as many as LOGITS_BYTES have room for.
             mean: takes in the heads after each optimizer step, and is part of the state; None: nothing does.
         """
         self.rate = 1.0
@@ -137,6 +141,7 @@ class HeadsTrainer:
         if mean:
             mean.heads.to(self.device, torch.float32)
         self._config = config
+        self._micro_positions = micro_positions or max(1, LOGITS_BYTES // (4 * lm_head_VD.shape[0]))
         self._loss = LossConfig.named(config.loss)
         self.generator = torch.Generator().manual_seed(seed)
         self.set_tables(lm_head_VD, embedding_VD)
@@ -204,7 +209,7 @@ class HeadsTrainer:
         for part in [1.0] * int(whole) + [rest] * (rest > 0):  # 2.25 -> 1, 1, 0.25
             picks = self._shuffle([(source, part * share) for source, share in sources])
             worked += picks.shape[0]
-            rows = self._config.batch_positions * self._config.accumulate
+            rows = self._config.batch_positions
             steps = -(-picks.shape[0] // rows)
             for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
                 step = self.optimizer_steps + len(losses)
@@ -233,7 +238,7 @@ class HeadsTrainer:
             self.team.add_up(total_K)
         loss_K = torch.zeros(self.heads.config.num_heads)
         self._optimizer.zero_grad(set_to_none=True)
-        for micro_N2 in picks_N2.split(self._config.batch_positions) if picks_N2.shape[0] else ():
+        for micro_N2 in picks_N2.split(self._micro_positions) if picks_N2.shape[0] else ():
             # Each loss is a mean over its own positions; weighted by their share, the means add up to the mean over all.
             share_K = _targets(sources, micro_N2) / total_K.clamp(min=1)
             micro_K = self._losses(sources, micro_N2, loss) * share_K.to(self.device)
@@ -244,7 +249,7 @@ class HeadsTrainer:
             for parameter in self._named.values():  # A process without a position in this step adds nothing.
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self.team.add_up(parameter.grad)
-        norm_K = clip_per_head(self._named, self.heads.config.num_heads, self._config.clip_norm)
+        norm_K = clip_per_head(self._named, self.heads.config.num_heads, CLIP_NORM)
         if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
             raise FloatingPointError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
         self._optimizer.step()
@@ -305,7 +310,7 @@ class HeadsTrainer:
             )
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.heads.parameters(), lr=self._config.learning_rate, weight_decay=self._config.weight_decay)
+        return torch.optim.AdamW(self.heads.parameters(), lr=self._config.learning_rate, weight_decay=0.0)  # Decay pulls back to the start.
 
     # ---- state ------------------------------------------------------------------------------------------------------------
 

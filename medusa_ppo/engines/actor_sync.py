@@ -20,7 +20,6 @@ from heads.errors import RunError, SwapError
 from heads.tensorfile import StateWriter, tensorwise_checksum
 from medusa_ppo.actors.hf import Actor, embedding_weight, lm_head_weight
 from medusa_ppo.actors.seam import SpreadActor
-from medusa_ppo.config import ActorConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pool import EnginePool, Seat
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -157,7 +156,8 @@ def _lost(error: Exception) -> SwapError:
 
 logger = logging.getLogger(__name__)
 
-BUCKET_BYTES = ActorConfig().bucket_bytes
+BUCKET_BYTES = 256 * 1024**2
+"""Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; one tensor at least."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

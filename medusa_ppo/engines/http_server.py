@@ -22,7 +22,7 @@ import torch
 from heads.errors import EngineError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.launch import plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.rpc import first_of
 
@@ -43,16 +43,18 @@ class ServerEngine(base.WorkerEngine):
     """An OpenAI-compatible vLLM server, asked with token ids."""
 
     def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
-        """Start a server, or attach to `config.url`. Raises as `plan_launch`, and EngineError when no server answers."""
+        """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and EngineError when no server answers."""
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = Path(os.devnull)
         self._client = httpx.Client(
-            base_url=config.url or self._start(config), timeout=CALL_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
+            base_url=config.addresses[0] if config.addresses else self._start(config),
+            timeout=CALL_TIMEOUT_S,
+            limits=httpx.Limits(max_connections=None),
         )
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
-            self._wait_until_healthy(started_here=not config.url)
+            self._wait_until_healthy(started_here=not config.addresses)
             report = self.plugin_report()
             self._check_served(report, bool(heads_path))
             self._model_name = self._get("/v1/models").json()["data"][0]["id"]
@@ -117,13 +119,13 @@ class ServerEngine(base.WorkerEngine):
     # ---- the process ------------------------------------------------------------------------------------------------------
 
     def _start(self, config: EngineConfig) -> str:
-        port = free_port(config.host, config.port)
+        port = free_port()
         handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
         self._log = Path(name)
         env = os.environ | process_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
         # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        command = [sys.executable, "-m", "medusa_ppo.engines.launch", *server_arguments(self.plan, config.host, port)]
+        command = [sys.executable, "-m", "medusa_ppo.engines.launch", *server_arguments(self.plan, port)]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -131,7 +133,7 @@ class ServerEngine(base.WorkerEngine):
         finally:
             os.close(handle)
         atexit.register(self.close)
-        return f"http://{config.host}:{port}"
+        return f"http://{HOST}:{port}"
 
     def _wait_until_healthy(self, *, started_here: bool) -> None:
         deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
@@ -152,7 +154,7 @@ class ServerEngine(base.WorkerEngine):
             "No vLLM server answers.",
             given=f"{self._client.base_url}; {self._tail()}",
             expected="GET /health -> 200",
-            do="Check engine.url, or read the log.",
+            do="Check engine.backend, or read the log.",
         )
 
     def _tail(self) -> str:
@@ -215,19 +217,10 @@ class ServerEngine(base.WorkerEngine):
         return answer
 
 
-def free_port(host: str, wanted: int) -> int:
-    """`wanted`, or a free port when that is 0. EngineError when the wanted one is taken."""
+def free_port() -> int:
+    """A port that nobody has."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as error:
-            raise EngineError(
-                "The server's port can't be used.",
-                given=f"{host}:{wanted}: {error.strerror}",
-                expected="a free port",
-                do="Set engine.port=0.",
-            ) from None
+        probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 

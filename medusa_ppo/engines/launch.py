@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.hardware import settled_engine
 from medusa_ppo.vllm_plugin.registration import is_cpu_build, require_transfer, require_vllm
 from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
 LOSSLESS_METHODS = ("standard",)
+HOST = "127.0.0.1"  # Of a server that is started here: only this process asks it.
 ENVIRONMENT = {
     # The engine in this process: swaps are direct calls, and there is one process less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -81,6 +83,7 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError.
     """
     require_vllm()
+    config = settled_engine(config)
     refuse_lossy(config.extra)
     model = read_model_config(model_path)
     text = {**model, **(model.get("text_config") or {})}
@@ -107,7 +110,7 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
     if heads_path:
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
         max_drafts = heads.num_heads
-        if config.num_drafts > max_drafts:
+        if (config.num_drafts or 0) > max_drafts:
             raise ConfigError(
                 "More drafts than trained heads.",
                 given=f"engine.num_drafts={config.num_drafts}",
@@ -124,13 +127,13 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         else:
             args["enable_sleep_mode"] = True
     args.update(config.extra)
-    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, _drafting(config, max_drafts), config.max_model_len, vocab_size)
+    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, _drafting(config, max_drafts), args["max_model_len"], vocab_size)
 
 
 def _drafting(config: EngineConfig, max_drafts: int) -> Drafting:
     sampled = config.draft_temperature > 0
     drafting: Drafting = {
-        "num_drafts": max_drafts if config.num_drafts < 0 else min(config.num_drafts, max_drafts),
+        "num_drafts": max_drafts if config.num_drafts is None else min(config.num_drafts, max_drafts),
         "sampled": sampled,
         "draft_temperature": config.draft_temperature if sampled else 1.0,
         "choose": config.choose_drafts,
@@ -151,9 +154,9 @@ def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:
     width = int(text_config.get("hidden_size", text_config.get("n_embd", 1)))
     head_dim = int(text_config.get("head_dim") or width // heads)
     kv_heads = int(text_config.get("num_key_value_heads") or heads)
-    wide = config.dtype == "float32" or (config.dtype == "auto" and "32" in str(text_config.get("dtype", text_config.get("torch_dtype"))))
-    per_token = 2 * layers * kv_heads * head_dim * (4 if wide else 2)
-    blocks = config.max_num_seqs * -(-config.max_model_len // CACHE_BLOCK_TOKENS)
+    config = settled_engine(config)
+    per_token = 2 * layers * kv_heads * head_dim * (4 if config.dtype == "float32" else 2)
+    blocks = config.max_num_seqs * -(-(config.max_model_len or 0) // CACHE_BLOCK_TOKENS)
     return max(MIN_CACHE_BYTES, (blocks + 1) * CACHE_BLOCK_TOKENS * per_token)
 
 
@@ -273,7 +276,7 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
     env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if has_gpu:
         return env
-    env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env |= {"OMP_NUM_THREADS": str(settled_engine(config).threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.is_file():
         # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
@@ -281,9 +284,9 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
     return env
 
 
-def server_arguments(plan: LaunchPlan, host: str, port: int) -> list[str]:
+def server_arguments(plan: LaunchPlan, port: int) -> list[str]:
     """Command line of the server: the engine's arguments as flags."""
-    arguments = ["--host", host, "--port", str(port), "--disable-uvicorn-access-log"]
+    arguments = ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
     if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
         arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
     for name, value in plan.engine_args.items():

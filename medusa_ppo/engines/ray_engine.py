@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from heads.errors import EngineError, MedusaError
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config import COLOCATED, EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -25,6 +25,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
+from medusa_ppo.hardware import settled_engine
 from medusa_ppo.processes import TOKEN, bundle, in_bundle, release, reserve
 from medusa_ppo.types import Checked, SwapReceipt
 
@@ -80,7 +81,7 @@ def gpus_asked(config: EngineConfig, ranks: int) -> float:
     """GPUs that Ray gives to an engine of so many ranks: a share of one, or one for each rank; none in a cluster without."""
     if not ray.cluster_resources().get("GPU"):
         return 0.0
-    return config.memory_fraction if ranks == 1 else float(ranks)
+    return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
 
 
 _store_lock = threading.Lock()
@@ -227,16 +228,17 @@ def make_engine(
 ) -> base.RolloutEngine:
     """The engine that `config.backend` asks for.
 
-    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here or at `config.url`.
+    `colocated`: vLLM in a Ray actor of this cluster (`ray.init` is the caller's); `server`: over HTTP, started here; or at its addresses.
     With `config.replicas` above 1, or an actor that is broadcast: a pool of them.
 
     Args:
         supervised: start one engine again too when it is lost, with the heads and the actor that it had; a pool always does.
     """
-    kind = ServerEngine if config.backend == "server" else RayEngine
+    config = settled_engine(config)
+    kind = RayEngine if config.backend == COLOCATED else ServerEngine
     if config.replicas == 1 and not supervised and config.transfer == "file":
         return kind(model_path, heads_path, config, seed)
-    group = _room(config) if config.placement else None
+    group = _room(config) if config.replicas > 1 and config.backend == COLOCATED else None
 
     def start(index: int) -> base.RolloutEngine:
         section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
@@ -251,11 +253,10 @@ def make_engine(
 def _room(config: EngineConfig) -> Any:
     """Room for all engines at once."""
     asked = bundle(gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1))), config.resource)
-    return reserve([asked] * config.replicas, config.placement, "engines")
+    return reserve([asked] * config.replicas, "engines")
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:
-    """The section as one engine of several reads it: its own address and port."""
-    port = config.port + index if config.port else 0
-    url = config.url.split(",")[index].strip() if config.url else ""
-    return config.model_copy(update={"replicas": 1, "port": port, "url": url})
+    """The section as one engine of several reads it: with its own address."""
+    backend = config.addresses[index] if config.addresses else config.backend
+    return config.model_copy(update={"replicas": 1, "backend": backend})

@@ -55,7 +55,7 @@ def as_config(medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | N
     if isinstance(medusa, Mapping):
         medusa = build_config(dict(medusa))
     config = medusa if isinstance(medusa, RunConfig) else load_config(medusa)
-    return config if config.companion.enabled or config.engine.num_drafts else None
+    return config if config.companion.enabled or config.engine.num_drafts != 0 else None
 
 
 class Attachment:
@@ -123,7 +123,7 @@ class Attachment:
                 expected="the folder that the server drafts with",
                 do="Set heads.path (docs/hooks.md says how to make it).",
             )
-        settings = self.config.engine.model_copy(update={"backend": "server", "url": url})
+        settings = self.config.engine.model_copy(update={"backend": url})
         self.engine = ServerEngine(model.name_or_path, self.config.heads.path, settings, self.config.seed)
 
     def sync_by_file(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -175,7 +175,7 @@ class Attachment:
         assert self.engine is not None, "the engine is attached when the trainer is built"
         atexit.register(self._stack.close)  # A training that fails does not come to end().
         companion = self.config.companion
-        self._stack.enter_context(local_ray(cpus=1 + companion.threads * companion.workers, queue_bytes=companion.queue_bytes))
+        self._stack.enter_context(local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes))
         self.plugin = MedusaPlugin.start(self.config, model, self.engine, self.folder)
         self._stack.callback(self.plugin.close)
         self._tap = ForwardTap(model, self.plugin)

@@ -51,7 +51,7 @@ class DraftingEngine:
         self._actor, self._folder = actor, Path(run_dir)
         self._tap: ForwardTap | None = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(local_ray(cpus=1 + config.companion.threads, queue_bytes=config.companion.queue_bytes))
+            stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
             wanted = as_config(config) is not None
             heads = MedusaPlugin.prepare_heads(config, actor, self._folder / "heads") if wanted else None
             self.engine: RolloutEngine = stack.enter_context(make_engine(model_path, heads, config.engine, config.seed))

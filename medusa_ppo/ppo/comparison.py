@@ -58,7 +58,7 @@ def compare(
 ) -> dict[str, Any]:
     """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each; `plain` are the run's parts without the plugin."""
     pairs = config.report.compare_pairs or 0
-    report = config.report.model_copy(update={"keep_rollouts": 0, "speed_every": None})  # These steps are no part of the run.
+    report = config.report.model_copy(update={"keep_rollouts": None, "speed_every": None})  # These steps are no part of the run.
     quiet = config.model_copy(update={"report": report})
     loops = [make_loop(quiet, given, progress, position) for given in (parts, plain)]
     comparison = Comparison(quiet, *loops)

@@ -17,18 +17,18 @@ from medusa_ppo.types import Rollouts, Sampling
 class RolloutFiles:
     """Keeps the rollouts of the last steps, a file each. A step that is done again after a restart replaces its file."""
 
-    def __init__(self, run_dir: Path, steps: int) -> None:
+    def __init__(self, run_dir: Path, steps: int | None) -> None:
         """
         Args:
             run_dir: folder of the run; the files go to its folder `rollouts`.
-            steps: how many of the last steps to keep; 0: nothing is written.
+            steps: how many of the last steps to keep; None: nothing is written.
         """
         self._folder = run_dir / ROLLOUTS_FOLDER
         self._steps = steps
 
     def write(self, step: int, rollouts: Rollouts) -> None:
         """Write one step's responses, and remove the file that is too old now."""
-        if self._steps == 0:
+        if self._steps is None:
             return
         write_atomic(self._path(step), "".join(f"{line}\n" for line in _lines(step, rollouts)))
         self._path(step - self._steps).unlink(missing_ok=True)
@@ -63,7 +63,7 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
     return Sampling(
         temperature=section.temperature,
         top_p=section.top_p,
-        top_k=section.top_k,
+        top_k=section.top_k or 0,
         max_new_tokens=section.max_new_tokens,
         responses_per_prompt=section.responses_per_prompt,
         seed=(config.seed * 1_000_003 + step) % 2**31,
@@ -72,7 +72,7 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
 
 def num_drafts(config: RunConfig) -> int:
     """Draft tokens per step that the configuration asks for."""
-    return config.heads.num_heads if config.engine.num_drafts < 0 else config.engine.num_drafts
+    return config.heads.num_heads if config.engine.num_drafts is None else config.engine.num_drafts
 
 
 class SpeedPairs:
@@ -90,13 +90,13 @@ class SpeedPairs:
 
     def due(self, step: int) -> bool:
         """The last step of every n is paired, so that heads have had time to learn before the first pair."""
-        return bool(self._every) and self._drafts > 0 and step % self._every == self._every - 1
+        return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
 
     def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
         """The step's rollouts, and the figures of the pair (empty on steps without one)."""
         if not self.due(step):
             return self._engine.generate(prompts, sampling), {}
-        subset = prompts[: self._prompts] if self._prompts else prompts
+        subset = prompts[: self._prompts]
         plain_first = (step // self._every) % 2 == 0
         plain = self._plain(subset, sampling) if plain_first else None
         rollouts = self._engine.generate(prompts, sampling)

@@ -99,6 +99,7 @@ class PPOLearner(ABC):
         """
         self.critic = critic
         self.config = config
+        self.micro_batch_size = config.micro_batch_size or config.minibatch_size
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate)
@@ -114,7 +115,7 @@ class PPOLearner(ABC):
         """
         policy = self._begin_scoring(batch, sampling, tap)
         values_SR = torch.zeros(batch.mask_SR.shape)
-        for micro in batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size):
+        for micro in batch.micro_batches(list(range(len(batch))), self.micro_batch_size):
             batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
         found, mask_SR = policy(), batch.mask_SR
         rewards_SR = objective.token_rewards(rewards_S, found.logprobs_SR, found.reference_SR, mask_SR, self.config.kl_coefficient)
@@ -143,10 +144,10 @@ class PPOLearner(ABC):
     def _critic_minibatch(self, batch: PPOBatch, scores: Scores, sequences: list[int]) -> float:
         """One optimizer step of the critic; its summed loss."""
         config, total, tokens = self.config, 0.0, int(batch.lengths_S[sequences].sum())
-        for micro in batch.micro_batches(sequences, config.micro_batch_size):
+        for micro in batch.micro_batches(sequences, self.micro_batch_size):
             old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
             value_loss = objective.clipped_value_loss(self.critic(micro, self.autocast), old_M, returns_M, config.value_clip_range)
-            (config.value_coefficient * value_loss / tokens).backward()
+            (value_loss / (2 * tokens)).backward()  # Half of the squared error; its scale only matters to the clip.
             total += value_loss.item()
         parameters = list(self.critic.parameters())
         require_finite(torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm).item(), "critic")
@@ -208,7 +209,7 @@ class Learner(PPOLearner):
 
     def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
         found = PolicyScores.zeros(batch)
-        micros = list(batch.micro_batches(list(range(len(batch))), self.config.micro_batch_size))
+        micros = list(batch.micro_batches(list(range(len(batch))), self.micro_batch_size))
         for micro in micros:  # The actor first: whoever taps it can start while reference and critic still run.
             with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
                 stats = token_stats(self.actor, micro, sampling, entropy=True, kept=True, autocast=self.autocast)
@@ -221,7 +222,7 @@ class Learner(PPOLearner):
         totals, bonus = UpdateTotals(), self.config.entropy_coefficient
         for sequences in minibatches(len(batch), self.config, self.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
-            for micro in batch.micro_batches(sequences, self.config.micro_batch_size):
+            for micro in batch.micro_batches(sequences, self.micro_batch_size):
                 stats = token_stats(self.actor, micro, sampling, entropy=bonus > 0, autocast=self.autocast)
                 (totals.policy_loss_of(batch, scores, micro, stats, self.config) / tokens).backward()
             totals.tokens += tokens

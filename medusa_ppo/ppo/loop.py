@@ -15,6 +15,7 @@ import torch
 
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
+from medusa_ppo.hardware import settled
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.comparison import compare  # medusa
@@ -167,7 +168,7 @@ def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: 
         MedusaError: what went wrong, in one sentence; finished steps stay on disk, with a report.
         KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after everything was closed and the partial report written.
     """
-    progress = progress or ProgressSink()
+    config, progress = settled(config), progress or ProgressSink()
     with RunSession(config, progress) as session:
         parts, position, writer = session.prepare(resume)
         loop = PPOLoop(config, parts, progress, position)

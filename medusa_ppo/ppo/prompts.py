@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 DEMO = "demo"
 ANSWER = "answer"
 DEMO_ROWS = 2048
+FIRST_ROWS = re.compile(r"(?P<split>\w+)\[:(?P<limit>\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class PromptStream:
         Raises:
             DataError: see medusa_ppo.data; also when the answer column is missing or every prompt is too long.
         """
-        rows, column = _rows(config)
-        texts = render_prompts(rows, template=config.template, column=column)
+        rows = _rows(config)
+        texts = render_prompts(rows, template=config.template)
         if config.answer_column:
             require_column(rows, config.answer_column)
             rows = [{**row, ANSWER: row[config.answer_column]} for row in rows]
@@ -83,7 +85,10 @@ class PromptStream:
         return torch.randperm(len(self.prompts), generator=generator).tolist()
 
 
-def _rows(config: DataConfig) -> tuple[list[dict[str, Any]], str]:
+def _rows(config: DataConfig) -> list[dict[str, Any]]:
+    """The rows; `SPLIT[:N]` are the first N of any source, and what else stands in brackets is the hub's to read."""
+    first = FIRST_ROWS.fullmatch(config.split)
+    split, limit = (first["split"], int(first["limit"])) if first else (config.split, 0)
     if config.path == DEMO:
-        return list(demo_rows(limit=config.limit or DEMO_ROWS)), "prompt"
-    return load_rows(config.path, split=config.split, limit=config.limit), config.column
+        return list(demo_rows(limit=limit or DEMO_ROWS))
+    return load_rows(config.path, split=split, limit=limit)

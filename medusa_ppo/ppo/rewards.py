@@ -24,6 +24,8 @@ from medusa_ppo.data import Row
 
 RewardFunction = Callable[[str, str, Row], float]
 
+RIGHT_FROM = 1.0
+"""A response counts as right from this reward on, unless the function has an attribute `correct_from`."""
 REWARD_BATCH = 16
 """Responses per forward pass of a reward model."""
 
@@ -43,7 +45,7 @@ class RewardSource(ABC):
 class CallableReward(RewardSource):
     """`reward(prompt, response, row) -> float`."""
 
-    def __init__(self, function: RewardFunction, name: str, correct_from: float = 1.0) -> None:
+    def __init__(self, function: RewardFunction, name: str, correct_from: float = RIGHT_FROM) -> None:
         self._function = function
         self._name = name
         self._correct_from = correct_from
@@ -86,7 +88,7 @@ class ModelReward(RewardSource):
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
             first = (str(error).strip().splitlines() or [""])[0]
             given = f"{path} ({type(error).__name__}: {first:.200})"
-            do = "Check ppo.reward, or set ppo.reward_kind=callable for a Python function."
+            do = "Check ppo.reward; a Python function is written as module:function."
             raise ModelError("The reward model can't be loaded.", given=given, expected="a sequence-classification model", do=do) from error
         if self._model.config.num_labels != 1:
             labels = self._model.config.num_labels
@@ -128,9 +130,10 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
         ConfigError: `module:function` does not exist or can't take (prompt, response, row).
         ModelError: the reward model can't be used.
     """
-    if config.reward_kind == "model":
+    if ":" not in config.reward:
         return ModelReward(config.reward, device)
-    return CallableReward(find_callable(config.reward), config.reward, config.correct_from)
+    function = find_callable(config.reward)
+    return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM))
 
 
 def find_callable(name: str) -> RewardFunction:

@@ -77,7 +77,7 @@ def read_position(run_dir: Path, config: RunConfig) -> RunPosition:
             raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
         position = RunPosition(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
         old = raw["config"]
-        changed = [key for key in FIXED_KEYS if _look_up(old, key) != _look_up(config.model_dump(mode="json"), key)]
+        changed = [key for key in FIXED_KEYS if _saved(old, key) != _look_up(config.model_dump(mode="json"), key)]
     except (KeyError, TypeError, ValueError) as error:
         given = f"{saved_folder(run_dir) / STATE_FILE}: {error!r}"
         raise CheckpointError(
@@ -159,6 +159,12 @@ def _read_json(path: Path) -> dict[str, Any]:
             "The saved run is damaged.", given=f"{path}: no object", expected="a JSON object", do="Start without --resume."
         )
     return raw
+
+
+def _saved(config: dict[str, Any], key: str) -> Any:
+    """A saved value; an empty text is how earlier releases wrote what is the default today."""
+    value = _look_up(config, key)
+    return _look_up(RunConfig().model_dump(mode="json"), key) if value == "" else value
 
 
 def _look_up(values: dict[str, Any], key: str) -> Any:

@@ -89,7 +89,7 @@ class RunSession:
         """
         config = self._config
         check_trackers(config.report.trackers)
-        torch.set_num_threads(config.ppo.threads)
+        torch.set_num_threads(config.ppo.threads or 1)
         position = read_position(config.run_dir, config) if resume else RunPosition()
         reward = make_reward(config.ppo, _device())
         actor_path = self._actor_path()
@@ -107,7 +107,7 @@ class RunSession:
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
         engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
-        sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype, config.actor.bucket_bytes))
+        sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype or "auto"))
         if position.policy_version:
             sync(actor, position.policy_version)
         return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers), position, self._writer
@@ -122,7 +122,7 @@ class RunSession:
         # An optional dependency.
         from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
 
-        critic = Critic(_load(self._folder_of(config.model.critic_path) or actor_path))
+        critic = Critic(_load(self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path))
         self._start_ray()
         with self._phase(phases.RANKS):
             # Heads from a folder may be of any kind.
@@ -137,10 +137,7 @@ class RunSession:
         config = self._config
         with self._phase(phases.RAY):
             self._stack.enter_context(
-                local_ray(
-                    cpus=config.engine.threads * config.engine.replicas + config.companion.threads * config.companion.workers,
-                    queue_bytes=config.companion.queue_bytes,
-                )
+                local_ray(cpus=config.engine.replicas + config.companion.workers, queue_bytes=config.companion.queue_bytes)
             )
             self._signals.install()  # Ray has put a handler of its own in place.
         self._ray_started = True
@@ -166,7 +163,7 @@ class RunSession:
         try:
             with self._phase(phases.COMPARE), contextlib.ExitStack() as stack:
                 engine = stack.enter_context(make_engine(config.run_dir / ACTOR_FOLDER, None, section, config.seed, supervised=True))
-                sync = stack.enter_context(ActorSync(engine, section.dtype, config.actor.bucket_bytes))
+                sync = stack.enter_context(ActorSync(engine, section.dtype or "auto"))
                 self._writer.add(comparison=measure(replace(parts, engine=engine, sync=sync, plugin=None)))
         except MedusaError as error:
             logger.warning("The plugin was not compared with vLLM alone. %s", error)
@@ -212,7 +209,7 @@ class RunSession:
 
     def _prepare_heads(self, actor: Actor) -> str:
         """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""
-        if num_drafts(self._config) == 0 and not self._config.companion.enabled:
+        if not num_drafts(self._config) and not self._config.companion.enabled:
             return ""
         folder = OwnedFolder("medusa-ppo-heads-")
         self._stack.callback(folder.close)

@@ -38,7 +38,7 @@ from medusa_ppo.standalone.scene import compute_dtype, on_device, training_devic
 from medusa_ppo.standalone.train_options import TrainOptions
 
 State = dict[str, torch.Tensor]
-SHARED = ("loss", "learning_rate", "batch_positions", "accumulate")
+SHARED = ("loss", "learning_rate")
 """Options that are settings of the companion's trainer; the others of these have its defaults."""
 WARM_UP_STEPS = 20
 LAST_FACTOR = 0.01
@@ -81,11 +81,13 @@ class Worker:
         self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
         lm_head_VD, embedding_VD = lm_head_weight(model).detach(), embedding_weight(model).detach()
         torch.manual_seed(options.seed)
+        shared = {name: getattr(options, name) for name in SHARED}
         self._trainer = HeadsTrainer(
             MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], options.num_heads, options.kind)),
             lm_head_VD,
-            CompanionConfig(**{name: getattr(options, name) for name in SHARED}, epochs=1),
+            CompanionConfig(**shared, batch_positions=options.batch_positions * options.accumulate, epochs=1),
             options.seed,
+            micro_positions=options.batch_positions,
             embedding_VD=embedding_VD,
             device=training_device(),
             schedule=cosine_schedule(options.epochs * -(-self.tokens // options.step_positions)),

@@ -200,7 +200,6 @@ def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, sequenc
     """An engine just large enough for these prompts."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     return EngineConfig(
-        dtype="auto" if torch.cuda.is_available() else "float32",
         max_num_seqs=sequences,
         max_model_len=max(64, longest),
         memory_fraction=0.6 if torch.cuda.is_available() else 0.1,
@@ -211,7 +210,7 @@ def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, sequenc
 @contextmanager
 def running_engine(model: str, heads_path: str, config: EngineConfig, seed: int) -> Iterator[RolloutEngine]:
     """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards, come what may."""
-    with local_ray(cpus=config.threads), make_engine(model, heads_path, config, seed) as engine:
+    with local_ray(), make_engine(model, heads_path, config, seed) as engine:
         yield engine
 
 

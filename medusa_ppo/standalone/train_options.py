@@ -45,7 +45,7 @@ class TrainOptions:
     learning_rate: float = COMPANION.learning_rate
     batch_positions: int = 512
     """Fewer than the companion's: a cosine calms small steps down in the end, and the companion has none, but a policy that moves."""
-    accumulate: int = COMPANION.accumulate
+    accumulate: int = 1
     workers: int = 1
     dtype: Dtype = "float32"
     cache_bytes: int = 4 * 1024**3

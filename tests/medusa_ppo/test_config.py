@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heads.errors import ConfigError
 from heads.losses import NAMED_LOSSES, LossConfig
 from medusa_ppo.config import TEACHER_LOSSES, known_keys, load_config
+from medusa_ppo.config_file import OLD_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,17 +33,22 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("ppo.steps=many", "integer"),
         ("ppo.steps=0", "greater than or equal to 1"),
         ("engine.num_drafts=9", "heads.num_heads"),
-        ("sampling.max_new_tokens=9000", "engine.max_model_len"),
-        ("engine.url=http://127.0.0.1:1", "engine.backend=server"),
+        ("engine.max_model_len=64", "engine.max_model_len = 64"),
+        ("engine.url=http://127.0.0.1:1", "engine.backend=URL"),
+        ("engine.backend=colocate", "Did you mean colocated?"),
+        ("engine.backend=http://127.0.0.1:1,http://127.0.0.1:2", "as many addresses as replicas"),
+        ("engine={backend: server, sleep_level: 1}", "engine.sleep_level=null"),
         ("engine={transfer: broadcast, backend: server}", "engine.backend=colocated"),
         ("engine={transfer: broadcast, extra: {data_parallel_size: 2}}", "no data_parallel_size above 1"),
-        ("companion.offload=true", "companion.num_gpus > 0"),
-        ("companion.min_epochs=2", "less than or equal to 1"),
-        ("engine.placement=spread", "replicas above 1"),
-        ("companion={workers: 2, save_replay: true}", "companion.workers=1 or companion.save_replay=False"),
-        ("companion={workers: 2, positions: fraction}", "companion.workers=1 or companion.positions=all"),
-        ("companion={workers: 2, offload: true, num_gpus: 1}", "companion.workers=1 or companion.offload=False"),
-        ("companion.placement=near", "companion.placement"),
+        ("companion={workers: 2, position_share: 0.5}", "companion.workers=1 or companion.position_share=1"),
+        ("actor.tensor_parallel=2", "actor.backend=megatron"),
+        ("ppo.steps=1e3", "valid integer"),
+        ("ppo.checkpoint_every=0", "ppo.checkpoint_every=null"),
+        ("engine.num_drafts=-1", "engine.num_drafts=null"),
+        ("heads.path=", "heads.path=null"),
+        ("engine={draft_vocab: 0}", "engine.draft_vocab=null"),
+        ("report.trackers=wandbb", "Did you mean wandb?"),
+        ("companion.cores=one,two", "valid integer"),
         ("nonsense", "key=value"),
         ("name.x.y=1", "section"),
     ],
@@ -51,6 +59,67 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
         load_config(None, overrides)
     assert words in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("name=on", "on"),
+        ("name=12", "12"),
+        ("ppo.actor_learning_rate=1e-5", 1e-5),
+        ("companion.enabled=off", False),
+        ("report.trackers=wandb,ray", ("wandb", "ray")),
+        ("report.trackers=[wandb, ray]", ("wandb", "ray")),
+        ("report.trackers=[]", ()),
+        ("companion.cores=4,5", (4, 5)),
+        ("companion.cores=null", None),
+        ("engine.sleep_level=2", 2),
+        ("engine.dtype=null", None),
+        ("engine.extra={seed: 3}", {"seed": 3}),
+        ("engine.extra.seed=3", {"seed": 3}),
+        (r'data.template="{question}\n"', "{question}\n"),
+    ],
+)
+def test_an_override_is_read_by_the_type_of_its_field(override: str, value: Any) -> None:
+    found: Any = load_config(None, [override])
+    for name in override.partition("=")[0].split(".")[:2]:
+        found = getattr(found, name)
+    assert found == value and type(found) is type(value)
+
+
+def test_a_file_extends_another_and_says_only_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("extends: one-gpu\nname: below\nengine: {extra: {a: 1, b: 1}}\n")
+    (tmp_path / "above.yaml").write_text("extends: ./below.yaml\nengine: {max_num_seqs: 3, extra: {b: 2}}\ncompanion: {num_gpus: null}\n")
+    config = load_config(tmp_path / "above.yaml", ["ppo.steps=1"])
+    assert (config.name, config.engine.max_num_seqs, config.engine.extra) == ("below", 3, {"a": 1, "b": 2})
+    assert config.companion.loss == "ce_tv" and config.companion.num_gpus is None and config.ppo.steps == 1
+
+
+def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    for text, words in (
+        ("extends: ./b.yaml", "a.yaml -> b.yaml -> a.yaml"),
+        ("extends: nosuch", "preset does not exist"),
+        ("extends: ./nosuch.yaml", "does not exist"),
+        ("extends: [one-gpu]", "names one preset"),
+    ):
+        file.write_text(text)
+        (tmp_path / "b.yaml").write_text("extends: a.yaml")
+        with pytest.raises(ConfigError, match=words):
+            load_config(file)
+
+
+@pytest.mark.parametrize("key", OLD_KEYS)
+def test_a_key_of_an_earlier_release_says_what_says_it_now(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    (tmp_path / "old.yaml").write_text(f"{section}: {{{name}: 1}}\n")
+    assert key not in known_keys()
+    for load in (lambda: load_config(None, [f"{key}=1"]), lambda: load_config(tmp_path / "old.yaml")):
+        with pytest.raises(ConfigError) as error:
+            load()
+        assert key in str(error.value.given) and error.value.do == OLD_KEYS[key]
+    named = re.findall(r"\b(?:actor|data|engine|heads|companion|ppo)\.[a-z_]+", OLD_KEYS[key])
+    assert set(named) <= set(known_keys()), "what it names exists"
 
 
 def test_a_missing_or_broken_file_is_a_clear_error(tmp_path: Path) -> None:
@@ -80,6 +149,6 @@ def test_the_config_is_frozen_and_every_field_is_documented() -> None:
 def test_losses_that_need_neighbours_are_not_sampled_early() -> None:
     for loss in NAMED_LOSSES:
         assert (loss in TEACHER_LOSSES) == LossConfig.named(loss).needs_teacher
-        config = load_config(None, ["companion.positions=fraction", f"companion.loss={loss}"])
+        config = load_config(None, ["companion.position_share=0.5", f"companion.loss={loss}"])
         assert config.companion.samples_early != LossConfig.named(loss).needs_teacher
     assert not load_config().companion.samples_early

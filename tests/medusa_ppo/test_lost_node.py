@@ -21,10 +21,12 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.processes import TOKEN
 from medusa_ppo.reports.store import read_run
 
 MEMORY = 200 * 1024**2
-NODE = {"num_cpus": 2, "resources": {"engines": 1, "companion": 1}, "object_store_memory": MEMORY}
+# Room for one engine and one worker on each node: what is lost can't come back beside the other.
+NODE = {"num_cpus": 2, "resources": {"engines": TOKEN, "companion": TOKEN}, "object_store_memory": MEMORY}
 STEPS, LOST_AT, BACK_AT = 10, 3, 6
 REWARD = """
 def even(prompt, response, row):
@@ -105,7 +107,7 @@ def test_a_run_loses_a_node_and_catches_up(
             "name": "run",
             "out": str(tmp_path),
             "model": {"path": str(chain_actor)},
-            "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+            "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
             "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
             "engine": {
                 "max_num_seqs": 8,
@@ -114,7 +116,6 @@ def test_a_run_loses_a_node_and_catches_up(
                 "memory_fraction": 0.05,
                 "replicas": 2,
                 "resource": "engines",
-                "placement": "strict_spread",  # One on each node: what is lost can't come back beside the other.
             },
             "heads": {"num_heads": 3},
             "companion": {
@@ -123,7 +124,6 @@ def test_a_run_loses_a_node_and_catches_up(
                 "batch_positions": 256,
                 "workers": 2,
                 "resource": "companion",
-                "placement": "strict_spread",
             },
             "ppo": {
                 "steps": STEPS,
@@ -131,7 +131,7 @@ def test_a_run_loses_a_node_and_catches_up(
                 "micro_batch_size": 16,
                 "actor_learning_rate": 1e-4,
                 "reward": "even_reward:even",
-                "checkpoint_every": 0,
+                "checkpoint_every": None,
                 "threads": 1,
             },
         }

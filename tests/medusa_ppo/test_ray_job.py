@@ -49,7 +49,7 @@ def command(chain_actor: Path, tmp_path: Path) -> Callable[[int], str]:
             "name": "job",
             "out": str(tmp_path),
             "model": {"path": str(chain_actor)},
-            "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 32},
+            "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:32]"},
             "sampling": {"max_new_tokens": 16},
             "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
             "heads": {"num_heads": 2},

@@ -31,6 +31,7 @@ from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
 from medusa_ppo.actors.seam import SpreadActor
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.actor_sync import write_spread
+from medusa_ppo.hardware import settled
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import PolicyScores, PPOLearner, Scores, Tap, UpdateTotals
 from medusa_ppo.ppo.megatron.megatron_rank import MOMENTS, WEIGHTS, ActorRank
@@ -57,6 +58,7 @@ class RankTeam:
             ModelError, ConfigError: there is no such folder, the actor is of no known family, or it can't be cut so.
             RunError: there is no room for the ranks, or one did not start.
         """
+        config = settled(config)
         section = config.actor
         if not Path(path).is_dir():
             raise ModelError(
@@ -75,13 +77,13 @@ class RankTeam:
         self._ranks: list[Any] = []
         self._group: PlacementGroup | None = None
         try:
-            self._group = reserve([bundle] * (section.ranks // section.tensor_parallel), "pack", "actor's ranks", PLACE_TIMEOUT_S)
+            self._group = reserve([bundle] * (section.ranks // section.tensor_parallel), "actor's ranks", timeout_s=PLACE_TIMEOUT_S)
             for rank in range(section.ranks):
                 options: dict[str, Any] = {
                     "num_cpus": 0 if gpus else TOKEN,
                     "num_gpus": 1 if gpus else 0,
                     "resources": resources or None,
-                    "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(section.threads), "PYTHONWARNINGS": "ignore"}},
+                    "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.ppo.threads), "PYTHONWARNINGS": "ignore"}},
                     **in_bundle(self._group, rank // section.tensor_parallel),
                 }
                 kind: Any = ray.remote(**options)(ActorRank)

@@ -26,6 +26,7 @@ from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
 from medusa_ppo.actors.megatron_layout import LlamaSizes
 from medusa_ppo.actors.megatron_model import RankModel, causal_inputs, start_parallel, stop_parallel
 from medusa_ppo.config import RunConfig
+from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 from medusa_ppo.ppo.learner import PolicyScores, Scores, UpdateTotals, adamw, minibatches, require_finite
@@ -120,7 +121,7 @@ class ActorRank:
         section = self._config.actor
         if section.imports:
             importlib.import_module(section.imports)
-        torch.set_num_threads(section.threads)
+        torch.set_num_threads(self._config.ppo.threads or 1)
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
         start_parallel(self._meeting, section.tensor_parallel, section.pipeline_parallel)
         device, sizes = torch.device("cuda" if torch.cuda.is_available() else "cpu"), LlamaSizes.read(self._path)
@@ -180,7 +181,7 @@ class ActorRank:
         """This replica's micro batches: every n-th sequence by length, so that replicas have about the same to do."""
         ordered = sorted(sequences, key=lambda s: (batch.total_lengths[s], s))
         share = ordered[self._actor.replica :: self._actor.replicas]
-        return list(batch.micro_batches(share, self._config.ppo.micro_batch_size))
+        return list(batch.micro_batches(share, self._config.ppo.micro_batch_size or self._config.ppo.minibatch_size))
 
     def _stats(self, micro: MicroBatch, logits_BTV: Tensor, sampling: Sampling, *, entropy: bool = False, kept: bool = False) -> TokenStats:
         vocabulary = self._view.vocabulary
@@ -205,7 +206,7 @@ class ActorRank:
         shards: dict[str, Tensor] = dict(self._actor.given_out())
         if what != WEIGHTS:
             shards = {name: self._optimizer.state[parameter][what] for name, parameter in self._actor.given_out().items()}
-        yield from self._actor.whole_tensors(shards, dtype, self._config.actor.bucket_bytes)
+        yield from self._actor.whole_tensors(shards, dtype, BUCKET_BYTES)
 
     def steps(self) -> float:
         """Optimizer steps so far."""

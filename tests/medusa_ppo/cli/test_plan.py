@@ -16,11 +16,13 @@ from heads.errors import ModelError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
-from medusa_ppo.cli.plan import ModelSizes, companion_bytes, heads_parameters, hidden_bytes, make_plan, size_text
+from medusa_ppo.cli.plan import ModelSizes, companion_bytes, heads_parameters, hidden_bytes, lines, make_plan, size_text
 from medusa_ppo.config import build_config, load_config
 from medusa_ppo.engines.actor_sync import actor_state
+from medusa_ppo.hardware import Hardware, assumed_hardware, find_hardware, settled
 from medusa_ppo.types import RolloutBatch
 
+NO_GPU, GPUS = Hardware(0, False, 2, "two cores"), Hardware(8, True, 2, "eight GPUs")
 FOLDER = Path(__file__).resolve().parents[3] / "configs"
 CONFIGS = sorted(set(FOLDER.glob("*.yaml")) - {FOLDER / "kuberay.yaml"})  # That one is a manifest for Kubernetes.
 SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -72,32 +74,34 @@ def test_messages_are_as_large_as_said() -> None:
 
 def test_a_plan_adds_up(folder: Path) -> None:
     config = build_config({"model": {"path": str(folder)}, "engine": {"replicas": 3}, "heads": {"kind": "hydra"}})
-    plan = make_plan(config, gpus=False)
+    plan = make_plan(config, NO_GPU)
     assert [(p.name, p.count) for p in plan.processes] == [("PPO loop", 1), ("engine", 3), ("companion", 1)]
     assert plan.gpus == 0 and plan.memory == sum(p.count * sum(p.parts.values()) for p in plan.processes)
     moves = {move.what: move for move in plan.moves}
     state = actor_state(LlamaForCausalLM.from_pretrained(folder))
     assert moves["actor weights"].size == sum(t.numel() * t.element_size() for t in state.values())
     assert moves["actor weights"].total == 3 * moves["actor weights"].size and "as a file" in moves["actor weights"].route
-    sent = make_plan(build_config({"model": {"path": str(folder)}, "engine": {"transfer": "broadcast"}}), gpus=False)
+    sent = make_plan(build_config({"model": {"path": str(folder)}, "engine": {"transfer": "broadcast"}}), NO_GPU)
     assert next(move for move in sent.moves if move.what == "actor weights").route == "PPO loop to each engine, broadcast in buckets"
     assert moves["lm_head and embedding"].size == 2 * 100 * 32 * 4
     assert plan.response_tokens == 32 * 4 * 96
-    without = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"enabled": False}}), gpus=True)
+    without = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"enabled": False}}), GPUS)
     assert [p.name for p in without.processes] == ["PPO loop", "engine"] and len(without.moves) == 2
-    assert without.gpus == pytest.approx(1.1)
+    assert without.gpus == pytest.approx(1.9)
     assert not plan.warnings
-    crowded = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"queue_bytes": 1000}}), gpus=False)
+    crowded = make_plan(build_config({"model": {"path": str(folder)}, "companion": {"queue_bytes": 1000}}), NO_GPU)
     assert "companion.queue_bytes=1000" in crowded.warnings[0]
-    ranks = build_config({"model": {"path": str(folder)}, "engine": {"extra": {"tensor_parallel_size": 4}, "resource": "big"}})
-    engine = make_plan(ranks, gpus=True).processes[1]
+    ranks = build_config(
+        {"model": {"path": str(folder)}, "engine": {"dtype": "float32", "extra": {"tensor_parallel_size": 4}, "resource": "big"}}
+    )
+    engine = make_plan(ranks, GPUS).processes[1]
     assert engine.gpus == 4 and "'big'" in engine.where and engine.parts["weights"] == plan.processes[1].parts["weights"] // 4
 
 
 def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
     base = {"model": {"path": str(folder)}}
-    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "offload": True, "positions": "fraction", "position_share": 0.25, "holdout_fraction": 0.2}
-    all_of_it, part = (make_plan(build_config({**base, "companion": c}), gpus=True) for c in ({}, sampled))
+    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "position_share": 0.25}
+    all_of_it, part = (make_plan(build_config({**base, "companion": c}), GPUS) for c in ({"num_gpus": 1}, sampled))
     states = [{move.what: move.size for move in plan.moves}["hidden states"] for plan in (all_of_it, part)]
     tokens = part.response_tokens
     assert states[1] == round(tokens * 0.4) * 32 * 4 + tokens * (12 + 4) and states[0] == tokens * (32 * 4 + 12)
@@ -106,15 +110,15 @@ def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
 
 
 def test_workers_of_the_companion_are_planned(folder: Path) -> None:
-    settings = {"model": {"path": str(folder)}, "heads": {"kind": "hydra"}, "engine": {"replicas": 2, "placement": "spread"}}
-    shared = {"num_gpus": 0.5, "epochs": 3, "batch_positions": 512, "accumulate": 2, "resource": "near", "replay_versions": 2}
-    one = make_plan(build_config({**settings, "companion": shared}), gpus=True)
-    config = build_config({**settings, "companion": {**shared, "workers": 3, "placement": "strict_pack"}})
-    plan = make_plan(config, gpus=True)
+    settings = {"model": {"path": str(folder)}, "heads": {"kind": "hydra"}, "engine": {"replicas": 2}}
+    shared = {"num_gpus": 0.5, "epochs": 3, "batch_positions": 1024, "resource": "near", "replay_versions": 2}
+    one = make_plan(build_config({**settings, "companion": shared}), GPUS)
+    config = build_config({**settings, "companion": {**shared, "workers": 3}})
+    plan = make_plan(config, GPUS)
     companion, alone = plan.processes[2], one.processes[2]
     assert (companion.name, companion.count, companion.gpus) == ("companion worker", 3, 0.5) and plan.gpus == one.gpus + 1
-    assert "'near'" in companion.where and "one placement group for all (strict_pack)" in companion.where
-    assert "group" not in alone.where and "one placement group for all (spread)" in plan.processes[1].where
+    assert "'near'" in companion.where and "one placement group for all" in companion.where
+    assert "group" not in alone.where and "one placement group for all" in plan.processes[1].where
     for what, size in alone.parts.items():
         assert companion.parts[what] == (size if what.startswith("heads") else size // 3)
     moves, before = ({move.what: move for move in p.moves} for p in (plan, one))
@@ -124,12 +128,46 @@ def test_workers_of_the_companion_are_planned(folder: Path) -> None:
     assert moves["gradients, summed"].total == 2 * 2 * steps * 4 * heads_parameters(plan.heads)
 
 
+def test_what_follows_from_the_hardware_is_said_and_what_was_set_stays(folder: Path) -> None:
+    free = build_config({"model": {"path": str(folder)}})
+    by_gpu, by_cpu = ({c.key: c.value for c in make_plan(free, h).choices} for h in (Hardware(1, True, 16, ""), Hardware(0, False, 16, "")))
+    assert by_gpu["model.dtype"] == by_gpu["engine.dtype"] == "bfloat16" and by_cpu["model.dtype"] == by_cpu["engine.dtype"] == "float32"
+    assert (by_gpu["engine.enforce_eager"], by_cpu["engine.enforce_eager"]) == (False, True)
+    assert (by_gpu["engine.memory_fraction"], by_gpu["companion.num_gpus"], by_cpu["companion.num_gpus"]) == (0.35, 0.1, 0)
+    assert by_cpu["engine.threads"] == by_cpu["ppo.threads"] == 16 and by_cpu["engine.max_model_len"] == 256 + 96
+    several = {"replicas": 4, "enforce_eager": True, "dtype": "float32", "max_model_len": 400, "threads": 3}
+    said = build_config({"model": {"path": str(folder)}, "engine": several})
+    plan = make_plan(said, Hardware(8, True, 16, "eight"))
+    assert [c.key for c in plan.choices if c.key.startswith("engine.")] == ["engine.memory_fraction"]
+    assert settled(said, GPUS).engine.model_dump() == {**said.engine.model_dump(), "memory_fraction": 0.9}
+    text = "\n".join(lines(plan))
+    assert "What follows from the hardware: eight" in text and "engine.memory_fraction = 0.9: a GPU of its own" in text
+
+
+def test_gpus_are_found_as_torch_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"torch": "2.13.0", "nvidia-smi": "9.0\n9.0\n8.0\n"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: answers[name])
+    monkeypatch.setattr("subprocess.run", lambda *a, **k: subprocess.CompletedProcess(a, 0, answers["nvidia-smi"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    find = find_hardware.__wrapped__
+    assert (find().gpus, find().bfloat16) == (3, True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert find().gpus == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find().gpus == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    answers["nvidia-smi"] = "7.0\n"
+    assert (find().gpus, find().bfloat16) == (1, False)
+    answers["torch"] = "2.13.0+cpu"
+    assert find().gpus == 0 and "uses none" in find().found
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_preset_has_a_plan(path: Path, folder: Path) -> None:
     config = load_config(path, [f"model.path={folder}"])
     qwen = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     (folder / "config.json").write_text(json.dumps({**qwen, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}))
-    plan = make_plan(config, gpus=True)
+    plan = make_plan(config, assumed_hardware(config, True))
     assert not plan.warnings, "with the model that the cluster presets name"
     cards = {"one-gpu": 1, "one-node": 8, "two-nodes": 10, "two-nodes-colocated": 16, "one-node-megatron": 8}.get(path.stem)
     assert cards is None or plan.gpus <= cards + (path.stem == "one-gpu")  # On one GPU the PPO process shares it with Ray's processes.
@@ -149,7 +187,7 @@ def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) 
 
 
 def test_the_demo_and_mistakes(tmp_path: Path) -> None:
-    demo = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")]), gpus=False)
+    demo = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")]), NO_GPU)
     assert 19e6 < demo.model.parameters < 21e6, "with the neurons that say nothing"
     (tmp_path / "run.yaml").write_text("model: {path: /no/such/folder}\n")
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "run.yaml")])

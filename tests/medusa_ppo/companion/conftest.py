@@ -10,6 +10,7 @@ import torch
 
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.companion.handover import HANG_S
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
@@ -69,10 +70,10 @@ def client_of() -> Iterator[Callable[..., CompanionClient]]:
     """Starts companions for a task, closed when the test ends."""
     clients: list[CompanionClient] = []
 
-    def start(task: ChainTask, run_dir: Path | str = "", **settings) -> CompanionClient:
+    def start(task: ChainTask, run_dir: Path | str = "", hang_s: float = HANG_S, **settings) -> CompanionClient:
         config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
         heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-        clients.append(CompanionClient(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir))
+        clients.append(CompanionClient(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir, hang_s=hang_s))
         return clients[-1]
 
     yield start

@@ -73,7 +73,7 @@ def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> Non
 
 def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     task = chain()
-    client = client_of(task, loss="ce", positions="fraction", position_share=0.5)
+    client = client_of(task, loss="ce", position_share=0.5)
     responses = tuple(Response(n, (1,) * 9, (-1.0,) * 9, "stop") for n in range(10))
     rollouts = Rollouts(((1,),) * 10, responses, Counters(), 1.0, Sampling())
     collector = client.collector(rollouts)
@@ -123,9 +123,10 @@ def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> 
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of) -> None:
+def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_ppo.companion.client.MAX_RESTARTS", 0)
     task = chain()
-    client = client_of(task, max_restarts=0)
+    client = client_of(task)
     client.submit(task.batch())
     assert client.drain(60) and client.status().batches_trained == 1
     os.kill(pid_of(client), signal.SIGKILL)
@@ -140,9 +141,10 @@ def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of)
     assert not client.drain(1) and not client.save("/nowhere")
 
 
-def test_killed_companion_raises_when_asked_to(chain, client_of) -> None:
+def test_killed_companion_raises_when_asked_to(chain, client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_ppo.companion.client.MAX_RESTARTS", 0)
     task = chain()
-    client = client_of(task, max_restarts=0, on_error="raise")
+    client = client_of(task, on_error="raise")
     os.kill(pid_of(client), signal.SIGKILL)
     with pytest.raises(CompanionError, match="disable"):
         until(lambda: client.status() is None)

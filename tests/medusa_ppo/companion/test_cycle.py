@@ -16,10 +16,11 @@ from medusa_ppo.companion.gate import replay
 from medusa_ppo.config import CompanionConfig
 
 
-def make(task, kind: str = "medusa", seed: int = 0, **settings) -> Cycle:
+def make(task, kind: str = "medusa", seed: int = 0, draft_temperature: float = 0.0, **settings) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4)
-    return Cycle(heads, config, task.lm_head_VD, seed=seed, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+    embedding_VD = task.lm_head_VD if kind == "hydra" else None
+    return Cycle(heads, config, task.lm_head_VD, seed=seed, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
 
 
 def length_of(heads, task, batch) -> float:
@@ -86,7 +87,7 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
     [
         ("medusa", {"schedule": "fixed"}),
         ("hydra", {"schedule": "drift"}),
-        ("medusa", {"positions": "fraction", "position_share": 0.9}),
+        ("medusa", {"position_share": 0.9}),
     ],
 )
 def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, settings: dict, tmp_path) -> None:
@@ -256,7 +257,7 @@ def test_a_fixed_schedule_is_the_same_every_time(chain) -> None:
 
 def test_learns_from_a_sample_of_the_positions(chain) -> None:
     task = chain()
-    cycle = make(task, schedule="fixed", positions="fraction", position_share=0.3)
+    cycle = make(task, schedule="fixed", position_share=0.3)
     shares = []
     for _ in range(20):
         cycle.run(task.batch())
@@ -269,7 +270,7 @@ def test_the_gate_sees_whole_responses_whatever_is_sampled(chain, monkeypatch) -
     seen = []
     original = Cycle._obey
     monkeypatch.setattr(Cycle, "_obey", lambda self, verdict: (seen.append(verdict.serving), original(self, verdict)))
-    for settings in ({}, {"positions": "fraction"}):
+    for settings in ({}, {"position_share": 0.5}):
         task = chain()
         make(task, **settings).run(task.batch())
     assert seen[0] == seen[1]
@@ -282,7 +283,7 @@ def test_a_batch_that_was_sampled_before_is_not_sampled_again(chain) -> None:
     weights_M = torch.rand(batch.response_ids_M.shape[0], generator=torch.Generator().manual_seed(0)).lt(0.5).float()
     weights_M[held_S[torch.repeat_interleave(torch.arange(held_S.numel()), batch.lengths_S)]] = 1.0
     sampled = dataclasses.replace(batch, weights_M=weights_M, hidden_MD=batch.hidden_MD[weights_M > 0], held_S=held_S)
-    cycle = make(task, loss="ce", positions="fraction", position_share=0.1)
+    cycle = make(task, loss="ce", position_share=0.1)
     assert cycle.run(sampled).problem == "" and 0.35 < cycle.positions_frac < 0.65
 
 

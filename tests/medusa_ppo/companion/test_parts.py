@@ -26,10 +26,11 @@ def with_prompts(batch: RolloutBatch, answers: int = 3) -> RolloutBatch:
     return dataclasses.replace(batch, prompts_S=torch.arange(batch.lengths_S.numel()) // answers)
 
 
-def make(task, kind: str = "medusa", **settings) -> Cycle:
+def make(task, kind: str = "medusa", draft_temperature: float = 0.0, **settings) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4)
-    return Cycle(heads, config, task.lm_head_VD, seed=0, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+    embedding_VD = task.lm_head_VD if kind == "hydra" else None
+    return Cycle(heads, config, task.lm_head_VD, seed=0, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
 
 
 def same(left: RolloutBatch, right: RolloutBatch) -> bool:
@@ -92,14 +93,17 @@ def test_each_position_is_in_one_part_at_the_place_that_it_has_in_the_whole(chai
     ("size", "kind", "settings"),
     [
         (2, "medusa", {"replay_versions": 2, "upper_mark_every": 2}),
-        (2, "hydra", {"loss": "ce_tv", "draft_temperature": 0.8, "accumulate": 2}),
+        (2, "hydra", {"loss": "ce_tv", "draft_temperature": 0.8, "batch_positions": 128}),
         (3, "markov", {"loss": "kl"}),
         (2, "medusa", {"schedule": "drift", "epochs": 3}),
     ],
     ids=["medusa", "hydra", "markov", "drift"],
 )
-def test_a_team_learns_what_one_worker_learns(chain, in_a_team: InATeam, size: int, kind: str, settings: dict[str, Any]) -> None:
+def test_a_team_learns_what_one_worker_learns(
+    chain, in_a_team: InATeam, monkeypatch: pytest.MonkeyPatch, size: int, kind: str, settings: dict[str, Any]
+) -> None:
     task = chain()
+    monkeypatch.setattr("medusa_ppo.companion.trainer.LOGITS_BYTES", 4 * task.vocab * 64)  # Two micro-batches of 128 positions.
     # The last one has fewer responses than there are workers: somebody has none, and somebody only held-out ones.
     batches = [*(with_prompts(task.batch()) for _ in range(5)), task.batch(2, 9)]
     alone, cycles = make(task, kind, **settings), [make(task, kind, **settings) for _ in range(size)]

@@ -16,7 +16,7 @@ from medusa_ppo.config import CompanionConfig
 
 def test_share_falls_with_age_and_old_batches_go(chain) -> None:
     task = chain()
-    buffer = ReplayBuffer(2, 0.5, 1 << 30)
+    buffer = ReplayBuffer(2, 1 << 30, 0.5)
     for version in (3, 4, 4, 5):
         buffer.add(dataclasses.replace(task.batch(), policy_version=version))
     assert [(b.policy_version, share) for b, share in buffer.older(5)] == [(3, 0.25), (4, 0.5), (4, 0.5), (5, 1.0)]
@@ -27,12 +27,12 @@ def test_share_falls_with_age_and_old_batches_go(chain) -> None:
 def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
     task = chain()
     batch = task.batch()
-    buffer = ReplayBuffer(100, 0.5, 3 * batch.nbytes)
+    buffer = ReplayBuffer(100, 3 * batch.nbytes, 0.5)
     for version in range(10):
         buffer.add(dataclasses.replace(batch, policy_version=version))
         assert buffer.nbytes <= 3 * batch.nbytes
     assert [b.policy_version for b, _ in buffer.older(10)] == [7, 8, 9]
-    off, tight = ReplayBuffer(0, 0.5, 1 << 30), ReplayBuffer(5, 0.5, batch.nbytes - 1)
+    off, tight = ReplayBuffer(0, 1 << 30), ReplayBuffer(5, batch.nbytes - 1)
     off.add(batch)
     tight.add(batch)
     assert len(off) == len(tight) == 0
@@ -55,14 +55,14 @@ def test_cycle_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
     assert kept == sum(round(0.8 * batch.lengths_S.numel()) for batch in batches)
 
 
-@pytest.mark.parametrize("positions", ["all", "fraction"])
-def test_resumed_with_replay_is_the_same_to_the_bit(chain, positions: str, tmp_path) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_resumed_with_replay_is_the_same_to_the_bit(chain, share: float, tmp_path) -> None:
     task = chain(dtype=torch.bfloat16)
     batches = []
     for _ in range(6):
         batches.append(task.batch())
         task.policy_version += 1
-    straight, first, second = (cycle_of(task, save_replay=True, positions=positions) for _ in range(3))
+    straight, first, second = (cycle_of(task, wait=True, position_share=share) for _ in range(3))
     for batch in batches:
         straight.run(batch)
     for batch in batches[:3]:

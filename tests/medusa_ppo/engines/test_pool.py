@@ -412,12 +412,11 @@ def test_a_failed_start_ends_the_others() -> None:
 
 
 def test_replicas_have_addresses_of_their_own() -> None:
-    config = EngineConfig(backend="server", url="http://a:1, http://b:2", replicas=2)
-    assert [replica(config, i).url for i in range(2)] == ["http://a:1", "http://b:2"]
-    assert [replica(EngineConfig(replicas=2, port=8000), i).port for i in range(2)] == [8000, 8001]
-    assert replica(EngineConfig(replicas=2), 1).port == 0
+    config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
+    assert [replica(config, i).addresses for i in range(2)] == [("http://a:1",), ("http://b:2",)]
+    assert replica(EngineConfig(replicas=2), 1) == EngineConfig()
     with pytest.raises(ConfigError, match="address"):
-        build_config({"engine": {"backend": "server", "url": "http://a:1", "replicas": 2}})
+        build_config({"engine": {"backend": "http://a:1", "replicas": 2}})
 
 
 # ---- engines on other nodes ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.ppo.generation import SpeedPairs, num_drafts, sampling_of
 
 
-def config(every: int | None = 2, prompts: int = 0, drafts: int = -1) -> RunConfig:
+def config(every: int | None = 2, prompts: int | None = None, drafts: int | None = None) -> RunConfig:
     sampling = {"max_new_tokens": 3, "responses_per_prompt": 1}
     values = {"report": {"speed_every": every, "speed_prompts": prompts}, "engine": {"num_drafts": drafts}, "sampling": sampling}
     return build_config(values)

@@ -53,7 +53,7 @@ def settings(tmp_path: Path, **ppo) -> RunConfig:
         "actor_learning_rate": 3e-3,
         "critic_learning_rate": 3e-3,
         "kl_coefficient": 0.01,
-        "checkpoint_every": 0,
+        "checkpoint_every": None,
         **ppo,
     }
     sampling = {"max_new_tokens": 3, "responses_per_prompt": 4}

@@ -36,7 +36,7 @@ def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = Non
             "name": "run",
             "out": str(out),
             "model": {"path": str(actor)},
-            "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+            "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
             "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
             "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "num_drafts": 3},
             "heads": {"num_heads": 3},

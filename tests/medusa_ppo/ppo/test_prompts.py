@@ -60,14 +60,14 @@ def test_long_prompts_are_left_out_and_counted(file: Path):
 
 def test_nothing_usable_is_an_error(file: Path):
     with pytest.raises(DataError, match="No prompt is usable"):
-        PromptStream.load(DataConfig(path=str(file), column="q", answer_column="", max_prompt_tokens=1), Letters(), seed=0)
+        PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column=None, max_prompt_tokens=1), Letters(), seed=0)
 
 
 def test_missing_answer_column_is_named(file: Path):
     with pytest.raises(DataError, match="solution"):
-        PromptStream.load(DataConfig(path=str(file), column="q", answer_column="answer"), Letters(), seed=0)
+        PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="answer"), Letters(), seed=0)
 
 
 def test_the_demo_task_needs_no_file():
-    found = PromptStream.load(DataConfig(path="demo", limit=5), Letters(), seed=0)
+    found = PromptStream.load(DataConfig(path="demo", split="train[:5]"), Letters(), seed=0)
     assert len(found.prompts) == 5 and all(p.row["answer"] for p in found.prompts)

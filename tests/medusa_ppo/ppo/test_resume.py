@@ -31,12 +31,12 @@ def settings(actor: Path, out: Path) -> dict[str, Any]:
         "name": "run",
         "out": str(out),
         "model": {"path": str(actor)},
-        "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
         "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
         "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "draft_temperature": 1.0},
         "heads": {"num_heads": 3},
         # Every second batch: the checkpoint must hold the step's own batch all the same.
-        "companion": {"wait": True, "epochs": 6, "learning_rate": 1e-2, "checkpoint_every": 2, "replay_versions": 1, "save_replay": True},
+        "companion": {"wait": True, "epochs": 6, "learning_rate": 1e-2, "replay_versions": 1},
         "ppo": {
             "steps": STEPS,
             "prompts_per_step": 8,

@@ -81,7 +81,7 @@ def reward_model(tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def test_a_reward_model_reads_prompt_and_response_whatever_the_batch(reward_model: Path):
-    source = make_reward(PPOConfig(reward=str(reward_model), reward_kind="model"))
+    source = make_reward(PPOConfig(reward=str(reward_model)))
     prompts, responses = ["a", "ab", "c"], ["b", "cab", "a"]
     together = source.score(prompts, responses, [{}] * 3)
     alone = torch.cat([source.score([p], [r], [{}]) for p, r in zip(prompts, responses, strict=True)])

@@ -69,7 +69,7 @@ def settings(tmp_path: Path, actor: Path, **changes) -> RunConfig:
         "name": "run",
         "out": str(tmp_path / "runs"),
         "model": {"path": str(actor)},
-        "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 8},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:8]"},
         "sampling": {"max_new_tokens": 3, "responses_per_prompt": 2},
         "engine": {"num_drafts": 0},
         "companion": {"enabled": False},
@@ -188,7 +188,7 @@ def test_an_engine_that_does_not_start_ends_the_run_cleanly(tmp_path: Path, acto
         ({"data": {"path": "demo", "template": "{questoin}"}}, DataError, "Did you mean question"),
         ({"data": {"path": "demo", "max_prompt_tokens": 1}}, DataError, "No prompt is usable"),
         ({"ppo": {"reward": "nowhere:f"}}, ConfigError, "can't be imported"),
-        ({"ppo": {"reward": "/nowhere", "reward_kind": "model"}}, ModelError, "reward model"),
+        ({"ppo": {"reward": "/nowhere"}}, ModelError, "reward model"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(tmp_path: Path, actor_folder: Path, scene: Scene, changes, error, says):

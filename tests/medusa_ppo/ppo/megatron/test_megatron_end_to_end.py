@@ -21,7 +21,7 @@ from medusa_ppo.reports.store import read_run
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1500)]
-SHIM = Path(__file__).parents[2] / "actors"
+SHIM = os.pathsep.join((str(Path(__file__).parents[2] / "actors"), str(Path(__file__).parent)))
 REWARD = """
 def even(prompt, response, row):
     return float(len(response) % 2 == 0)
@@ -34,8 +34,8 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
             "name": "run",
             "out": str(out),
             "model": {"path": str(actor)},
-            "actor": {"backend": "megatron", "tensor_parallel": 2, "imports": "megatron_on_cpu", "bucket_bytes": 65536},
-            "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 64},
+            "actor": {"backend": "megatron", "tensor_parallel": 2, "imports": "ranks_on_cpu"},
+            "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
             "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
             "engine": {"replicas": 2, "max_num_seqs": 8, "max_model_len": 128, "threads": 1, "num_drafts": 3},
             "heads": {"num_heads": 3, "kind": "hydra"},
@@ -47,7 +47,7 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
                 "micro_batch_size": 16,
                 "actor_learning_rate": 1e-4,
                 "reward": "even_reward:even",
-                "checkpoint_every": 0,
+                "checkpoint_every": None,
                 "threads": 1,
             },
         }
@@ -57,7 +57,7 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
 def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(SHIM), prepend=os.pathsep)  # Ray's workers have the environment that it was started in.
+    monkeypatch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)  # Ray's workers have the environment that it was started in.
     config = settings(chain_actor, tmp_path, steps=6)
     with RunSession(config, ProgressSink()) as session:
         parts, position, writer = session.prepare(resume=False)

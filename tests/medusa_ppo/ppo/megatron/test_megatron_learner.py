@@ -29,7 +29,7 @@ from medusa_ppo.ppo.run_state import RunPosition, load_checkpoint, save_checkpoi
 from medusa_ppo.types import Sampling
 
 pytest.importorskip("megatron.core")
-SHIM = Path(__file__).parents[2] / "actors"
+SHIM = os.pathsep.join((str(Path(__file__).parents[2] / "actors"), str(Path(__file__).parent)))
 SAMPLING = Sampling(temperature=0.8, top_k=12, top_p=0.9)
 VOCAB = 18  # Not a multiple of anything: the last rank's rows end in padding.
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
@@ -39,7 +39,7 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 def shim_in_reach() -> Iterator[None]:
     """Ray's workers have the environment that Ray was started in."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(SHIM), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)
         yield
 
 
@@ -77,7 +77,7 @@ def pair_of(path: Path, **actor: Any) -> Iterator[Pair]:
             "out": str(path / "runs"),
             "seed": 3,
             "model": {"path": str(path)},
-            "actor": {"backend": "megatron", "imports": "megatron_on_cpu", "bucket_bytes": 4096, **actor},
+            "actor": {"backend": "megatron", "imports": "ranks_on_cpu", **actor},
             # The clip is below the norms, so that a wrong norm shows in the weights.
             "ppo": {
                 "minibatch_size": 4,

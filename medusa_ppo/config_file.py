@@ -1,0 +1,248 @@
+"""Settings from outside: YAML files that extend one another, `key=value` pairs, and keys of earlier releases (no torch)."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from heads.errors import ConfigError
+
+EXTENDS = "extends"
+NONE = "null"
+STOOD_FOR_NONE = ("0", "-1", "")
+"""What earlier releases took for "none" or "by itself" in places that are `null` today."""
+OLD_KEYS = {
+    "actor.threads": "ppo.threads is that of each rank too.",
+    "actor.bucket_bytes": "It is 256 MiB for everybody.",
+    "data.column": "Write data.template='{COLUMN}'.",
+    "data.limit": "Write data.split='train[:NUMBER]'.",
+    "engine.host": "A server that is started listens on this machine only; start your own and set engine.backend=http://HOST:PORT.",
+    "engine.port": "A server that is started takes a free port; start your own and set engine.backend=http://HOST:PORT.",
+    "engine.url": "Write engine.backend=URL.",
+    "engine.placement": "Several engines are placed at once, as near to each other as it goes; engine.resource says on which nodes.",
+    "heads.num_layers": "New heads have one residual block; heads.path may name others.",
+    "heads.rank": "New markov heads have a bias of rank 64; heads.path may name others.",
+    "companion.weight_decay": "Heads are trained without: it would pull them back to where they start.",
+    "companion.clip_norm": "Each head's gradient is clipped at 1.",
+    "companion.accumulate": "companion.batch_positions are those of an optimizer step; micro-batches follow from the vocabulary.",
+    "companion.min_epochs": "The schedule `drift` makes a quarter of a pass at least.",
+    "companion.drift_lag": "The schedule `drift` acts on 3 % of the extra tokens.",
+    "companion.positions": "companion.position_share says it alone: 1 is all of them. `wrong` is gone: it gained nothing.",
+    "companion.holdout_fraction": "A fifth of the responses is kept out of each training.",
+    "companion.queue_lag": "Waiting batches go when they are more than two policy versions behind.",
+    "companion.replay_decay": "A batch is replayed by half as much with each policy version.",
+    "companion.replay_bytes": "It is twice companion.queue_bytes.",
+    "companion.save_replay": "A run with companion.wait=true saves them.",
+    "companion.draft_temperature": "Heads are judged at engine.draft_temperature.",
+    "companion.checkpoint_every": "The companion's state is saved after each batch.",
+    "companion.max_restarts": "It is started again up to a hundred times.",
+    "companion.hang_s": "It is ended and started again after 300 s without an answer.",
+    "companion.niceness": "It is 5.",
+    "companion.threads": "companion.cores=[...] has a thread on each; without it they follow from the cores of the node.",
+    "companion.offload": "A companion with a share of a GPU (companion.num_gpus below 1) leaves it between batches.",
+    "companion.placement": "Several workers are placed as near to each other as it goes; companion.resource says on which nodes.",
+    "ppo.value_coefficient": "It acted through the gradient clip alone: the critic has its own optimizer; set ppo.critic_learning_rate.",
+    "ppo.reward_kind": "ppo.reward says it: `module:function` is a callable, everything else a reward model.",
+    "ppo.correct_from": "Give the reward function an attribute `correct_from`.",
+}
+"""Key of an earlier release -> what says it now."""
+
+
+def preset(name: str) -> Path:
+    """Path of a preset in `configs/`: beside the packages in a checkout, under `share/` in an installed wheel."""
+    for folder in (Path(__file__).resolve().parent.parent / "configs", Path(sys.prefix) / "share" / "medusa-ppo" / "configs"):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise ConfigError(
+        "The preset does not exist.", given=name, expected="a file in configs/", do="Run from a checkout, or pass --config FILE."
+    )
+
+
+def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
+    """The values of a YAML file on top of those that it extends: a preset by its name, or a file by its path from this one.
+
+    Args:
+        before: the files that extend this one.
+
+    Raises:
+        ConfigError: a file is missing, no mapping, or extends itself.
+    """
+    path = path.expanduser().resolve()
+    if path in before:
+        chain = " -> ".join(file.name for file in (*before, path))
+        raise ConfigError("The configuration extends itself.", given=chain, expected="an end", do=f"Correct `extends` in {before[-1]}.")
+    values = _read_yaml(path)
+    base = values.pop(EXTENDS, None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError("`extends` names one preset or file.", given=repr(base), expected="a text", do=f"Correct {path}.")
+    is_path = "/" in base or base.endswith((".yaml", ".yml"))
+    return _merged(read_file(path.parent / base if is_path else preset(base), (*before, path)), values)
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` wins, key by key in every mapping."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+        merged[key] = _merged(below[key], value) if both else value
+    return merged
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ConfigError(
+            "The configuration file does not exist.", given=path, expected=", ".join(near) or "a YAML file", do="Check --config."
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "The configuration file is not YAML.", given=f"{path}: {error}", expected="a mapping of sections", do="Correct the file."
+        ) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            "The configuration file must hold a mapping.",
+            given=type(values).__name__,
+            expected="section: {key: value}",
+            do=f"Correct {path}.",
+        )
+    return values
+
+
+def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> None:
+    """Put `key=value` into a nested mapping, read by the type that the key has in `root`. Raises ConfigError."""
+    key, sign, text = pair.partition("=")
+    if not sign or not key:
+        raise ConfigError("An override must be key=value.", given=pair, expected="e.g. ppo.steps=20", do="Write key=value without spaces.")
+    *parents, leaf = key.split(".")
+    node, section = values, root
+    for parent in parents:
+        child, field = node.setdefault(parent, {}), section.model_fields.get(parent) if section else None
+        if not isinstance(child, dict) or (field and not _is_section(field.annotation) and not _holds(field.annotation, dict)):
+            raise ConfigError(
+                "An override goes through a key that is not a section.", given=pair, expected="section.key=value", do="Check the key."
+            )
+        node, section = child, field.annotation if field and _is_section(field.annotation) else None  # type: ignore[assignment]
+    field = section.model_fields.get(leaf) if section else None
+    try:
+        node[leaf] = _value(key, text, field)
+    except ValidationError as error:
+        raise as_config_error(error, root, key, text) from None
+
+
+def _value(key: str, text: str, field: FieldInfo | None) -> Any:
+    """A text as the field's type reads it: plain text stays as it is, `null` is none, lists and mappings are YAML."""
+    kind = None if field is None else field.annotation
+    if field is None or _is_section(kind) or _holds(kind, dict):
+        return _yaml(key, text)
+    if text == NONE and _holds(kind, types.NoneType):
+        return None
+    if _holds(kind, tuple):
+        return _yaml(key, text if text.lstrip().startswith("[") else f"[{text}]")
+    if _holds(kind, str):
+        return _yaml(key, text) if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    whole: Any = Annotated[kind, *field.metadata] if field.metadata else kind
+    if _holds(kind, int) and typing.Literal in (typing.get_origin(part) for part in (kind, *typing.get_args(kind))):
+        return TypeAdapter(whole).validate_python(_yaml(key, text))  # A choice of numbers takes no text.
+    return TypeAdapter(whole).validate_python(text)
+
+
+def _yaml(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        raise ConfigError(
+            "The value of an override is not YAML.", given=f"{key}={text}", expected="a list or a mapping", do="Quote the value."
+        ) from None
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _holds(kind: Any, wanted: type) -> bool:
+    """A type is `wanted`, or a union or a generic or a choice of it."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _holds(parts[0], wanted)
+    if origin is typing.Literal:
+        return any(type(part) is wanted for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return any(_holds(part, wanted) for part in parts)
+    return (origin or kind) is wanted
+
+
+def refuse_old_keys(values: Mapping[str, Any]) -> None:
+    """ConfigError for a key of an earlier release, with what says it now."""
+    for key, value in _leaves(values):
+        if key in OLD_KEYS:
+            raise ConfigError("This configuration key is gone.", given=f"{key} = {value!r}", expected=f"no {key}", do=OLD_KEYS[key])
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted keys of a section and those in it, in order."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        keys += keys_of(kind, f"{prefix}{name}.") if _is_section(kind) else [prefix + name]
+    return keys
+
+
+def unknown(problem: str, given: str, known: Sequence[str]) -> ConfigError:
+    """An error that names the nearest of the names that exist."""
+    near = difflib.get_close_matches(given, known, n=1)
+    return ConfigError(
+        problem,
+        given=given,
+        expected=near[0] if near else ", ".join(known),
+        do=f"Did you mean {near[0]}?" if near else "Name one of these.",
+    )
+
+
+def as_config_error(error: ValidationError, root: type[BaseModel], key: str = "", text: str = "") -> ConfigError:
+    """pydantic's first complaint as our one clear sentence; of an override, whose key and text are given, or of a whole mapping."""
+    first = error.errors()[0]
+    dotted = key or ".".join(str(part) for part in first["loc"])
+    given = text if key else first.get("input")
+    if first["type"] == "extra_forbidden":
+        keys = keys_of(root)
+        near = difflib.get_close_matches(dotted, keys, n=1) or [k for k in keys if k.split(".")[-1] == dotted.split(".")[-1]][:1]
+        return ConfigError(
+            "Unknown configuration key.",
+            given=f"{dotted} = {given!r}",
+            expected=near[0] if near else "one of the documented keys",
+            do=f"Did you mean {near[0]}?" if near else "Remove the key.",
+        )
+    do = f"Correct {dotted}."
+    if str(given) in STOOD_FOR_NONE and _takes_none(root, dotted):
+        do = f"Write {dotted}=null for none."
+    return ConfigError(f"{dotted} has a wrong value.", given=repr(given), expected=first["msg"], do=do)
+
+
+def _takes_none(root: type[BaseModel], dotted: str) -> bool:
+    kind: Any = root
+    for part in dotted.split("."):
+        kind = kind.model_fields[part].annotation if _is_section(kind) and part in kind.model_fields else None
+    return _holds(kind, types.NoneType)

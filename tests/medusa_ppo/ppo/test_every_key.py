@@ -1,0 +1,360 @@
+"""Every key of the configuration does something: each is changed, and the plan, the engine's start, a training or a file differs.
+
+A row of ROWS is a key, a value that is not its default, and where a difference must show. What a place shows is never the value itself
+as it was written, but what was made of it. A key without a row fails, and so does a row without a key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from heads.checkpoint import checksum, save_heads
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.cli.plan import make_plan
+from medusa_ppo.companion import client as client_file
+from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.service import settle
+from medusa_ppo.config import RunConfig, build_config, known_keys
+from medusa_ppo.engines.launch import plan_launch, process_environment
+from medusa_ppo.hardware import Hardware, settled
+from medusa_ppo.plugin import MedusaPlugin, initial_heads
+from medusa_ppo.ppo import loop as loop_file
+from medusa_ppo.ppo import session as session_file
+from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.generation import RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.megatron import megatron_rank
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.prompts import PromptStream
+from medusa_ppo.ppo.rewards import make_reward
+from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.processes import bundle
+from medusa_ppo.reports import trackers
+from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
+
+NODE = Hardware(8, True, 16, "eight GPUs and sixteen cores")
+CHAIN, STATE = 12, 16  # Tokens that follow from each other, and the width of their states.
+REPLAYED = {"companion": {"replay_versions": 2}}
+GENERATED = {"report": {"speed_every": 1}}
+
+# key -> (another value, where it shows, what else must be set for it to show)
+Row = tuple[Any, str, dict[str, Any]]
+ROWS: dict[str, Row] = {
+    "name": ("other", "rollout_files", {}),
+    "out": ("elsewhere", "rollout_files", {}),
+    "seed": (5, "sampling", {}),
+    "model.path": ("larger", "plan", {}),
+    "model.critic_path": ("larger", "plan", {}),
+    "model.dtype": ("float32", "launch", {}),
+    "actor.backend": ("megatron", "plan", {}),
+    "actor.tensor_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
+    "actor.pipeline_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
+    "actor.data_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
+    "actor.resource": ("near", "plan", {"actor": {"backend": "megatron"}}),
+    "actor.imports": ("json", "rank", {}),
+    "data.path": ("other.jsonl", "prompts", {}),
+    "data.split": ("train[:2]", "prompts", {}),
+    "data.template": ("Q: {prompt}", "prompts", {}),
+    "data.answer_column": ("solution", "prompts", {}),
+    "data.max_prompt_tokens": (5, "prompts", {}),
+    "sampling.temperature": (0.7, "sampling", {}),
+    "sampling.top_p": (0.9, "sampling", {}),
+    "sampling.top_k": (20, "sampling", {}),
+    "sampling.max_new_tokens": (32, "sampling", {}),
+    "sampling.responses_per_prompt": (2, "sampling", {}),
+    "engine.backend": ("server", "plan", {}),
+    "engine.replicas": (2, "plan", {}),
+    "engine.resource": ("near", "ray_room", {}),
+    "engine.dtype": ("float32", "launch", {}),
+    "engine.transfer": ("broadcast", "launch", {}),
+    "engine.max_num_seqs": (8, "launch", {}),
+    "engine.max_model_len": (500, "launch", {}),
+    "engine.memory_fraction": (0.5, "launch", {}),
+    "engine.enforce_eager": (True, "launch", {}),
+    "engine.sleep_level": (2, "launch", {}),
+    "engine.threads": (3, "environment", {}),
+    "engine.num_drafts": (2, "launch", {}),
+    "engine.draft_temperature": (0.0, "launch", {}),
+    "engine.choose_drafts": (True, "launch", {}),
+    "engine.draft_vocab": (8, "launch", {}),
+    "engine.extra": ({"block_size": 32}, "launch", {}),
+    "heads.path": ("heads", "first_heads", {}),
+    "heads.kind": ("medusa", "first_heads", {}),
+    "heads.num_heads": (3, "first_heads", {}),
+    "heads.lm_head": ("own", "first_heads", {}),
+    "companion.enabled": (False, "plugin", {}),
+    "companion.on_error": ("raise", "plugin", {}),
+    "companion.loss": ("ce", "learned", {}),
+    "companion.learning_rate": (1e-3, "learned", {}),
+    "companion.average": (0.5, "learned", {}),
+    "companion.batch_positions": (32, "learned", {}),
+    "companion.schedule": ("drift", "learned", {}),
+    "companion.epochs": (3, "learned", {}),
+    "companion.position_share": (0.5, "learned", {}),
+    "companion.queue_bytes": (2**28, "plan", {}),
+    "companion.wait": (True, "learned", REPLAYED),
+    "companion.replay_versions": (2, "learned", {}),
+    "companion.gate_confidence": (0.51, "learned", {"companion": {"learning_rate": 5e-3, "loss": "ce"}}),
+    "companion.upper_mark_every": (1, "learned", {}),
+    "companion.cores": ([0], "process", {}),
+    "companion.num_gpus": (1.0, "plan", {}),
+    "companion.workers": (2, "plan", {}),
+    "companion.resource": ("near", "ray_room", {}),
+    "ppo.steps": (3, "loop", {}),
+    "ppo.prompts_per_step": (8, "plan", {}),
+    "ppo.epochs": (1, "updated", {}),
+    "ppo.minibatch_size": (4, "updated", {}),
+    "ppo.micro_batch_size": (8, "plan", {}),
+    "ppo.actor_learning_rate": (3e-3, "updated", {}),
+    "ppo.critic_learning_rate": (3e-3, "updated", {}),
+    "ppo.gamma": (0.9, "updated", {}),
+    "ppo.lam": (0.5, "updated", {}),
+    "ppo.clip_range": (0.01, "updated", {"ppo": {"actor_learning_rate": 1e-2}}),
+    "ppo.value_clip_range": (0.001, "updated", {}),
+    "ppo.kl_coefficient": (0.5, "updated", {}),
+    "ppo.entropy_coefficient": (0.1, "updated", {}),
+    "ppo.clip_norm": (0.01, "updated", {}),
+    "ppo.reward": ("long_responses:longer", "reward", {}),
+    "ppo.checkpoint_every": (3, "loop", {}),
+    "ppo.threads": (3, "threads", {}),
+    "report.compare_pairs": (2, "compared", {}),
+    "report.speed_every": (2, "pairs", {}),
+    "report.speed_prompts": (1, "pairs", GENERATED),
+    "report.trackers": (["wandb"], "tracked", {}),
+    "report.project": ("other", "tracked", {"report": {"trackers": ["wandb"]}}),
+    "report.keep_rollouts": (2, "rollout_files", {}),
+}
+
+
+REWARD = """
+def longer(prompt, response, row):
+    return len(response) / 4
+
+
+longer.correct_from = 2.0
+"""
+
+
+def test_every_key_has_a_row_and_every_row_a_key() -> None:
+    assert list(ROWS) == known_keys()
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_a_key_makes_a_difference(key: str, places: Places) -> None:
+    value, place, more = ROWS[key]
+    show: Callable[[RunConfig], Any] = getattr(places, place)
+    first, second = show(places.config(more)), show(places.config(more, key, value))
+    assert first != second, f"{key}={value} changes nothing in {place}"
+    assert first == show(places.config(more)), f"{place} shows other things each time"
+
+
+class _Enough(Exception):
+    """What was looked for has happened."""
+
+
+class Places:
+    """What is looked at. Every method takes a configuration and gives something that can be compared."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, tiny_actor: Callable[..., Any], rollouts: Rollouts) -> None:
+        self._folder, self._patch, self._tiny_actor, self._rollouts = folder, patch, tiny_actor, rollouts
+        patch.chdir(folder)
+
+    def config(self, more: dict[str, Any], key: str = "", value: Any = None) -> RunConfig:
+        values: dict[str, Any] = {"model": {"path": "actor"}, "data": {"path": "rows.jsonl"}}
+        for section, settings in more.items():
+            values[section] = {**values.get(section, {}), **settings}
+        if key:
+            *parents, leaf = key.split(".")
+            node = values.setdefault(parents[0], {}) if parents else values
+            node[leaf] = value
+        return build_config(values)
+
+    def plan(self, config: RunConfig) -> Any:
+        plan = make_plan(config, NODE)
+        return plan.processes, plan.moves
+
+    def launch(self, config: RunConfig) -> Any:
+        self._patch.setattr("medusa_ppo.engines.launch.is_cpu_build", lambda: False)
+        return astuple(plan_launch("actor", "heads", settled(config, NODE).engine, config.seed))
+
+    def environment(self, config: RunConfig) -> Any:
+        return process_environment(config.engine, has_gpu=False)
+
+    def ray_room(self, config: RunConfig) -> Any:
+        return bundle(0, config.engine.resource), client_file.actor_options(config.companion, None, 0)["resources"]
+
+    def rank(self, config: RunConfig) -> Any:
+        imported: list[str] = []
+        self._patch.setattr(megatron_rank.importlib, "import_module", imported.append)
+        self._patch.setattr(torch, "set_num_threads", _enough)
+        with pytest.raises(_Enough):
+            megatron_rank.ActorRank(0, "actor", config, False).start(("", 0))
+        return imported
+
+    def prompts(self, config: RunConfig) -> Any:
+        def tokenizer(texts: list[str]) -> dict[str, Any]:
+            return {"input_ids": [[ord(c) for c in text] for text in texts]}
+
+        found = PromptStream.load(config.data, tokenizer, seed=0)  # type: ignore[arg-type]
+        return [(prompt.text, prompt.row["answer"]) for prompt in found.prompts]
+
+    def sampling(self, config: RunConfig) -> Any:
+        return sampling_of(config, 3)
+
+    def first_heads(self, config: RunConfig) -> Any:
+        heads = initial_heads(config, self._tiny_actor())
+        return heads.config, checksum(heads.trainable_state())
+
+    def plugin(self, config: RunConfig) -> Any:
+        started: list[Any] = []
+        self._patch.setattr("medusa_ppo.plugin.CompanionClient", lambda *a, **k: started.append(a))
+        heads, table = initial_heads(config, self._tiny_actor()), torch.zeros(16, 32)
+        engine: Any = SimpleNamespace(swap_heads=lambda *a: 1 / 0)
+        plugin = MedusaPlugin.start_from_tables(config, heads, (table, table), engine, self._folder)
+        return len(started), plugin.installer._on_error
+
+    def learned(self, config: RunConfig) -> Any:
+        """The companion's whole state after some batches."""
+        section = config.companion.model_copy(update={"batch_positions": min(64, config.companion.batch_positions)})
+        cycle = Cycle(HeadsConfig(STATE, CHAIN, 2), section, TABLE_VD, seed=0)
+        for version in range(4):
+            cycle.run(chain_batch(version))
+        return cycle.digest()
+
+    def process(self, config: RunConfig) -> Any:
+        seen: list[Any] = []
+        for owner, name in ((torch, "set_num_threads"), (os, "sched_setaffinity"), (os, "nice")):
+            self._patch.setattr(owner, name, lambda *values, name=name: seen.append((name, *values)))
+        settle(config.companion)
+        return seen
+
+    def updated(self, config: RunConfig) -> Any:
+        """Weights of actor and critic after two updates from the same rollouts."""
+        actor = self._tiny_actor()
+        learner = Learner(actor, Critic(actor), config.ppo, seed=config.seed)
+        batch = PPOBatch(self._rollouts)
+        rewards_S = torch.arange(len(self._rollouts.responses)) / 4
+        for step in range(2):
+            scores, _ = learner.score(batch, rewards_S, Sampling())
+            learner.update(batch, scores, Sampling(), step)
+        return checksum(learner.actor.state_dict()), checksum(dict(learner.critic.named_parameters()))
+
+    def reward(self, config: RunConfig) -> Any:
+        source = make_reward(config.ppo)
+        scores_S = source.score(["1", "1"], ["#### 2", "a long response"], [{"answer": "2"}] * 2)
+        return scores_S.tolist(), source.correct(scores_S).tolist()
+
+    def loop(self, config: RunConfig) -> Any:
+        saved: list[int] = []
+        self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, config: saved.append(position.next_step))
+        self._patch.setattr(loop_file.PPOLoop, "step", lambda self, step: {})
+        parts: Any = SimpleNamespace(
+            **dict.fromkeys(("prompts", "tokenizer", "learner", "reward", "sync", "plugin", "engine")), trackers=trackers.TrackerGroup()
+        )
+        loop = loop_file.PPOLoop(config, parts, ProgressSink())
+        loop.run(SimpleNamespace(step=lambda values: None))  # type: ignore[arg-type]
+        return loop.position.next_step, saved
+
+    def threads(self, config: RunConfig) -> Any:
+        seen: list[int] = []
+        self._patch.setattr(torch, "set_num_threads", seen.append)
+        self._patch.setattr(session_file, "make_reward", _enough)
+        with pytest.raises(_Enough):
+            session_file.RunSession(settled(config, NODE), ProgressSink()).prepare(resume=False)
+        return seen
+
+    def pairs(self, config: RunConfig) -> Any:
+        asked: list[int] = []
+        engine: Any = SimpleNamespace(
+            generate=lambda prompts, sampling: asked.append(len(prompts)) or self._rollouts, configure=lambda **settings: None
+        )
+        pairs = SpeedPairs(engine, config)
+        for step in range(4):
+            pairs.generate([(1,), (2,)], Sampling(), step)
+        return asked
+
+    def compared(self, config: RunConfig) -> Any:
+        """What a run asks for after its last step."""
+        asked: list[str] = []
+        parts: Any = SimpleNamespace(plugin=True)
+
+        class Session:
+            def __init__(self, *arguments: Any) -> None:
+                self.prepare = lambda resume: (parts, None, None)
+                self.save = self.finish = lambda *arguments: None
+                self.compare = lambda parts, measure: asked.append("compare")
+
+            def __enter__(self) -> Session:
+                return self
+
+            def __exit__(self, *arguments: Any) -> None:
+                pass
+
+        loop = SimpleNamespace(run=lambda writer: None, position=None)
+        self._patch.setattr(loop_file, "RunSession", Session)
+        self._patch.setattr(loop_file, "PPOLoop", lambda *arguments: loop)
+        loop_file.run_ppo(config)
+        return asked
+
+    def tracked(self, config: RunConfig) -> Any:
+        told: list[str] = []
+        self._patch.setitem(trackers.STARTS, "wandb", lambda setting: told.append(setting.project) or trackers.TrackerGroup())
+        trackers.start_trackers(config, 0)
+        return told
+
+    def rollout_files(self, config: RunConfig) -> Any:
+        shutil.rmtree(config.run_dir, ignore_errors=True)
+        files = RolloutFiles(config.run_dir, config.report.keep_rollouts or 1)
+        for step in range(3):
+            files.write(step, self._rollouts)
+        return sorted(str(path) for path in config.run_dir.rglob("*.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
+    """Actors, heads, prompts and a reward that configurations name."""
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "long_responses.py").write_text(REWARD)
+    for name, hidden in (("actor", 32), ("larger", 64)):
+        tiny_actor(hidden=hidden).save_pretrained(folder / name)
+    torch.manual_seed(1)
+    save_heads(folder / "heads", MedusaHeads(HeadsConfig(32, 16, 4, "hydra")), lm_head_VD=tiny_actor().lm_head.weight.detach())
+    for name, mark in (("rows", "a"), ("other", "b")):
+        rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1)} for n in (3, 5, 8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def places(folder: Path, monkeypatch: pytest.MonkeyPatch, tiny_actor, make_rollouts) -> Places:
+    return Places(folder, monkeypatch, tiny_actor, make_rollouts(8))
+
+
+def _enough(*arguments: Any, **more: Any) -> Any:
+    raise _Enough
+
+
+FRAME = torch.linalg.qr(torch.randn(STATE, STATE, generator=torch.Generator().manual_seed(0))).Q
+TABLE_VD = torch.randn(CHAIN, STATE, generator=torch.Generator().manual_seed(1))
+
+
+def chain_batch(version: int) -> RolloutBatch:
+    """Responses in which each token often follows from the one before."""
+    generator = torch.Generator().manual_seed(version)
+    lengths_S = torch.randint(2, 16, (24,), generator=generator)
+    starts = torch.randint(CHAIN, (24,), generator=generator).tolist()
+    ids_M = torch.cat([(start + torch.arange(int(n))) % CHAIN for start, n in zip(starts, lengths_S, strict=True)])
+    ids_M = torch.where(torch.rand(ids_M.shape, generator=generator) < 0.4, torch.randint(CHAIN, ids_M.shape, generator=generator), ids_M)
+    states_M = (ids_M - 1) % CHAIN
+    return RolloutBatch(4.0 * FRAME[states_M], ids_M, torch.full(ids_M.shape, -0.1), lengths_S, version)
