@@ -116,7 +116,7 @@ def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> 
         alone.run(batch)
     assert client.drain(60) and client.save(tmp_path)
     status = client.status()
-    assert status.workers == 2 and status.versions_published == alone.version > 0 and status.trained_tokens == alone.trained_tokens
+    assert status.workers == 2 and status.versions_published == alone.version > 0 and status.trained_tokens == alone.trainer.trained_tokens
     state, other = load_state(tmp_path / "companion.safetensors"), alone.state_dict()
     assert set(state) - {"service"} == set(other)
     for name, value in other.items():
