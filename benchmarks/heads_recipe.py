@@ -34,10 +34,9 @@ from heads.acceptance import draft_ids_for_rows, draft_logprobs_for_rows, replay
 from heads.checkpoint import load_state, save_heads, save_state
 from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.losses import NAMED_LOSSES, LossConfig, Teacher, head_loss
-from heads.modules import MedusaHeads
+from heads.modules import MedusaHeads, clip_per_head
 from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
 from medusa_ppo.actors.hf import HiddenTap, embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.companion.trainer import clip_per_head
 
 logger = logging.getLogger("heads_recipe")
 

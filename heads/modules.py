@@ -276,3 +276,31 @@ class MedusaHeads(nn.Module):
             )
         for name, view in views.items():
             view.copy_(state[name])
+
+
+def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:
+    """Scale each head's gradient to at most `clip_norm`, whatever the other heads' are.
+
+    Args:
+        named: parameters of MedusaHeads: stacked `[K, ...]`, or `mlp_in.{k}` of one head.
+        num_heads: K.
+        clip_norm: largest Euclidean norm of one head's gradient.
+
+    Returns:
+        Norm of each head's gradient before clipping, float32 `K`.
+    """
+    by_head: list[list[torch.Tensor]] = [[] for _ in range(num_heads)]
+    for name, parameter in named.items():
+        if parameter.grad is None:
+            continue
+        if name.startswith("mlp_in."):
+            by_head[int(name.split(".")[1])].append(parameter.grad)
+        else:
+            for grads, grad in zip(by_head, parameter.grad, strict=True):
+                grads.append(grad)
+    norms = [torch.stack([torch.linalg.vector_norm(g) for g in grads]).square().sum().sqrt() for grads in by_head]
+    for norm, grads in zip(norms, by_head, strict=True):
+        scale = (clip_norm / (norm + 1e-12)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(scale)
+    return torch.stack(norms)

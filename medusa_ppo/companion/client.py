@@ -86,18 +86,7 @@ class CompanionClient:
         # A companion that is started again is built from it; Ray frees what nobody holds.
         self._first = ray.put((arguments, self._tables))
         self._actor = _remote_actor(config, self._first, self._group)
-        try:
-            self._incarnation: str = ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
-        except RayError as error:
-            ray.kill(self._actor, no_restart=True)
-            release(self._group)
-            folder.close()
-            raise CompanionError(
-                "The companion did not start.",
-                given=_reason(error),
-                expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
-                do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
-            ) from error
+        self._incarnation = self._started(folder)
         self._remove_folder = weakref.finalize(self, folder.close)
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
@@ -108,6 +97,21 @@ class CompanionClient:
         self._error = ""
         self._told: set[str] = set()
         self._closed = False
+
+    def _started(self, folder: OwnedFolder) -> str:
+        """Wait for the first answer: which incarnation of the companion it is."""
+        try:
+            return ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
+        except RayError as error:
+            ray.kill(self._actor, no_restart=True)
+            release(self._group)
+            folder.close()
+            raise CompanionError(
+                "The companion did not start.",
+                given=_reason(error),
+                expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
+                do="Look at the message above; check free memory, companion.num_gpus and companion.cores.",
+            ) from error
 
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
 

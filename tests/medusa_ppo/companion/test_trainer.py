@@ -11,9 +11,9 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
-from heads.modules import MedusaHeads
+from heads.modules import MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.trainer import HeadsTrainer, clip_per_head, look_up
+from medusa_ppo.companion.trainer import HeadsTrainer, look_up
 from medusa_ppo.config import CompanionConfig
 
 KINDS = ["medusa", "markov", "hydra"]
