@@ -7,7 +7,6 @@ Shape letters: B requests, K drafts of a step, D hidden, V vocabulary, W width o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,10 @@ import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.fused import EMBED, LINEAR, PACK, FusedHeads, plain_linear
+from medusa_ppo.drafting.draft_vocabulary import LINEAR, LM_HEAD, PACK, plain_linear
+from medusa_ppo.drafting.fused import EMBED, FusedHeads
 from medusa_ppo.drafting.noise import draw
 
-LM_HEAD = Callable[[torch.Tensor], torch.Tensor]
 SHARPEST = 1e30
 """What logits of greedy requests are multiplied with: only the largest is left."""
 
@@ -58,7 +57,7 @@ class DraftingCore:
     """Heads of any kind in their serving form, the engine's lm_head and embedding, and the draft vocabulary.
 
     Attributes:
-        fused: the heads' products; `fused.load()` after a swap or a sync.
+        fused: the heads' products.
         temperatures_K: draft temperature of each head, float32; may be filled anew at any time.
     """
 
@@ -85,6 +84,10 @@ class DraftingCore:
         self.temperatures_K = torch.ones(self.config.num_heads, device=device)
         self._whole_lm_head, self._pack = lm_head, pack
         self.use_vocabulary(None, None)
+
+    def actor_changed(self) -> None:
+        """Read the embedding table again. A draft vocabulary's rows of lm_head are its owner's to read: `use_vocabulary`."""
+        self.fused.read_embedding()
 
     def load(self) -> None:
         """Read heads, tables and draft vocabulary again."""

@@ -15,22 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from heads.modules import RMS_EPS, MedusaHeads, rms_normalise
+from medusa_ppo.drafting.draft_vocabulary import LINEAR, PACK, plain_linear
 
-LINEAR = Callable[[torch.Tensor], torch.Tensor]
-"""Rows `[N, in]` -> `[N, out]`."""
-PACK = Callable[[torch.Tensor], LINEAR]
-"""A weight `[out, in]` -> its product."""
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
 
 TABLE_ENTRIES = 1 << 24
 """Most numbers in the tables of what tokens add: memory, and the time that every sync takes to make them."""
 ROWS_AT_ONCE = 4096
-
-
-def plain_linear(weight: torch.Tensor) -> LINEAR:
-    """Nothing packed: the reference, and what GPUs use."""
-    return lambda rows: F.linear(rows, weight)
 
 
 class FusedHeads:
@@ -52,7 +44,7 @@ class FusedHeads:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read the heads again, and the embedding table: after a swap, and after a sync of the actor."""
+        """Read the heads again, and the embedding table: after a swap."""
         heads, config = self.heads, self.config
         self._products: dict[tuple[str, int, int], LINEAR] = {}
         first_KDD = heads.blocks[0].detach()
@@ -69,11 +61,14 @@ class FusedHeads:
         self._tokens = [
             torch.stack([w[:, D * (1 + j) : D * (2 + j)] for w in self._into[j:]]).to(self.dtype) for j in range(config.num_heads)
         ]
-        self._sizes_V11, self._tables = self._read_embedding()
+        self.read_embedding()
 
-    def _read_embedding(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    @torch.no_grad()
+    def read_embedding(self) -> None:
         """1 / rms of every token's embedding, and, where they are small: what a token at each place j after h_t adds to the inner rows of
-        heads j.. (from 0), `[V, (K - j) H]`."""
+        heads j.. (from 0), `[V, (K - j) H]`. After a sync of the actor."""
+        if self.config.kind != "hydra":
+            return
         assert self._embed is not None, "hydra heads read embeddings"
         count, size, device = self.config.num_heads, self.config.vocab_size, self._start_KRD.device
         small = size * self._H * count * (count + 1) // 2 <= TABLE_ENTRIES
@@ -87,7 +82,7 @@ class FusedHeads:
             rows_ND = rms_normalise(rows_ND).to(self.dtype)
             for table, weight in zip(tables, weights, strict=True):
                 table[first : first + len(ids_N)] = F.linear(rows_ND, weight)
-        return sizes_V11, tables
+        self._sizes_V11, self._tables = sizes_V11, tables
 
     def _product(self, name: str, weights: torch.Tensor, index: int, count: int) -> LINEAR:
         """The packed product of the first `count` matrices of a stack; made when it is first asked for."""

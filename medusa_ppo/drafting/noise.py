@@ -4,7 +4,7 @@ A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that s
 A key is its seed, mixed once on the host, so streams of neighbouring seeds begin far apart. The counter n is position * LANES + lane: no
 step, whatever shared its batch, moves another's. Requests without a seed take theirs from torch's generator, one draw for all.
 
-Shape letters: B requests, L lanes (numbers of one position), K drafts, V tokens.
+Shape letters: B requests, L lanes (numbers of one position), V tokens.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def uniforms(
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
     """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the uniform's share of the whole.
 
-    A float64 uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it, and
-    that one has mass. (Rows of NaN give the last id.)
+    A uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it, and that one
+    has mass. (Rows of NaN give the last id.)
     """
     cumulative_BV = mass_BV.cumsum(-1, dtype=torch.float64)
     point_B1 = uniform_B1 * cumulative_BV[..., -1:]

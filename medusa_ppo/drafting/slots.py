@@ -40,10 +40,26 @@ class KeptDrafts:
     q_BK: torch.Tensor
     slots: DraftSlots
 
+    def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
+        """The probabilities of the drafts `ids_BK`, which are those that were kept."""
+        return self.q_BK
+
     def rows(self, at_B1: torch.Tensor) -> torch.Tensor:
         """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was sampled."""
         row_B = self.slots_B * self.slots.drafts + at_B1.squeeze(1)
         return self.slots.q_NW.index_select(0, row_B)
+
+    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0.
+
+        q is one-hot, and p without the draft is left, where it was not sampled.
+        """
+        refused = refused_B1 >= 0
+        sampled_B1 = self.sampled_BK.gather(1, at_B1)
+        q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
+        ids_W, ids_B1 = self.slots.ids_W, refused_B1.clamp_min(0)
+        left_BV = (probs_BV - q_BW if ids_W is None else probs_BV.index_add(1, ids_W, q_BW, alpha=-1)).clamp_min(0)
+        return left_BV.scatter(1, ids_B1, torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1)))
 
 
 class DraftSlots:

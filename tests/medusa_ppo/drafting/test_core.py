@@ -89,8 +89,11 @@ def test_heads_that_change_draft_after_the_next_load() -> None:
     core.draft(actor.hidden_BD, actor.last_B, K)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter))
-    actor.table_VD.copy_(torch.randn_like(actor.table_VD))
     core.load()
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K)
+    assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1))
+    actor.table_VD.copy_(torch.randn_like(actor.table_VD))
+    core.actor_changed()
     drafted = core.draft(actor.hidden_BD, actor.last_B, K)
     assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1))
 
