@@ -154,11 +154,11 @@ def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(engine: Colocat
     longest = engine._llm.llm_engine.vllm_config.model_config.max_model_len
     prompts = [(prompt * 20)[: longest - 12] for prompt in actor.prompts[:6]]
     engine.configure(num_drafts=1, sampled=True)
-    rollouts = engine.generate(prompts, Sampling(1.0, max_new_tokens=64, ignore_eos=True))
+    rollouts = engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True))
     assert all(len(response.token_ids) == 12 for response in rollouts.responses)
     assert rollouts.counters.drafts > 0 and rollouts.counters.draft_tokens == rollouts.counters.drafts
     engine.configure(num_drafts=0)
-    assert engine.generate(prompts, Sampling(1.0, max_new_tokens=64, ignore_eos=True)).counters.drafts == 0
+    assert engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True)).counters.drafts == 0
 
 
 def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) -> None:
