@@ -17,8 +17,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+
+from medusa_ppo.drafting.noise import draw
 
 PLACEHOLDER = -1
 
@@ -75,27 +78,63 @@ def uniform_numbers(counts: Sequence[int], width: int, generators: Mapping[int, 
     return numbers_BW
 
 
-def invert_sum(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """Ids int64 `[B]`, drawn with probability weight / sum of weights by inverting the cumulative sum.
+class DraftQ(Protocol):
+    """What the drafts of a step were drawn from."""
 
-    A float64 uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it.
+    def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
+        """q of each draft `[B, K]`."""
+        ...
+
+    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+        """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0."""
+        ...
+
+
+class OneHot:
+    """Drafts that were not sampled."""
+
+    def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(ids_BK, dtype=torch.float32)
+
+    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+        ids_B1 = refused_B1.clamp_min(0)
+        return probs_BV.scatter(1, ids_B1, torch.where(refused_B1 >= 0, 0.0, probs_BV.gather(1, ids_B1)))
+
+
+class WholeRows:
+    """q as vLLM hands it on, `[B, K, V]`."""
+
+    def __init__(self, probs_BKV: torch.Tensor) -> None:
+        self._probs_BKV = probs_BKV
+
+    def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
+        return self._probs_BKV.gather(2, ids_BK.unsqueeze(2)).squeeze(2)
+
+    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+        q_BV = self._probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
+        return (probs_BV - q_BV * (refused_B1 >= 0)).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What our own drafting hands to verification, in the place of vLLM's tensor of draft probabilities.
+
+    Attributes:
+        q: of the drafts; None when none was sampled.
+        uniforms_BW: float64 `[B, K + 1]`; the last column is for the token that ends the run.
     """
-    cumulative_BV = weights_BV.cumsum(1, dtype=torch.float64)
-    point_B1 = uniform_B.unsqueeze(1) * cumulative_BV[:, -1:]
-    # right=True: the first entry whose sum exceeds the point, so an entry of probability zero is never taken.
-    return torch.searchsorted(cumulative_BV, point_B1, right=True).squeeze(1)
+
+    q: DraftQ | None
+    uniforms_BW: torch.Tensor
 
 
-def accepted_run(
-    logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_probs_BKV: torch.Tensor | None
-) -> torch.Tensor:
+def accepted_run(logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ) -> torch.Tensor:
     """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample from."""
     ids_BK = drafts.draft_ids_BK.clamp_min(0)
     ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
-    if draft_probs_BKV is not None:
-        q_BK = draft_probs_BKV.gather(2, ids_BK.unsqueeze(2)).squeeze(2).double()
-        # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
-        ratio_BK = torch.where(q_BK > 0, ratio_BK / q_BK, torch.zeros_like(ratio_BK))
+    q_BK = draft_q.of(ids_BK).double()
+    # A draft that q could not have drawn says that q is not what was drafted from: refuse it.
+    ratio_BK = torch.where(q_BK > 0, ratio_BK / q_BK, 0.0)
     accept_BK = (uniform_BK < ratio_BK) & (drafts.draft_ids_BK >= 0)
     return accept_BK.to(torch.int64).cumprod(1).sum(1)
 
@@ -107,7 +146,7 @@ def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
 
 
 def residual_sample(
-    logprobs_BV: torch.Tensor, drafts: DraftRows, run_B: torch.Tensor, uniform_B: torch.Tensor, draft_probs_BKV: torch.Tensor | None
+    logprobs_BV: torch.Tensor, drafts: DraftRows, run_B: torch.Tensor, uniform_B: torch.Tensor, draft_q: DraftQ
 ) -> torch.Tensor:
     """The token that ends each run, int64 `[B]`. logprobs_BV: the row of each request where its run ended."""
     probs_BV = logprobs_BV.exp()
@@ -116,21 +155,10 @@ def residual_sample(
         at_B1 = run_B.clamp_max(width - 1).unsqueeze(1)
         refused_B1 = drafts.draft_ids_BK.gather(1, at_B1)
         refused_B1 = torch.where((run_B < drafts.counts_B).unsqueeze(1), refused_B1, PLACEHOLDER)
-        probs_BV = _residual(probs_BV, refused_B1, at_B1, draft_probs_BKV)
-    return invert_sum(probs_BV, uniform_B)
-
-
-def _residual(probs_BV: torch.Tensor, refused_B1: torch.Tensor, at_B1: torch.Tensor, draft_probs_BKV: torch.Tensor | None) -> torch.Tensor:
-    """max(p - q, 0) where a draft was refused, p elsewhere; p too where rounding leaves nothing of the residual."""
-    was_refused_B1 = refused_B1 >= 0
-    ids_B1 = refused_B1.clamp_min(0)
-    if draft_probs_BKV is None:
-        kept_B1 = torch.where(was_refused_B1, 0.0, probs_BV.gather(1, ids_B1))
-        left_BV = probs_BV.scatter(1, ids_B1, kept_B1)
-    else:
-        q_BV = draft_probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
-        left_BV = (probs_BV - q_BV * was_refused_B1).clamp_min(0)
-    return torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
+        left_BV = draft_q.residual(probs_BV, at_B1, refused_B1)
+        # p too where rounding leaves nothing of the residual.
+        probs_BV = torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, probs_BV)
+    return draw(probs_BV, uniform_B.unsqueeze(1)).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -147,10 +175,13 @@ def verify_rows(
     logprobs_NV: torch.Tensor | None,
     drafts: DraftRows,
     counts: Sequence[int],
-    draft_probs_TV: torch.Tensor | None,
+    proposed: Proposed | torch.Tensor | None,
     rule: Rule,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Length of each run and the token sampled after it, both int64 `[B]`.
+
+    Args:
+        proposed: what our drafting handed on; or q of all drafts `[T, V]`; None: all are one-hot.
 
     Where no row exists after a full run (there are no bonus rows), that token means nothing. Both inputs are after temperature, top-k
     and top-p; logprobs_NV may be left out. Greedy requests read the logits themselves, because the rounding of a softmax can make ties.
@@ -166,10 +197,13 @@ def verify_rows(
     if logprobs_NV is None:
         logprobs_NV = logits_NV.log_softmax(-1, dtype=torch.float32)
     width = drafts.draft_ids_BK.shape[1]
-    uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
-    probs_BKV = spread_draft_probs(draft_probs_TV, counts)
-    run_B = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], probs_BKV)
-    last_B = residual_sample(logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], probs_BKV)
+    if isinstance(proposed, Proposed):
+        draft_q, uniforms_BW = proposed.q or OneHot(), proposed.uniforms_BW
+    else:
+        draft_q = OneHot() if proposed is None else WholeRows(spread_draft_probs(proposed, counts))
+        uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
+    run_B = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], draft_q)
+    last_B = residual_sample(logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], draft_q)
     if rule.greedy_B is not None:
         argmax_N = logits_NV.argmax(-1)
         run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)
@@ -187,10 +221,8 @@ def assemble(drafts: DraftRows, run_B: torch.Tensor, last_B: torch.Tensor) -> to
     return ids_BW.scatter(1, run_B1, last_B.unsqueeze(1)).to(torch.int32)
 
 
-def spread_draft_probs(draft_probs_TV: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor | None:
+def spread_draft_probs(draft_probs_TV: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Flat draft probabilities `[T, V]` as `[B, K, V]`, zeros where a request has fewer drafts."""
-    if draft_probs_TV is None:
-        return None
     width = max(counts)
     if min(counts) == width:
         return draft_probs_TV.view(len(counts), width, -1)

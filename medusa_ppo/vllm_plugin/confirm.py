@@ -22,7 +22,8 @@ from heads.errors import CheckpointError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, load_state
-from medusa_ppo.drafting.draws import Draft, RequestSampling
+from medusa_ppo.drafting.core import Drafted, Sampling
+from medusa_ppo.drafting.draft_vocabulary import spread
 from medusa_ppo.types import Checked
 
 ROWS = 4
@@ -113,25 +114,26 @@ def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) 
     return hidden_BD.to(device, dtype), last_ids_B.to(device)
 
 
-def greedy_sampling(device: torch.device) -> RequestSampling:
-    """Drafts are the likeliest tokens, and their probabilities are kept."""
-    return RequestSampling(torch.zeros(ROWS, device=device))
+def fixed_sampling(count: int, device: torch.device) -> Sampling:
+    """Drafts at temperature 1 from the middle of each distribution: the same ones every time, and q with them."""
+    return Sampling(torch.ones(ROWS, device=device), torch.full((ROWS, count), 0.5, dtype=torch.float64, device=device))
 
 
 def find_difference(
-    draft: Draft, state: Mapping[str, torch.Tensor], config: HeadsConfig, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, plain: Plain
+    draft: Drafted, state: Mapping[str, torch.Tensor], config: HeadsConfig, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, plain: Plain
 ) -> str:
     """Where the served drafts are not those of `state`, in one sentence; empty when they are.
 
     Every head is computed, whatever was found before: on tensor-parallel ranks each product is a meeting of all.
     """
-    assert draft.probs_BKV is not None, "the probe keeps probabilities"
+    assert draft.q, "the probe keeps probabilities"
     limit = TOLERANCE if plain.dtype == torch.float32 else TOLERANCE_16_BIT
     found = ""
     for k in range(draft.ids_BK.shape[1]):
         given_ids = [last_ids_B, *draft.ids_BK[:, :k].unbind(1)]
         logprobs_BV = _logprobs(state, config, k, hidden_BD, given_ids, plain)
-        apart = _apart(draft.probs_BKV[:, k], logprobs_BV)
+        served_BV = draft.q[k] if plain.ids_W is None else spread(draft.q[k], plain.ids_W, config.vocab_size)
+        apart = _apart(served_BV, logprobs_BV)
         if not apart <= limit and not found:  # NaN is no agreement either.
             found = f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at most"
     return found

@@ -71,6 +71,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("where our heads are loaded", _MEDUSA, "MedusaProposer.load_model", ("target_model",)),
     Hook("where our proposer takes its place", _RUNNER, "GPUModelRunner.__init__", ("vllm_config", "device")),
     Hook("q of the drafts to verify", _RUNNER, "GPUModelRunner._get_spec_decode_draft_probs", ("spec_decode_metadata",)),
+    Hook("drafts up to the end of the context", _RUNNER, "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
     Hook(
         "what a step sampled, before drafting",
         _RUNNER,

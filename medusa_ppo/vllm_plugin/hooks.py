@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as custom_ops
-import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
 import vllm.v1.worker.gpu_worker as gpu_worker
 from torch.distributed import ReduceOp
@@ -27,7 +26,6 @@ from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.drafting.draft_vocabulary import LINEAR, plain_linear
-from medusa_ppo.drafting.draws import RequestSampling
 from medusa_ppo.vllm_plugin.hook_table import HOOKS, Hook, compare
 from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older
 from medusa_ppo.vllm_plugin.registration import TESTED, can_transfer, release, require_vllm
@@ -80,6 +78,7 @@ def install(proposer: type) -> Installed:
     _wrap(runner, "__init__", _with_our_proposer)
     _wrap(runner, "propose_draft_token_ids", _with_draft_context)
     _wrap(runner, "_get_spec_decode_draft_probs", _with_kept_draft_probs)
+    _wrap(runner, "_input_fits_in_drafter", _drafting_to_the_end)
     _wrap(runner, "_sample", _plain_without_drafts)
     _wrap(gpu_worker.Worker, "wake_up", _with_heads_looked_at)
     if "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
@@ -138,32 +137,49 @@ def _is_ours(runner: Any) -> bool:
 
 
 def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell our proposer which tokens were just sampled, and keep the draft probabilities of this step by request."""
+    """Tell our proposer which tokens were just sampled."""
 
     @functools.wraps(original)
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_ours(self):
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+        _seat(self)
         drafted = [len(scheduler_output.scheduled_spec_decode_tokens.get(key, ())) for key in self.input_batch.req_ids]
         self.drafter.before_step(sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens)
-        drafts = original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-        self.drafter.after_step(self.input_batch.req_ids, self.requests)
-        return drafts
+        return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
 
     return propose_draft_token_ids
 
 
 def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _get_spec_decode_draft_probs(self: Any, spec_decode_metadata: Any) -> torch.Tensor | None:
+    def _get_spec_decode_draft_probs(self: Any, spec_decode_metadata: Any) -> Any:
         if not _is_ours(self):
             return original(self, spec_decode_metadata)
-        meta = spec_decode_metadata
-        return self.drafter.draft_probs.take(
-            self.input_batch.req_ids, meta.num_draft_tokens, meta.draft_token_ids, self.input_batch.vocab_size
-        )
+        _seat(self)
+        meta, batch = spec_decode_metadata, self.input_batch
+        return self.drafter.proposed(meta.num_draft_tokens, meta.draft_token_ids, batch.vocab_size, batch.sampling_metadata.all_greedy)
 
     return _get_spec_decode_draft_probs
+
+
+def _seat(runner: Any) -> None:
+    batch = runner.input_batch
+    runner.drafter.seat(batch.req_ids, runner.requests, batch.num_tokens_no_spec[: batch.num_reqs])
+
+
+def _drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Failure: near max_model_len vLLM gives every request as many drafts of token 0 as it reserves, whatever num_drafts and the chooser
+    say, and counts them. Heads have no positions, so there is nothing that they could not draft at; the scheduler cuts what is too long.
+
+    Trigger: any request within K tokens of max_model_len.
+    """
+
+    @functools.wraps(original)
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        return common_attn_metadata is not None if _is_ours(self) else original(self, common_attn_metadata)
+
+    return _input_fits_in_drafter
 
 
 def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +192,6 @@ def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         ours = spec_decode_metadata is not None and _is_ours(self)
         if ours and not any(spec_decode_metadata.num_draft_tokens) and not (self.input_batch.generators and self.drafter.num_drafts):
-            self._get_spec_decode_draft_probs(spec_decode_metadata)  # What these requests drafted before is forgotten.
             spec_decode_metadata = None
         return original(self, logits, spec_decode_metadata)
 
@@ -194,13 +209,6 @@ def _with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wake_up
-
-
-def request_sampling(sampling_metadata: Any) -> RequestSampling:
-    """vLLM's sampling metadata in our own words."""
-    sm = sampling_metadata
-    temperature_B = None if sm.all_greedy else sm.temperature
-    return RequestSampling(temperature_B, sm.top_k, sm.top_p, sm.generators, rejection_sampler.apply_top_k_top_p)
 
 
 def agreed(number: int) -> int:

@@ -29,6 +29,8 @@ Replaced = Callable[..., Any]
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 OUR_MODEL_TYPE = "medusa_ppo"
 """What config.json says of heads that stock vLLM has no module for."""
+PROPOSED = verify.Proposed | torch.Tensor | None
+"""What vLLM calls draft_probs; our own proposer puts more there."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         num_draft_tokens: list[int],
         max_spec_len: int,
         cu_num_draft_tokens: torch.Tensor,
-        draft_probs: torch.Tensor | None,
+        draft_probs: PROPOSED,
         target_logits: torch.Tensor,
         bonus_token_ids: torch.Tensor,
         sampling_metadata: Any,
@@ -108,7 +110,7 @@ def verification_in_one_pass(original: Replaced) -> Replaced:
     """No failure, but time: the same distribution with one softmax for verification and log-probs, and random numbers for B rows only."""
 
     @functools.wraps(original)
-    def forward(self: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+    def forward(self: Any, metadata: Any, draft_probs: PROPOSED, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         if self.synthetic_mode or not _is_plain(self, sampling_metadata):
             return original(self, metadata, draft_probs, logits, sampling_metadata)
         return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
@@ -132,9 +134,7 @@ def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
     )
 
 
-def _verify_in_one_pass(
-    sampler: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
-) -> SamplerOutput:
+def _verify_in_one_pass(sampler: Any, metadata: Any, proposed: PROPOSED, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
     """RejectionSampler.forward for plain sampling: constraints and softmax once for all rows, drafts and bonus alike."""
     counts = metadata.num_draft_tokens
     drafts = verify.DraftRows.build(metadata.draft_token_ids, counts)
@@ -144,7 +144,7 @@ def _verify_in_one_pass(
     num_logprobs = sampling_metadata.max_num_logprobs
     # One softmax for verification and report: what is reported is what was sampled from.
     logprobs_NV = None if num_logprobs is None else logits_NV.log_softmax(-1, dtype=torch.float32)
-    run_B, last_B = verify.verify_rows(logits_NV, logprobs_NV, drafts, counts, draft_probs, _rule(sampling_metadata))
+    run_B, last_B = verify.verify_rows(logits_NV, logprobs_NV, drafts, counts, proposed, _rule(sampling_metadata))
     ids_BW = verify.assemble(drafts, run_B, last_B)
     logprobs = None if logprobs_NV is None else _gather_logprobs(sampler, logprobs_NV, ids_BW, drafts, num_logprobs)
     return SamplerOutput(sampled_token_ids=ids_BW, logprobs_tensors=logprobs)

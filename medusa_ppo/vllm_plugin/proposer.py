@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,17 +20,20 @@ from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.choice import DraftChooser
+from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.draws import Draft, DraftProbs, RequestSampling, ServedHeads, draft_tokens
+from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
+from medusa_ppo.drafting.seating import Seating, Seats, Traits
+from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
+from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.types import Checked
-from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, greedy_sampling, read_state
+from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, fixed_sampling, read_state
 from medusa_ppo.vllm_plugin.hooks import (
     StockMedusaProposer,
     agreed,
     agreed_by_all,
     embedding_module,
     packed_linear,
-    request_sampling,
 )
 from medusa_ppo.vllm_plugin.rpc import Drafting
 
@@ -42,7 +44,10 @@ class MedusaProposer(StockMedusaProposer):
     """What vLLM's model runner asks for drafts after each step."""
 
     heads: MedusaHeads
-    _served: ServedHeads
+    _core: DraftingCore
+    _slots: DraftSlots
+    _seats: Seats
+    _positions_B: torch.Tensor
     _target: nn.Module
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -54,15 +59,13 @@ class MedusaProposer(StockMedusaProposer):
         self.num_drafts: int = self.num_speculative_tokens
         self.sampled = False
         self.draft_temperature = 1.0
-        self.draft_probs = DraftProbs()
         self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
         self._fingerprint: tuple[int, ...] = ()
+        self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
         self._last_ids: list[int] = []
-        self._unfinished: list[int] = []
-        self._step_probs_BKV: torch.Tensor | None = None
 
     # ---- what vLLM calls ----------------------------------------------------------------------------------------------------
 
@@ -80,11 +83,17 @@ class MedusaProposer(StockMedusaProposer):
         self.version, self.heads_checksum = metadata.version, metadata.checksum
         self._target = target_model
         self._fingerprint = fingerprint(self.heads)
-        self._pack()
+        self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), pack=packed_linear, dtype=self._draft_dtype())
+        self._use_vocabulary()
 
-    def _pack(self) -> None:
-        """Serve the heads as they are now."""
-        self._served = ServedHeads(self.heads, self._embedding(), packed_linear, self._draft_dtype())
+    @torch.inference_mode()
+    def _use_vocabulary(self) -> None:
+        """Draft from the token map's tokens, or from all. q that was kept in other columns is forgotten: its drafts are one-hot then."""
+        ids_W = self.token_map.ids_W
+        self._core.use_vocabulary(ids_W, None if ids_W is None else self.token_map.logits)
+        width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
+        size = self.vllm_config.scheduler_config.max_num_seqs
+        self._slots = DraftSlots(size, self.num_speculative_tokens, width, self.device, ids_W)
 
     def _embedding(self) -> Any:
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
@@ -113,12 +122,53 @@ class MedusaProposer(StockMedusaProposer):
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
         if count == 0 or not self.fed:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
-        sampling = request_sampling(sampling_metadata) if self.sampled and not sampling_metadata.all_greedy else None
-        draft = self._draft(hidden_BD, count, sampling)
-        self._step_probs_BKV = draft.probs_BKV
-        return draft.ids_BK
+        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(self.device, non_blocking=True)
+        if not self.sampled or sampling_metadata.all_greedy:
+            return self._core.draft(hidden_BD, last_ids_B, count).ids_BK
+        return self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata).ids_BK
+
+    def _draft_and_keep(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling_metadata: Any) -> Drafted:
+        """Sampled drafts; their q is kept until they are verified."""
+        seats, sm = self._seats, sampling_metadata
+        temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
+        noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_LANE, count)
+        drafted = self._core.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p))
+        stamps_B = torch.where(temperature_B > 0, stamps(seats.requests_B, self._positions_B), NOTHING)
+        self._slots.keep(seats.slots_B, stamps_B, drafted.columns_BK, drafted.q)
+        return drafted
 
     # ---- what hooks.py calls -------------------------------------------------------------------------------------------
+
+    def seat(self, request_ids: Sequence[str], live_requests: Mapping[str, Any], tokens: Any) -> None:
+        """Which requests are in the batch now, before anything is verified or drafted.
+
+        Args:
+            live_requests: vLLM's states of all requests that have not ended.
+            tokens: numpy, how many tokens each request of the batch has: what it drafts at.
+        """
+        self._seats = self._seating.seat(request_ids, lambda key: _traits(live_requests[key]), live_requests)
+        self._positions_B = torch.from_numpy(tokens).to(self.device, torch.int64)
+
+    def proposed(
+        self, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int, all_greedy: bool
+    ) -> Proposed | torch.Tensor | None:
+        """What verification of `counts` drafts of each request needs: for our own in torch, or q `[T, V]` for vLLM's kernels."""
+        width, seats = max(counts), self._seats
+        stamps_B = stamps(seats.requests_B, self._positions_B)
+        kept = self._slots.look_up(seats.slots_B, stamps_B, width) if self.sampled and width and not all_greedy else None
+        if self.device.type == "cpu":
+            if kept is None and seats.keys_B is None:
+                return None
+            noise = [
+                uniforms(self._positions_B, seats.keys_B, seats.seeded_B, lane, number)
+                for lane, number in ((ACCEPT_LANE, width), (LAST_LANE, 1))
+            ]
+            return Proposed(kept, torch.cat(noise, dim=1))
+        if kept is None:
+            return None
+        requests_T = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
+        drafts_T = torch.tensor([draft for count in counts for draft in range(count)])
+        return self._slots.whole_rows(kept, requests_T.to(self.device), drafts_T.to(self.device), draft_ids_T, vocab_size)
 
     def before_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
         """What the step that just ended sampled, before the next drafts are made.
@@ -129,7 +179,6 @@ class MedusaProposer(StockMedusaProposer):
             scheduled_tokens: tokens that the model computed, prompts included.
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
-        self._unfinished = [i for i, tokens in enumerate(sampled_token_ids) if not tokens]
         self.token_map.observe(sampled_token_ids)
         if self.token_map.due:
             self._refresh_token_map()
@@ -140,41 +189,16 @@ class MedusaProposer(StockMedusaProposer):
         now = time.perf_counter()
         began, self._step_began = self._step_began, now
         self.chooser.observe_acceptance(drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids])
-        only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and not self._unfinished
+        only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and all(sampled_token_ids)
         if began is not None and only_decodes and min(drafted) == max(drafted):
             self.chooser.observe_step(len(drafted), drafted[0], now - began)
-
-    def after_step(self, request_ids: Sequence[str], live_requests: Mapping[str, object]) -> None:
-        """Keep this step's draft probabilities by request until they are verified."""
-        if len(self.draft_probs):
-            self.draft_probs.keep_only(live_requests)
-        if self._step_probs_BKV is not None:
-            self.draft_probs.put(request_ids, self._step_probs_BKV)
-            self._step_probs_BKV = None
-
-    # ---- drafting -----------------------------------------------------------------------------------------------------------
-
-    def _draft(self, hidden_BD: torch.Tensor, count: int, sampling: RequestSampling | None) -> Draft:
-        if sampling is not None and self._unfinished and sampling.generators:
-            # A seeded request must not draw in a step that it doesn't sample in, or its seed would depend on the chunking.
-            sampling = replace(sampling, generators={i: g for i, g in sampling.generators.items() if i not in self._unfinished})
-        return draft_tokens(
-            self._served,
-            hidden_BD,
-            torch.tensor(self._last_ids, dtype=torch.int64, device=hidden_BD.device),
-            count,
-            self._lm_head,
-            sampling=sampling,
-            draft_temperature=self.draft_temperature,
-            token_map=self.token_map,
-        )
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:
         """One-hot drafts for given hidden states: what the heads really draft now."""
-        self._last_ids = list(last_ids)
         hidden_BD = torch.tensor(hidden, dtype=self.dtype, device=self.device)
-        return self._draft(hidden_BD, self.num_speculative_tokens, None).ids_BK.tolist()
+        last_ids_B = torch.tensor(last_ids, dtype=torch.int64, device=self.device)
+        return self._core.draft(hidden_BD, last_ids_B, self.num_speculative_tokens).ids_BK.tolist()
 
     # ---- changes while serving ----------------------------------------------------------------------------------------------
 
@@ -201,10 +225,12 @@ class MedusaProposer(StockMedusaProposer):
             )
         if size != self.token_map.size:
             self.token_map = TokenMap(size, self.heads.config.vocab_size, packed_linear, self._draft_dtype())
+            self._use_vocabulary()
         # What was learned about costs stays when the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
         self._step_began = None
         self.sampled, self.draft_temperature = bool(settings.get("sampled", self.sampled)), temperature
+        self._core.temperatures_K.fill_(temperature)
         return Drafting(
             num_drafts=count, sampled=self.sampled, draft_temperature=temperature, choose=self.choose, draft_vocab=self.token_map.size
         )
@@ -212,11 +238,14 @@ class MedusaProposer(StockMedusaProposer):
     def target_changed(self) -> None:
         """New actor weights: what was read from them is read again."""
         self.chooser.heads_changed()
+        self._core.actor_changed()
         self._refresh_token_map()
 
     @torch.inference_mode()
     def _refresh_token_map(self) -> None:
         self.token_map.refresh(self._lm_head, self.hidden_size, self.dtype, self.device)
+        if self.token_map.ids_W is not None:
+            self._use_vocabulary()
 
     def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless the file is right.
@@ -238,7 +267,7 @@ class MedusaProposer(StockMedusaProposer):
         check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
         self.fed = False
         heads.load_trainable_state(cast)
-        self._pack()
+        self._core.load()
         self.chooser.heads_changed()
         self._refresh_token_map()
         fault = next((f"{name} does not read back" for name, value in heads.trainable_views().items() if not _same(value, cast[name])), "")
@@ -258,10 +287,7 @@ class MedusaProposer(StockMedusaProposer):
         """Why what drafts now are not the heads of `state`; empty when they are."""
         config = self.heads.config
         hidden_BD, last_ids_B = fixed_inputs(config, self.dtype, self.device)
-        self._last_ids, self._unfinished = last_ids_B.tolist(), []
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # Rollouts without a seed draw from the same generator.
-            draft = self._draft(hidden_BD, config.num_heads, greedy_sampling(self.device))
+        draft = self._core.draft(hidden_BD, last_ids_B, config.num_heads, fixed_sampling(config.num_heads, self.device))
         plain = Plain(self._lm_head, self._embedding(), self.dtype, self.draft_temperature, self.token_map.ids_W)
         return find_difference(draft, state, config, hidden_BD, last_ids_B, plain)
 
@@ -275,6 +301,12 @@ class MedusaProposer(StockMedusaProposer):
             logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
         self.fed = there
         return self.version if there else -1
+
+
+def _traits(request: Any) -> Traits:
+    """Of vLLM's state of a request."""
+    asked = request.sampling_params
+    return Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
 
 
 def fingerprint(heads: nn.Module) -> tuple[int, ...]:

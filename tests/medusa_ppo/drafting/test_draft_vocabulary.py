@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.draws import RequestSampling, ServedHeads, draft_tokens
 
 D, V, K, B, W = 8, 40, 3, 6, 5
 
@@ -66,7 +66,7 @@ def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> N
 
 
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
-def test_drafts_come_from_the_map_and_q_is_exact_over_the_whole_vocabulary(kind: str) -> None:
+def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
     torch.manual_seed(1)
     heads = MedusaHeads(HeadsConfig(D, V, K, kind=kind, rank=4)).double().requires_grad_(False)
     for parameter in heads.parameters():
@@ -75,20 +75,16 @@ def test_drafts_come_from_the_map_and_q_is_exact_over_the_whole_vocabulary(kind:
     last_B = torch.randint(V, (B,))
     token_map = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
     ids_W = token_map.ids_W
-
-    def drafted(sampling: RequestSampling | None):
-        served = ServedHeads(heads, lambda ids_B: table_VD[ids_B])
-        return draft_tokens(served, hidden_BD, last_B, K, lambda f: f @ lm_head_VD.T, sampling=sampling, token_map=token_map)
+    core = DraftingCore(heads, lambda f: f @ lm_head_VD.T, lambda ids_B: table_VD[ids_B])
+    core.use_vocabulary(ids_W, token_map.logits)
 
     def whole(ids_BK: torch.Tensor) -> torch.Tensor:
         condition_BK = torch.cat([last_B[:, None], ids_BK[:, :-1]], dim=1)
         return heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table_VD)[..., ids_W]
 
-    best = drafted(None)
+    best = core.draft(hidden_BD, last_B, K)
     assert torch.equal(best.ids_BK, ids_W[whole(best.ids_BK).argmax(-1)])
-    drawn = drafted(RequestSampling(torch.tensor([0.7] * (B - 1) + [0.0])))
-    assert drawn.probs_BKV.shape == (B, K, V) and torch.isin(drawn.ids_BK, ids_W).all()
-    q_BKW = (whole(drawn.ids_BK) / torch.tensor([0.7] * (B - 1) + [1.0], dtype=torch.float64)[:, None, None]).softmax(-1)
-    assert torch.allclose(drawn.probs_BKV[..., ids_W].double(), q_BKW, atol=1e-5)
-    assert torch.allclose(drawn.probs_BKV.sum(-1), torch.ones(B, K), atol=1e-5)
-    assert torch.equal(drawn.ids_BK[-1, 0], ids_W[whole(drawn.ids_BK)[-1, 0].argmax()])
+    drawn = core.draft(hidden_BD, last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)))
+    assert torch.equal(drawn.ids_BK, ids_W[drawn.columns_BK])
+    q_BKW = (whole(drawn.ids_BK) / 0.7).softmax(-1)
+    assert torch.allclose(torch.stack(drawn.q, dim=1), q_BKW, atol=1e-4)

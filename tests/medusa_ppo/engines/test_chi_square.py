@@ -6,7 +6,7 @@ A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import truncate_logits
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.types import Sampling
 
@@ -105,12 +106,14 @@ def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: An
 
 
 def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
-    honest = drafter.draft_probs.put
+    honest = DraftSlots.keep
 
-    def dishonest(request_ids: list[str], probs_BKV: torch.Tensor) -> None:
-        honest(request_ids, (probs_BKV**0.25) / (probs_BKV**0.25).sum(-1, keepdim=True))
+    def dishonest(
+        slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, columns_BK: torch.Tensor, q: Sequence[torch.Tensor]
+    ) -> None:
+        flat = [q_BW**0.25 for q_BW in q]
+        honest(slots, slots_B, stamps_B, columns_BK, [q_BW / q_BW.sum(-1, keepdim=True) for q_BW in flat])
 
     engine.configure(sampled=True, draft_temperature=1.0)
-    monkeypatch.setattr(drafter.draft_probs, "put", dishonest)
+    monkeypatch.setattr(DraftSlots, "keep", dishonest)
     assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4

@@ -10,7 +10,7 @@ import torch
 
 from heads.checkpoint import save_heads, save_state
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.drafting.draws import ServedHeads, draft_tokens
+from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 
@@ -36,8 +36,8 @@ def test_the_engine_drafts_what_the_heads_draft_before_and_after_a_swap(
         heads = actor.random_heads(seed, kind="hydra")
         save_state(tmp_path / f"{seed}", heads.trainable_state())
         hydra_engine.swap_heads(tmp_path / f"{seed}", version + 1)
-        served = ServedHeads(heads, lambda ids_B: actor.model.model.embed_tokens.weight[ids_B])
-        expected_BK = draft_tokens(served, hidden_BD, ids_B, HEADS, lambda f: f @ actor.lm_head_VD.T).ids_BK
+        core = DraftingCore(heads, lambda f: f @ actor.lm_head_VD.T, lambda ids_B: actor.model.model.embed_tokens.weight[ids_B])
+        expected_BK = core.draft(hidden_BD, ids_B, HEADS).ids_BK
         assert hydra_engine.probe(hidden_BD.tolist(), ids_B.tolist()) == expected_BK.tolist()
         seen.append(expected_BK.tolist())
     assert seen[0] != seen[1]

@@ -20,12 +20,13 @@ from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
-from medusa_ppo.drafting.draws import ServedHeads, draft_tokens
+from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.types import Checked, Counters, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals
+from medusa_ppo.vllm_plugin import mends
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.registration import release, vllm_version
 
@@ -53,7 +54,7 @@ def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, ve
 def drafted(actor: Actor, heads: MedusaHeads, hidden_BD: torch.Tensor) -> list[list[int]]:
     """What these heads must draft, computed outside the engine."""
     none_B = torch.zeros(len(hidden_BD), dtype=torch.int64)
-    return draft_tokens(ServedHeads(heads), hidden_BD, none_B, 4, lambda f: f @ actor.lm_head_VD.T).ids_BK.tolist()
+    return DraftingCore(heads, lambda f: f @ actor.lm_head_VD.T).draft(hidden_BD, none_B, 4).ids_BK.tolist()
 
 
 def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
@@ -133,7 +134,7 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
     empty, ends = torch.empty(0, 8), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError):
         original(empty.clone(), ends, metadata)
-    assert internals.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (0, 8)
+    assert mends.rejection_sampler.apply_sampling_constraints(empty, ends, metadata).shape == (0, 8)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -146,6 +147,29 @@ def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, a
     assert all(a.token_ids != b.token_ids for a, b in zip(first.responses[::2], first.responses[1::2], strict=True))
     free = Sampling(1.0, max_new_tokens=24)
     assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(engine.generate(actor.prompts[:8], free))
+
+
+def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(engine: ColocatedEngine, actor: Actor) -> None:
+    """Close to max_model_len vLLM has K drafts of token 0 for everyone, whatever was asked for."""
+    longest = engine._llm.llm_engine.vllm_config.model_config.max_model_len
+    prompts = [(prompt * 20)[: longest - 12] for prompt in actor.prompts[:6]]
+    engine.configure(num_drafts=1, sampled=True)
+    rollouts = engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True))
+    assert all(len(response.token_ids) == 12 for response in rollouts.responses)
+    assert rollouts.counters.drafts > 0 and rollouts.counters.draft_tokens == rollouts.counters.drafts
+    engine.configure(num_drafts=0)
+    assert engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True)).counters.drafts == 0
+
+
+def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) -> None:
+    """A request without top-k counts in the whole vocabulary, and its neighbour with one brings the filter for both."""
+    from vllm import SamplingParams
+
+    engine.configure(sampled=True, draft_vocab=40)
+    engine.generate(actor.prompts[:40], SETTINGS["T=1"])  # Enough tokens for the map.
+    params = [SamplingParams(temperature=1.0, top_k=5 if index % 2 else 0, max_tokens=24, ignore_eos=True) for index in range(4)]
+    outputs = engine._llm.generate([{"prompt_token_ids": prompt} for prompt in actor.prompts[:4]], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * 4
 
 
 def test_seeds_survive_chunked_prefill(engine: ColocatedEngine, actor: Actor) -> None:

@@ -7,9 +7,9 @@ import torch
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.draws import ServedHeads, draft_tokens
-from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, greedy_sampling
+from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, fixed_sampling
 
 D, V, K = 32, 60, 3
 CPU = torch.device("cpu")
@@ -39,20 +39,16 @@ class Scene:
     def embed(self, ids_B: torch.Tensor) -> torch.Tensor:
         return self.table_VD[ids_B]
 
-    def verdict(self, state: dict[str, torch.Tensor], packed_from: MedusaHeads | None = None, temperature: float = 1.0) -> str:
+    def verdict(
+        self, state: dict[str, torch.Tensor], packed_from: MedusaHeads | None = None, temperature: float = 1.0, native: bool = False
+    ) -> str:
         hidden_BD, last_ids_B = fixed_inputs(self.config, self.dtype, CPU)
         hydra = self.config.kind == "hydra"
-        draft = draft_tokens(
-            ServedHeads(packed_from or self.heads, self.embed, dtype=torch.float32 if hydra else None),
-            hidden_BD,
-            last_ids_B,
-            K,
-            self.logits,
-            sampling=greedy_sampling(CPU),
-            draft_temperature=temperature,
-            token_map=self.token_map,
-        )
+        core = DraftingCore(packed_from or self.heads, self.logits, self.embed, dtype=self.dtype if native else torch.float32)
+        core.temperatures_K.fill_(temperature)
         ids_W = self.token_map.ids_W if self.token_map else None
+        core.use_vocabulary(ids_W, self.token_map.logits if self.token_map else None)
+        draft = core.draft(hidden_BD, last_ids_B, K, fixed_sampling(K, CPU))
         plain = Plain(self.logits, self.embed if hydra else None, self.dtype, temperature, ids_W)
         return find_difference(draft, state, self.config, hidden_BD, last_ids_B, plain)
 
@@ -62,7 +58,7 @@ class Scene:
 def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
     scene = Scene(kind, dtype, layers=2)
     state = scene.heads.trainable_state()
-    assert scene.verdict(state) == "" == scene.verdict(state, temperature=0.5)
+    assert scene.verdict(state) == "" == scene.verdict(state, temperature=0.5) == scene.verdict(state, native=True)
     assert "head 1" in scene.verdict(scene.random(2).trainable_state())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.vllm_plugin import hook_table
+from medusa_ppo.vllm_plugin import hook_table, mends
 from medusa_ppo.vllm_plugin import hooks as internals
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.hook_table import Hook
@@ -42,7 +42,7 @@ def test_hooks_of_the_cpu_concern_no_other_build(monkeypatch: pytest.MonkeyPatch
 def test_install_is_done_once_and_undone_completely() -> None:
     internals.uninstall()
     stock = internals.model_runner.GPUModelRunner.__init__
-    forward = internals.rejection_sampler.RejectionSampler.forward
+    forward = mends.rejection_sampler.RejectionSampler.forward
     with pytest.raises(UnsupportedVersionError, match="not active"):
         plugin.require_active()
     try:
@@ -50,11 +50,11 @@ def test_install_is_done_once_and_undone_completely() -> None:
         plugin.register()
         assert plugin.require_active()
         assert internals.model_runner.GPUModelRunner.__init__ is not stock
-        assert internals.rejection_sampler.RejectionSampler.forward is not forward
+        assert mends.rejection_sampler.RejectionSampler.forward is not forward
     finally:
         internals.uninstall()
     assert internals.model_runner.GPUModelRunner.__init__ is stock
-    assert internals.rejection_sampler.RejectionSampler.forward is forward
+    assert mends.rejection_sampler.RejectionSampler.forward is forward
     plugin.register()
 
 

@@ -1,0 +1,88 @@
+"""Random numbers of drafting and verification: by counting, so that they depend on nothing but seed, position and purpose.
+
+A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key: number n is mix(key + n * GOLDEN).
+A key is its seed, mixed once on the host, so streams of neighbouring seeds begin far apart. The counter n is position * LANES + lane: no
+step, whatever shared its batch, moves another's. Requests without a seed take theirs from torch's generator, one draw for all.
+
+Shape letters: B requests, L lanes (numbers of one position), V tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LANES = 64
+"""Numbers that a request may ask for at one position: drafts, their acceptances, and the token that ends the run."""
+DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, 31, 62
+MOST_DRAFTS = 31
+
+_WORD = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+UNIT = 2.0**-53
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    word %= _WORD
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def key_of(seed: int) -> int:
+    """The key of a seed (any integer), as an int64."""
+    word = (seed + _GOLDEN) % _WORD
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        word = (word ^ (word >> shift)) * factor % _WORD
+    return _signed(word ^ (word >> _SHIFTS[-1]))
+
+
+def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, lane: int, count: int) -> torch.Tensor:
+    """Float64 uniforms in [0, 1) `[B, count]` of the lanes from `lane` on."""
+    lanes_L = torch.arange(lane, lane + count, device=keys_B.device)
+    word_BL = (positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        word_BL = (word_BL ^ _shifted(word_BL, shift)) * _signed(factor)
+    word_BL = word_BL ^ _shifted(word_BL, _SHIFTS[-1])
+    return _shifted(word_BL, 11).double() * UNIT
+
+
+def _shifted(word: torch.Tensor, by: int) -> torch.Tensor:
+    """Zeros come in from the left, where torch's own shift brings the sign."""
+    return (word >> by) & ((1 << (64 - by)) - 1)
+
+
+def uniforms(
+    positions_B: torch.Tensor,
+    keys_B: torch.Tensor | None,
+    seeded_B: torch.Tensor | None,
+    lane: int,
+    count: int,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Float64 uniforms `[B, count]`; counted ones for the requests in `seeded_B`, drawn ones for the others.
+
+    Args:
+        keys_B: int64; None where no request of the batch has a seed. The value of those without is not read.
+        seeded_B: bool; None where every request has a seed.
+        generator: of the unseeded; None: torch's own.
+    """
+    shape = (positions_B.shape[0], count)
+    if keys_B is None:
+        return torch.rand(shape, dtype=torch.float64, device=positions_B.device, generator=generator)
+    counted_BL = counted(keys_B, positions_B, lane, count)
+    if seeded_B is None:
+        return counted_BL
+    drawn_BL = torch.rand(shape, dtype=torch.float64, device=positions_B.device, generator=generator)
+    return torch.where(seeded_B.unsqueeze(1), counted_BL, drawn_BL)
+
+
+def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
+    """Ids `[B, 1]` drawn in proportion to mass: the first token whose cumulative sum exceeds the uniform's share of the whole.
+
+    A uniform is at most 1 - 2^-53, and its product with the total then rounds to less than the total: some entry exceeds it, and that one
+    has mass. (Rows of NaN give the last id.)
+    """
+    cumulative_BV = mass_BV.cumsum(-1, dtype=torch.float64)
+    point_B1 = uniform_B1 * cumulative_BV[..., -1:]
+    return torch.searchsorted(cumulative_BV, point_B1, right=True).clamp_max(mass_BV.shape[-1] - 1)

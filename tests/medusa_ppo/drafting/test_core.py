@@ -1,0 +1,212 @@
+"""The drafting call: the numbers of the trainer's heads, drawn from the q that is kept, in as many operations at any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting import fused
+from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
+from medusa_ppo.drafting.noise import DRAFT_LANE, key_of, uniforms
+from medusa_ppo.drafting.slots import DraftSlots, stamps
+
+D, V, K, B = 8, 12, 4, 5
+MOST_OPERATIONS_A_HEAD = 40
+
+
+def random_heads(kind: str, lm_head: str = "shared", layers: int = 1, width: int = D) -> MedusaHeads:
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(width, V, K, kind=kind, lm_head=lm_head, rank=4, num_layers=layers)).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) / 2)
+    return heads
+
+
+class Actor:
+    """lm_head and embedding table of an actor, and inputs that it gave."""
+
+    def __init__(self, batch: int = B, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(2)
+        make = [torch.randn(rows, D, generator=generator).to(device, dtype) for rows in (V, V, batch)]
+        self.lm_head_VD, self.table_VD, self.hidden_BD = make
+        self.last_B = torch.randint(V, (batch,), generator=generator).to(device)
+
+    def core(self, heads: MedusaHeads, **options: object) -> DraftingCore:
+        return DraftingCore(heads, lambda f: F.linear(f, self.lm_head_VD), lambda i: F.embedding(i, self.table_VD), **options)
+
+
+def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) -> torch.Tensor:
+    """What a step asks for: noise, drafts, q kept."""
+    count = actor.hidden_BD.shape[0]
+    positions_B = torch.arange(count, device=actor.last_B.device)
+    keys_B = positions_B * 3 if seeded else None
+    sampling = Sampling(torch.ones_like(positions_B, dtype=torch.float32), uniforms(positions_B, keys_B, None, DRAFT_LANE, K))
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K, sampling)
+    slots.keep(positions_B, stamps(positions_B, positions_B), drafted.columns_BK, drafted.q)
+    return drafted.ids_BK
+
+
+def teacher_logits(heads: MedusaHeads, actor: Actor, ids_BK: torch.Tensor) -> torch.Tensor:
+    condition_BK = torch.cat([actor.last_B[:, None], ids_BK[:, :-1]], dim=1)
+    return heads(actor.hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=actor.table_VD)
+
+
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_drafts_and_q_are_those_of_the_trainers_heads(
+    kind: str, lm_head: str, layers: int, tables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tables:
+        monkeypatch.setattr(fused, "TABLE_ENTRIES", 0)
+    heads, actor = random_heads(kind, lm_head, layers), Actor()
+    core = actor.core(heads)
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K)
+    assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1)) and not drafted.q
+    assert torch.equal(core.draft(actor.hidden_BD, actor.last_B, 1).ids_BK, drafted.ids_BK[:, :1])
+    core.temperatures_K.copy_(torch.tensor([1.0, 2.0, 0.5, 1.5]))
+    temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
+    sampled = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(temperature_B, torch.rand(B, K, dtype=torch.float64)))
+    logits_BKV = teacher_logits(heads, actor, sampled.ids_BK)
+    expected_BKV = (logits_BKV / (temperature_B.view(B, 1, 1) * core.temperatures_K.view(1, K, 1))).softmax(-1)
+    q_BKV = torch.stack(sampled.q, dim=1)
+    random = temperature_B > 0
+    torch.testing.assert_close(q_BKV[random], expected_BKV[random], rtol=1e-3, atol=1e-5)
+    assert torch.equal(sampled.ids_BK[~random], logits_BKV[~random].argmax(-1))
+    assert torch.equal(q_BKV[~random], F.one_hot(sampled.ids_BK[~random], V).float())
+
+
+def test_heads_that_change_draft_after_the_next_load() -> None:
+    heads, actor = random_heads("hydra"), Actor()
+    core = actor.core(heads)
+    core.draft(actor.hidden_BD, actor.last_B, K)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter))
+    core.load()
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K)
+    assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1))
+    actor.table_VD.copy_(torch.randn_like(actor.table_VD))
+    core.actor_changed()
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K)
+    assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1))
+
+
+def test_bfloat16_heads_draft_close_to_the_trainers() -> None:
+    heads, actor = random_heads("hydra").bfloat16(), Actor(dtype=torch.bfloat16)
+    drafted = actor.core(heads).draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)))
+    expected_BKV = teacher_logits(heads, actor, drafted.ids_BK).log_softmax(-1)
+    apart = (torch.stack(drafted.q, dim=1).log() - expected_BKV).square().mean().sqrt()
+    assert apart < 0.03 * expected_BKV.std()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
+    trials = 20_000
+    heads, actor = random_heads(kind), Actor(1)
+    hidden_BD, last_B = actor.hidden_BD.expand(trials, D), actor.last_B.expand(trials)
+    keys_B = torch.tensor([key_of(seed) for seed in range(trials)])
+    sampling = Sampling(torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K))
+    drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling)
+    for k, q_BV in enumerate(drafted.q):
+        seen_V, expected_V = torch.bincount(drafted.ids_BK[:, k], minlength=V).double(), q_BV.double().sum(0)
+        likely = expected_V > 5
+        expected_V = expected_V * seen_V[likely].sum() / expected_V[likely].sum()
+        assert chisquare(seen_V[likely].numpy(), expected_V[likely].numpy()).pvalue > 1e-3, k
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
+    heads, actor, ids_W = random_heads(kind), Actor(), torch.tensor([1, 3, 4, 8, 11])
+    core = actor.core(heads)
+    core.use_vocabulary(ids_W, lambda f: F.linear(f, actor.lm_head_VD[ids_W]))
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)))
+    assert torch.equal(drafted.ids_BK, ids_W[drafted.columns_BK])
+    logits_BKW = teacher_logits(heads, actor, drafted.ids_BK)[:, :, ids_W]
+    torch.testing.assert_close(torch.stack(drafted.q, dim=1), logits_BKW.softmax(-1), rtol=1e-3, atol=1e-5)
+    greedy = core.draft(actor.hidden_BD, actor.last_B, K)
+    assert torch.equal(greedy.ids_BK, ids_W[teacher_logits(heads, actor, greedy.ids_BK)[:, :, ids_W].argmax(-1)])
+
+
+def test_own_lm_heads_have_no_draft_vocabulary() -> None:
+    with pytest.raises(ConfigError, match="lm_head=own"):
+        Actor().core(random_heads("medusa", "own")).use_vocabulary(torch.tensor([1]), lambda f: f)
+
+
+def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
+    """Not on its place, not on its neighbours, not on the slot."""
+    heads, actor = random_heads("hydra"), Actor(40)
+    core = actor.core(heads)
+    keys_B = torch.tensor([key_of(seed) for seed in range(40)])
+    positions_B, temperature_B = torch.arange(40) * 3, torch.linspace(0, 1.5, 40)
+
+    def drafts(rows: torch.Tensor) -> torch.Tensor:
+        noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_LANE, K)
+        return core.draft(actor.hidden_BD[rows], actor.last_B[rows], K, Sampling(temperature_B[rows], noise_BK)).ids_BK
+
+    together_BK = drafts(torch.arange(40))
+    for rows in (torch.arange(40).flip(0), torch.tensor([7]), torch.tensor([39, 3, 12])):
+        assert torch.equal(drafts(rows), together_BK[rows])
+    positions_B += 1
+    assert not torch.equal(drafts(torch.arange(40)), together_BK)
+
+
+def test_top_k_and_top_p_cut_each_row_by_its_own() -> None:
+    logits_BV = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(5, 4)
+    kept = cut(logits_BV, torch.tensor([1, 2, 4, 2048, 3]), torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5])).isfinite()
+    assert kept.sum(1).tolist() == [1, 2, 2, 4, 2]
+    assert cut(logits_BV, None, torch.full((5,), 1e-6)).isfinite().sum(1).tolist() == [1] * 5
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tables", [True, False])
+def test_operations_do_not_grow_with_requests(tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not tables:
+        monkeypatch.setattr(fused, "TABLE_ENTRIES", 0)
+    for seeded in (False, True):
+        counts = []
+        for batch in (1, 256):
+            actor = Actor(batch)
+            core, slots = actor.core(random_heads("hydra")), DraftSlots(256, K, V, torch.device("cpu"))
+            with torch.inference_mode():
+                one_step(core, slots, actor, seeded)  # What is made when first asked for is made.
+                with Counted() as mode:
+                    one_step(core, slots, actor, seeded)
+            counts.append(mode.count)
+        assert counts[0] == counts[1]
+        assert counts[0] <= MOST_OPERATIONS_A_HEAD * K, counts
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+def test_the_call_compiles_whole(kind: str) -> None:
+    heads, actor = random_heads(kind), Actor()
+    core = actor.core(heads)
+    eager, compiled = (DraftSlots(B, K, V, torch.device("cpu")) for _ in range(2))
+    positions_B, seeds_B, temperature_B = torch.arange(B), torch.arange(B) * 31, torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
+
+    def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
+        sampling = Sampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))
+        drafted = core.draft(hidden_BD, last_B, K, sampling)
+        slots.keep(positions_B, stamps(positions_B, positions_B), drafted.columns_BK, drafted.q)
+        return drafted.ids_BK
+
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        assert torch.equal(whole(compiled, actor.hidden_BD, actor.last_B), step(eager, actor.hidden_BD, actor.last_B))
+    torch.testing.assert_close(compiled.q_NW, eager.q_NW)
+    assert torch.equal(compiled.stamps_S, eager.stamps_S)

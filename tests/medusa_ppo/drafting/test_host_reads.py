@@ -1,0 +1,112 @@
+"""Under a fake CUDA device: nothing in drafting, keeping q or looking it up reads a host value or copies between devices.
+
+Shape letters as in the modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
+from medusa_ppo.drafting.ring import PairRing
+from medusa_ppo.drafting.slots import DraftSlots, stamps
+
+D, V, K, B, W = 8, 12, 4, 5, 6
+
+
+class Indexing(TorchFunctionMode):
+    """Brackets by operators: a torch without CUDA refuses them on tensors that say they are on such a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            return take(*args)
+        if func is torch.Tensor.__setitem__:
+            return torch.ops.aten.copy_(take(*args[:2]), args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [part if part is Ellipsis else 0 for part in parts]:
+        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (tensor.dim() - len([p for p in parts if p is not None]) + 1)
+    if any(isinstance(part, torch.Tensor) for part in parts):
+        return torch.ops.aten.index(tensor, [None if isinstance(part, slice) else part for part in parts])
+    dim = 0
+    for part in parts:
+        if part is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(part, int):
+            tensor, dim = tensor.select(dim, part), dim - 1
+        else:
+            tensor = torch.ops.aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
+        dim += 1
+    return tensor
+
+
+class NoCopies(TorchDispatchMode):
+    """An operation whose result is on another device than what it was given is an error; reading a value of a fake tensor is one anyway."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {value.device.type for value in args if isinstance(value, torch.Tensor)}
+        made = {
+            value.device.type for value in (result if isinstance(result, tuple | list) else [result]) if isinstance(value, torch.Tensor)
+        }
+        assert not given or made <= given, f"{func} goes from {given} to {made}"
+        assert "cpu" not in given | made, f"{func} works on the host"
+        return result
+
+
+def test_the_instrument_sees_a_read_and_a_copy() -> None:
+    with FakeTensorMode():
+        value_B = torch.zeros(B, device="cuda")
+        with Indexing(), NoCopies():
+            with pytest.raises(AssertionError, match="goes from"):
+                value_B.cpu()
+            with pytest.raises(AssertionError, match="goes from"):
+                torch.ops.aten._to_copy(value_B, device=torch.device("cpu"))
+            with pytest.raises(DataDependentOutputException):
+                value_B.sum().item()
+            with pytest.raises(AssertionError, match="on the host"):
+                torch.ones(3)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
+    width = W if vocabulary else V
+    with FakeTensorMode(), Indexing():
+        with torch.device("cuda"):
+            heads = MedusaHeads(HeadsConfig(D, V, K, kind=kind, rank=4)).requires_grad_(False)
+            lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
+            ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
+            rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
+        core = DraftingCore(heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD))
+        if ids_W is not None:
+            core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
+        slots = DraftSlots(8, K, width, rows_B.device, ids_W)
+        ring = PairRing(8, 4, D, hidden_BD.dtype, rows_B.device)
+        with NoCopies():
+            sampling = Sampling(share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B)
+            for count, how in ((K, sampling), (K - 1, None)):
+                drafted = core.draft(hidden_BD, rows_B, count, how)
+                assert drafted.ids_BK.shape == (B, count) and drafted.ids_BK.device.type == "cuda"
+                if drafted.q:
+                    slots.keep(rows_B, stamps(rows_B, rows_B), drafted.columns_BK, drafted.q)
+            kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
+            assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
+            assert slots.whole_rows(kept, rows_B, rows_B, rows_B, V).shape == (B, V)
+            uniforms(rows_B, None, None, ACCEPT_LANE, K)
+            ring.write(rows_B, rows_B, rows_B, hidden_BD, rows_B)
+            assert ring.read(rows_B, rows_B, rows_B)[0].shape == (B, 4, D)

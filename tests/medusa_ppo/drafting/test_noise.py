@@ -1,0 +1,82 @@
+"""Counted noise: uniform, independent of its neighbours in every argument, and the same whatever shares the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LANES, LAST_LANE, MOST_DRAFTS, counted, draw, key_of, uniforms
+
+
+def numbers(seeds: int, positions: int, lanes: int) -> torch.Tensor:
+    """`[seeds, positions, lanes]` of neighbouring seeds, positions and lanes."""
+    keys = torch.tensor([key_of(seed) for seed in range(seeds)]).repeat_interleave(positions)
+    places = torch.arange(positions).repeat(seeds)
+    return counted(keys, places, 0, lanes).view(seeds, positions, lanes)
+
+
+def test_the_first_numbers_are_those_of_splitmix64() -> None:
+    """Published outputs of the generator that starts at 1234567; its n-th output counts from 1."""
+    words = counted(torch.tensor([1234567]), torch.tensor([0]), 1, 3)[0] * 2.0**53
+    published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
+    assert words.long().tolist() == [word >> 11 for word in published]
+
+
+@pytest.mark.parametrize("along", ["seeds", "positions", "lanes"])
+def test_numbers_are_uniform_and_neighbours_are_independent(along: str) -> None:
+    values = numbers(200, 100, 10).movedim(("seeds", "positions", "lanes").index(along), -1)
+    flat = values.reshape(-1).numpy()
+    assert stats.kstest(flat, "uniform").pvalue > 1e-3
+    pairs = torch.stack([values[..., :-1].reshape(-1), values[..., 1:].reshape(-1)], dim=1)
+    cells = (pairs * 10).long()
+    counts = torch.bincount(cells[:, 0] * 10 + cells[:, 1], minlength=100)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+def test_low_bits_are_as_random_as_high_ones() -> None:
+    words = (numbers(100, 100, 4).reshape(-1) * 2.0**53).long()
+    for shift in (0, 8, 24, 45):
+        counts = torch.bincount((words >> shift) & 255, minlength=256)
+        assert stats.chisquare(counts.numpy()).pvalue > 1e-3, shift
+
+
+def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
+    keys, places = torch.tensor([key_of(7), key_of(8), key_of(-1)]), torch.tensor([5, 900, 5])
+    together = counted(keys, places, 0, 4)
+    for row in range(3):
+        alone = counted(keys[row : row + 1], places[row : row + 1], 0, 4)
+        assert torch.equal(alone[0], together[row])
+    assert torch.equal(counted(keys, places, 2, 2), together[:, 2:])
+    assert len(together.unique()) == together.numel()
+    assert key_of(2**64 + 3) == key_of(3)
+
+
+def test_purposes_never_share_a_number() -> None:
+    used = [*range(DRAFT_LANE, DRAFT_LANE + MOST_DRAFTS), *range(ACCEPT_LANE, ACCEPT_LANE + MOST_DRAFTS), LAST_LANE]
+    assert len(set(used)) == len(used) and max(used) < LANES
+
+
+def test_unseeded_requests_draw_once_for_all() -> None:
+    places, keys = torch.zeros(3, dtype=torch.int64), torch.tensor([key_of(1), 0, key_of(1)])
+    seeded = torch.tensor([True, False, True])
+    mixed = uniforms(places, keys, seeded, 0, 4, torch.Generator().manual_seed(3))
+    drawn = torch.rand((3, 4), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(mixed[1], drawn[1])
+    assert torch.equal(mixed[0], mixed[2]) and torch.equal(mixed[0], counted(keys, places, 0, 4)[0])
+    assert torch.equal(uniforms(places, None, None, 0, 4, torch.Generator().manual_seed(3)), drawn)
+
+
+def test_tokens_are_drawn_in_proportion_to_their_mass() -> None:
+    mass_V = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
+    uniform_B1 = numbers(200, 100, 1).reshape(-1, 1)
+    counts = torch.bincount(draw(mass_V.expand(20_000, 6), uniform_B1).squeeze(1), minlength=6)
+    assert counts[[0, 2, 5]].sum() == 0
+    assert stats.chisquare(counts[[1, 3, 4]].numpy(), [7500, 2500, 10_000]).pvalue > 1e-3
+
+
+def test_the_ends_of_the_unit_interval_fall_on_tokens_with_mass() -> None:
+    mass_BV = torch.tensor([[0.0, 0.3, 0.7, 0.0]]).repeat(2, 1)
+    ends_B1 = torch.tensor([[0.0], [1 - 2.0**-53]], dtype=torch.float64)
+    assert draw(mass_BV, ends_B1).squeeze(1).tolist() == [1, 2]
+    assert draw(torch.full((1, 4), torch.nan), ends_B1[:1]).item() <= 3
