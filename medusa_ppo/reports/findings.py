@@ -24,6 +24,8 @@ KL_UPDATE_NATS = 0.05
 TRUNCATED_SHARE = 0.5
 COLLAPSED_ENTROPY_SHARE = 0.2
 LENGTH_GROWTH = 1.5
+NOTICEABLE_RATIO = 1.005
+"""Of the times of whole steps: what is below is called the same time."""
 SWAP_LOSS_SHARE = 0.2
 """A swap after which less than this share of the extra accepted tokens is left is called broken."""
 
@@ -131,7 +133,7 @@ def _drafting_did_not_pay(run: Run, summary: Summary) -> Iterator[Finding]:
 @_check
 def _plugin_did_not_pay(_: Run, summary: Summary) -> Iterator[Finding]:
     ratio, pairs = summary["step_ratio"], summary["step_pairs"]
-    if ratio is not None and ratio > 1.0:
+    if ratio is not None and ratio >= NOTICEABLE_RATIO:
         seconds = f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
         text = f"The loop as a whole is slower with the plugin than without it: {seconds} a step, {w.more_time(ratio)}."
         do = "Give the companion cores or a device of its own, let it train less (companion.epochs), or do without where generation is a "
