@@ -79,6 +79,18 @@ def test_what_is_imported_and_called_exists(page: str) -> None:
     assert seen >= 4
 
 
+KEY = re.compile(r"`(?:model|actor|data|sampling|engine|heads|companion|ppo|report)\.[a-z_]+(?=[`=])")
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{name}.md" for name in ("choosing", "cluster", "companion", "faults", "hooks", "limits"))]
+)
+def test_settings_that_a_page_names_exist(page: str) -> None:
+    named = {match[0].strip("`") for match in KEY.finditer((ROOT / page).read_text(encoding="utf-8"))}
+    calls = {"engine.metrics", "engine.close", "engine.generate"}  # Of the class that docs/hooks.md shows.
+    assert not named - set(known_keys()) - calls, "a setting that does not exist (any more)"
+
+
 def source(module: str) -> str:
     path = ROOT / module.replace(".", "/")
     files = (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py")
