@@ -53,6 +53,7 @@ def rollout(
     from medusa_ppo.bench import rollout_speed as part
 
     del given["out"]
+    given["heads"] = str(heads)
     given["batches"] = numbers_of(batches or "none", int, "numbers of sequences", "like 1,4,16,64", "--batches")
     _measure(part.RolloutBench(**given), part.run_rollout, part.table, part.verdict, out, part.plot)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
 
 from medusa_ppo.bench import heads_table, plugin_costs
 from medusa_ppo.bench import rollout_speed as rollout
 from medusa_ppo.bench.measuring import draw_ratios, table_of, write_bench
 from medusa_ppo.bench.rollout_speed import RolloutBench
+from medusa_ppo.cli import app
 
 
 def test_files_hold_figures_conditions_and_table(tmp_path: Path) -> None:
@@ -74,3 +79,18 @@ def test_tables_of_the_other_benches() -> None:
     row = {"kind": "hydra", "loss": "tv", "parameters": 2_620_000, "one_hot": 1.588, "sampled": 1.869, "draft_temperature": 1.0}
     table = heads_table.table({"rows": [{**row, "train_tokens_per_s": 4321.0}]})
     assert table[1] == ["hydra", "tv", "2.62 M", "1.588", "1.869", "1.0", "4321"]
+
+
+def test_options_of_the_command_line_arrive_and_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"batch": 2, "arm": "ours, K chosen", "tokens_per_s": 1.0, "ratio": 1.5, "ratio_low": 1.0, "ratio_high": 2.0}
+    rows = [{**row, "mean_acceptance_length": 2.0, "drafts_per_step": 3.0}]
+    monkeypatch.setattr(rollout, "run_rollout", lambda bench, progress: {"rows": rows, "batches": [2], "arms": ["ours, K chosen"]})
+    file = tmp_path / "rollout.json"
+    words = ["bench", "rollout", "--model", "m", "--heads", "h", "--data", "d", "--template", "t", "--batches", "2", "--json", str(file)]
+    done = CliRunner().invoke(app, [*words, "--seed", "7", "--no-ngram"])
+    assert done.exit_code == 0 and "x1.50 at 2 sequences" in done.output, done.output
+    settings = json.loads(file.read_text())["settings"]
+    assert (settings["heads"], settings["batches"], settings["seed"], settings["ngram"]) == ("h", [2], 7, False)
+    wrong = CliRunner().invoke(app, [*words, "--batches", "0"])
+    assert wrong.exit_code == 2 and re.search(r"no numbers of sequences.*--batches", wrong.output, re.DOTALL)
+    assert CliRunner().invoke(app, [*words, "--batches", ""]).exit_code == 2
