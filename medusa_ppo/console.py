@@ -136,3 +136,8 @@ def offline_progress() -> OfflineProgress:
 
     quiet_libraries()
     return OfflineProgress(console)
+
+
+def line_breaks(text: str) -> str:
+    """A template as it was typed: a shell hands `\\n` on as two characters, and a line break is meant."""
+    return text.replace("\\n", "\n")

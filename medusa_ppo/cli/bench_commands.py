@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from medusa_ppo.cli.heads_commands import Data, Model, Seed, numbers_of, words_of
-from medusa_ppo.console import OfflineProgress, command, console, offline_progress, say
+from medusa_ppo.console import OfflineProgress, command, console, line_breaks, offline_progress, say
 
 bench = typer.Typer(
     name="bench",
@@ -19,7 +19,7 @@ bench = typer.Typer(
 )
 
 Heads = Annotated[Path, typer.Option(help="Native heads directory.")]
-Template = Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")]
+Template = Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.", callback=line_breaks)]
 Out = Annotated[Path, typer.Option("--json", help="File for the figures; the table goes beside it as .md, a plot as .svg.")]
 
 
@@ -47,7 +47,7 @@ def rollout(
     """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K chosen at every step.
 
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
-    --data data/train.jsonl --template $'Question: {question}\\nAnswer:'[/bold]
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
     given = dict(locals())  # The fields of RolloutBench have the names of these options.
     from medusa_ppo.bench import rollout_speed as part
@@ -76,7 +76,7 @@ def heads(
     """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of training against the original recipe's.
 
     Example:  [bold]medusa-ppo bench heads --model models/actor
-    --data data/train.jsonl --template $'Question: {question}\\nAnswer:'[/bold]
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
     given = dict(locals())  # As above.
     from medusa_ppo.bench import heads_table as part
@@ -121,7 +121,7 @@ def companion(
     """What the companion costs PPO: the same score and update with and without it, in turn, each process on its own core.
 
     Example:  [bold]medusa-ppo bench companion --model models/actor
-    --data data/train.jsonl --template $'Question: {question}\\nAnswer:'[/bold]
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
     from medusa_ppo.bench import plugin_costs as part
 

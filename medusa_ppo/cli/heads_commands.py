@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from medusa_ppo.console import command, offline_progress, say
+from medusa_ppo.console import command, line_breaks, offline_progress, say
 from medusa_ppo.standalone.train_options import Dtype, Kind, Loss, TrainOptions
 
 Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
@@ -76,7 +76,9 @@ def train(
     kind: Annotated[Kind, typer.Option(help="Kind of the heads.")] = DEFAULT.kind,
     num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = DEFAULT.num_heads,
     loss: Annotated[Loss, typer.Option(help="Loss of the heads.")] = DEFAULT.loss,
-    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.")] = "",
+    template: Annotated[
+        str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.", callback=line_breaks)
+    ] = "",
     column: Annotated[str, typer.Option(help="Column with full texts, or chat messages (only the assistant's turns are trained on).")] = "",
     respond: Respond = False,
     streaming: Annotated[bool, typer.Option("--streaming", help="Read the data row by row, and only as much as is needed.")] = False,
@@ -104,7 +106,7 @@ def train(
     Interrupted, it goes on.
 
     Example:  [bold]medusa-ppo train --model models/actor --data data/train.jsonl
-    --template $'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
+    --template 'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
     """
     given = dict(locals())  # The fields of TrainOptions have the names of these options.
     del given["dry_run"]
@@ -128,7 +130,7 @@ def evaluate(
     model: Model,
     heads: Annotated[str, typer.Option(help="Native heads directory, or hf://owner/name.")],
     data: Data,
-    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.")] = "",
+    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.", callback=line_breaks)] = "",
     column: Annotated[str, typer.Option(help="Column with prompts, or with chat messages whose last answer the model writes.")] = "",
     engine: Annotated[
         Literal["replay", "vllm"], typer.Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters.")
@@ -151,7 +153,7 @@ def evaluate(
     """Measure what heads are worth: mean acceptance length, per position, with a confidence interval.
 
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
-    --data data/train.jsonl --template $'Question: {question}\\nAnswer:' --engine vllm[/bold]
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
     given = dict(locals())  # The fields of EvalOptions have the names of these options.
     files = {name: given.pop(name) for name in ("json_file", "markdown", "html")}

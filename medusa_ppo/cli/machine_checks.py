@@ -207,7 +207,7 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
             "drafting pays on this GPU",
             "the same GPU; what the command before left behind",
             "medusa-ppo bench rollout --model runs/check-setup/actor --heads runs/check-setup/heads-final "
-            f"--data {data} --template $'Question: {{question}}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
+            f"--data {data} --template 'Question: {{question}}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
             ("Ours against no speculation: ",),
             "Above x1.00 drafting pays; at numbers of sequences where it is below, set engine.choose_drafts=true or draft less.",
         ),

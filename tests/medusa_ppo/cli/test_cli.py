@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from medusa_ppo.cli import app
@@ -81,3 +82,12 @@ def test_debug_shows_the_traceback_and_plain_runs_do_not() -> None:
     assert plain.returncode == debug.returncode == 2
     assert "Traceback" not in plain.stderr and "Traceback" in debug.stderr
     assert "none.yaml" in plain.stderr
+
+
+@pytest.mark.parametrize("words", [("train", "--out", "o"), ("eval", "--heads", "h"), ("bench", "rollout", "--heads", "h")])
+def test_a_template_that_was_typed_with_backslash_n_has_a_line_break(words: tuple[str, ...]) -> None:
+    command, rest = typer.main.get_command(app), list(words)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    context = command.make_context("x", [*rest, "--model", "m", "--data", "d", "--template", r"Question: {question}\nAnswer:"])
+    assert context.params["template"] == "Question: {question}\nAnswer:"

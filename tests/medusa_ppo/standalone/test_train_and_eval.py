@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +53,10 @@ def test_trained_heads_are_worth_what_replay_and_the_engine_say(chain_actor: Pat
         assert sum(row["drafts"] for row in found["categories"]) == pytest.approx(found["drafts"], abs=6)
         assert "## By question" in file.with_suffix(".md").read_text() and "<svg" in file.with_suffix(".html").read_text()
     by_replay, by_engine = (figures[name]["mean_acceptance_length"] for name in ("replay", "vllm"))
-    assert abs(by_replay / by_engine - 1) < 0.1  # about 1,100 tokens each, sampled anew
+    # About 1,100 tokens each, sampled anew: seeds 0 to 3 gave 3.0 to 3.8 with the same heads. How far apart the two may be is what their
+    # own intervals say; tests/medusa_ppo/engines/test_replay_against_counters.py compares them closely.
+    deviations = [(high - low) / (2 * 1.96) for low, high in (figures[name]["confidence_interval"] for name in ("replay", "vllm"))]
+    assert abs(by_replay - by_engine) < 3 * math.hypot(*deviations) < 1.2
     assert figures["vllm"]["drafts"] > 300
 
 
