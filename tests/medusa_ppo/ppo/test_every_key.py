@@ -309,7 +309,7 @@ class Places:
 
     def tracked(self, config: RunConfig) -> Any:
         told: list[str] = []
-        self._patch.setitem(trackers.STARTS, "wandb", lambda setting: told.append(setting.project) or trackers.TrackerGroup())
+        self._patch.setitem(trackers.STARTS, "wandb", lambda config, _: told.append(config.report.project) or trackers.TrackerGroup())
         trackers.start_trackers(config, 0)
         return told
 
