@@ -106,11 +106,11 @@ class RolloutEngine(ABC):
             level: 1 keeps the weights on the host; 2 throws actor and heads away: `sync_actor` must follow `wake`, and for drafts
                 `swap_heads`.
         """
-        raise self._only_colocated("can't sleep", "Set engine.sleep_level=0.")
+        raise self._only_colocated("can't sleep", "Set engine.sleep_level=null.")
 
     def wake(self) -> None:
         """Take the memory again, and look which heads are really there (`heads_version`)."""
-        raise self._only_colocated("can't sleep", "Set engine.sleep_level=0.")
+        raise self._only_colocated("can't sleep", "Set engine.sleep_level=null.")
 
     @abstractmethod
     def close(self) -> None:

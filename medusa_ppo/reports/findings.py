@@ -147,7 +147,7 @@ def _worse_than_frozen(run: Run, summary: Summary) -> Iterator[Finding]:
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
-        yield Finding("worse_than_frozen", text, "Lower companion.learning_rate or raise companion.holdout_fraction.")
+        yield Finding("worse_than_frozen", text, "Lower companion.learning_rate, or give it more prompts a step.")
 
 
 @_check
