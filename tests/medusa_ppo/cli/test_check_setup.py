@@ -53,7 +53,7 @@ def test_the_bench_takes_what_the_run_before_leaves_behind() -> None:
     folder = f"runs/{named[1]}"
     assert f"--model {folder}/{ACTOR_FOLDER} --heads {folder}/{HEADS_FOLDER} " in bench
     template = load_config(ROOT / "configs" / "one-gpu.yaml").data.template
-    assert f"--template $'{template}'".replace("\n", "\\n") in bench
+    assert f"--template '{template}'".replace("\n", "\\n") in bench
 
 
 def test_what_they_must_print_stands_in_the_code() -> None:
