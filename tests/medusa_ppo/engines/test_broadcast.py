@@ -487,7 +487,7 @@ def test_tensor_parallel_ranks_each_take_their_part(
     with pool, ActorSync(pool, "float32", BUCKET) as sync:
         before = tokens(pool, actor.prompts[:8])
         sync(new, 1)
-        assert pool._group is not None and pool._group._place.size == 3
+        assert pool._group is not None and pool._group.place.size == 3
         by_broadcast = tokens(pool, actor.prompts[:8])
         save_state(tmp_path / "new.safetensors", actor_state(new))
         pool.sync_actor(tmp_path / "new.safetensors", 2)
