@@ -71,7 +71,8 @@ def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, 
         assert parts.plugin is not None and parts.plugin.installer.installed is not None
         installed = parts.plugin.installer.installed
         assert sums["heads"] == installed.checksum and engine.heads_version == installed.version
-        session.finish(parts, loop.position)
+        session.save(parts, loop.position)
+        session.finish()
     assert not ray.is_initialized()
 
     steps = read_run(config.run_dir).steps
