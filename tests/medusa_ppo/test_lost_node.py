@@ -21,12 +21,10 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink
-from medusa_ppo.processes import TOKEN
 from medusa_ppo.reports.store import read_run
 
 MEMORY = 200 * 1024**2
-# Room for one engine and one worker on each node: what is lost can't come back beside the other.
-NODE = {"num_cpus": 2, "resources": {"engines": TOKEN, "companion": TOKEN}, "object_store_memory": MEMORY}
+NODE = {"num_cpus": 2, "resources": {"engines": 1, "companion": 1}, "object_store_memory": MEMORY}
 STEPS, LOST_AT, BACK_AT = 10, 3, 6
 REWARD = """
 def even(prompt, response, row):
@@ -102,6 +100,8 @@ def test_a_run_loses_a_node_and_catches_up(
 ) -> None:
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
+    # A node has room for one engine and one worker: what is lost can't come back beside the other.
+    monkeypatch.setattr("medusa_ppo.processes.TOKEN", 1.0)
     config = build_config(
         {
             "name": "run",
