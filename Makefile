@@ -21,7 +21,7 @@ DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup demo test test-slow test-gpu test-contracts test-vllm check docs format lock clean
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-contracts test-vllm check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,20 +78,42 @@ test-gpu: setup  ## The tests that need a CUDA device
 	@$(BIN)/pytest -m gpu
 
 # What has to hold with every vLLM that we allow.
-T ?= tests/medusa_ppo/drafting tests/medusa_ppo/vllm_plugin tests/medusa_ppo/engines
+RUNNER ?= v1
+T ?= $(if $(filter v2,$(RUNNER)),tests/medusa_ppo/vllm_plugin/test_speculator.py,tests/medusa_ppo/drafting tests/medusa_ppo/vllm_plugin tests/medusa_ppo/engines)
+# Stock Triton interprets V2's kernels on a CPU. Beside the environment, not in it: vLLM's CPU build changes when it finds a Triton.
+TRITON := $(VENV)/triton
 
-test-vllm: $(if $(VLLM),setup)  ## The serving tests with another vLLM, in its own environment: make test-vllm VLLM=0.24 [T=FILES]
+test-vllm: $(if $(VLLM),setup) $(if $(filter v2,$(RUNNER)),$(TRITON)/.setup)  ## The serving tests with another vLLM: make test-vllm VLLM=0.24 [RUNNER=v2] [T=FILES]
 	@[ -n "$(VLLM)" ] || { echo "Which vLLM? given: none  expected: one of $(TESTED)  do this: make test-vllm VLLM=0.29" >&2; exit 2; }
+	[ $(RUNNER) = v1 ] || export WITH_TRITON=:$$(cd $(TRITON) && pwd)
 	# Two processes: the slow ones end engines, and with them what the shared engine stands on.
 	red=0
-	for set in "not slow and not gpu" "slow and not gpu"; do PYTHONPATH=$$PWD $(BIN)/python -m pytest -m "$$set" $(T) || [ $$? = 5 ] || red=1; done
+	for set in "not slow and not gpu" "slow and not gpu"; do PYTHONPATH=$$PWD$${WITH_TRITON:-} $(BIN)/python -m pytest -m "$$set" $(T) || [ $$? = 5 ] || red=1; done
 	exit $$red
+
+$(TRITON)/.setup: | $(if $(VLLM),setup)
+	@flags=()
+	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
+	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
+	$(BIN)/uv pip install -q --python $(BIN)/python --target $(TRITON) --no-deps "$${flags[@]}" triton==3.8.0
+	# Before 0.32 vLLM's V2 code asks for the version of a distribution named vllm, which the CPU build is not.
+	version=$$($(BIN)/python -c 'from medusa_ppo.vllm_plugin.registration import vllm_version; print(vllm_version().split("+")[0])')
+	mkdir -p $(TRITON)/vllm-$$version+cpu.dist-info
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' $$version > $(TRITON)/vllm-$$version+cpu.dist-info/METADATA
+	touch $@
 
 # Where the environments of the loops that don't resolve beside our vLLM are made.
 CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts
 
 test-contracts: setup  ## What we rely on in TRL, verl and OpenRLHF, against the real packages (first time: makes three environments)
-	@.ci/contracts $(CONTRACTS) $(VENV)
+	@.ci/contracts $(CONTRACTS)$(if $(VLLM),-$(VLLM)) $(VENV) $(LOOP)
+
+# With the vLLM that each pins: verl 0.9.1 and OpenRLHF 0.11.2.
+setup-verl:  ## verl beside its own vLLM; then: make test-contracts LOOP=verl VLLM=0.24
+	@$(MAKE) --no-print-directory setup VLLM=0.24 && .ci/contracts $(CONTRACTS)-0.24 .venv-0.24 verl setup
+
+setup-openrlhf:  ## OpenRLHF beside its own vLLM; then: make test-contracts LOOP=openrlhf VLLM=0.29
+	@$(MAKE) --no-print-directory setup VLLM=0.29 && .ci/contracts $(CONTRACTS)-0.29 .venv-0.29 openrlhf setup
 
 check: setup  ## Style, types, imports: what CI runs before the tests
 	@$(BIN)/ruff check .
@@ -130,6 +152,14 @@ lock: setup  ## Resolve the pinned requirement files anew
 	  $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' |
 	    $(BIN)/uv pip compile -q - --python-version 3.11 --no-annotate --no-header --no-emit-find-links; } > requirements-docs.txt.new
 	mv requirements-cpu.txt.new requirements-cpu.txt; mv requirements-cuda.txt.new requirements-cuda.txt; mv requirements-docs.txt.new requirements-docs.txt
+
+wheel: setup  ## The wheel, in dist/: configs, templates and the format's page are in it
+	@rm -rf build/lib build/bdist.*
+	$(BIN)/uv build -q --wheel --no-build-isolation --python $(BIN)/python -o dist .
+	ls dist/*.whl
+
+audit: setup  ## Licences and known vulnerabilities of the lock (the latter need a network)
+	@$(BIN)/python .ci/audit.py $(LOCK)
 
 clean:  ## Remove the environment and everything generated (runs/ stays)
 	rm -rf $(VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache *.egg-info build dist

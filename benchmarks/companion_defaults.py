@@ -1,7 +1,7 @@
 """Which settings of the companion are best: rollout batches of a real PPO run, recorded once and learned from again with each setting.
 
     python benchmarks/companion_defaults.py record --out runs/defaults --config configs/gsm8k.yaml --steps 24 [model.path=DIR key=value ...]
-    python benchmarks/companion_defaults.py replay --out runs/defaults [--only drift ...] [--seeds 0 1] [--heads HEADS]
+    python benchmarks/companion_defaults.py replay --out runs/defaults [--only base ...] [--seeds 0 1] [--heads HEADS]
 
 `record` runs PPO with transformers in the engine's place (the same loop, learner, plug-in and tap; no vLLM, no companion) and keeps what
 the companion would have been handed: hidden states, tokens, log-probs and the actor's tables of every step. `--reward numbers` pays for
@@ -37,16 +37,16 @@ from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config, load_config
-from medusa_ppo.demo.demo_actor import ensure_demo_actor
+from medusa_ppo.demo import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import NoEngine
 from medusa_ppo.files import write_atomic
 from medusa_ppo.hardware import settled
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table, initial_heads
+from medusa_ppo.ppo.generation import PromptStream
 from medusa_ppo.ppo.learner import Learner as PPOLearner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.prompts import PromptStream
 from medusa_ppo.ppo.rewards import CallableReward, make_reward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.types import CompanionStatus, Counters, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
@@ -55,7 +55,6 @@ TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S"
 SHORT = 100
 KEPT_METRICS = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY, names.RESPONSE_LENGTH)
 BASE: dict[str, Any] = {
-    "schedule": "fixed",
     "epochs": 2,
     "replay_versions": 0,
     "learning_rate": 2e-3,
@@ -80,8 +79,6 @@ GRID: dict[str, dict[str, Any]] = {
     "gate 0.75": {"gate_confidence": 0.75},
     "gate 0.97": {"gate_confidence": 0.97},
     "half of the positions": {"position_share": 0.5},
-    "drift": {"schedule": "drift"},
-    "drift, up to 4 passes": {"schedule": "drift", "epochs": 4},
 }
 
 
@@ -139,6 +136,9 @@ class Recorder:
 
     def __init__(self, folder: Path, tables: dict[str, torch.Tensor]) -> None:
         self._folder, self._tables, self.count = folder, tables, 0
+
+    def give_way(self, wanted: bool) -> None:
+        """Nothing is trained here."""
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
@@ -222,7 +222,7 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
         began = time.process_time()
         rows += cycle.run(batch).train.rows
         cpu_s += time.process_time() - began
-        passes.append(cycle.schedule.last.passes)
+        passes.append(cycle.passes)
         rates.append(cycle.trainer.rate)
     if cycle is None:
         raise UsageError("There is nothing to learn from.", given=folder, expected="batch-*.safetensors", do="Run `record` first.")

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.bench.measuring import run_rounds
+from medusa_ppo.bench import run_rounds
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.vllm_plugin.hooks import StockMedusaProposer

@@ -2,6 +2,10 @@
 
     git worktree add ../before 09356bd
     python benchmarks/drafting_turns.py --old ../before --model actors/gsm8k-4m [--dtype bfloat16] [--rounds 40] [--json FILE]
+    python benchmarks/drafting_turns.py --context 16 --model actors/gsm8k-4m ...
+
+With `--context` it is this tree against itself: heads with a context against heads without. Their call begins with the pairs of two
+accepted positions of each request, which go into the ring.
 
 Each tree works in a process of its own; in every round both time the same number of calls, one after the other, in turns. Printed is
 the median of the ratios within a round, for several numbers of requests. The products are the engine's own (oneDNN, packed) in both; the
@@ -31,7 +35,7 @@ BATCHES = (1, 4, 16, 64)
 # ---- in a tree's own process ------------------------------------------------------------------------------------------------
 
 
-def random_heads(vocab: int, hidden: int, dtype: Any) -> Any:
+def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
     import torch
 
     try:
@@ -41,7 +45,7 @@ def random_heads(vocab: int, hidden: int, dtype: Any) -> Any:
     from heads.modules import MedusaHeads
 
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(hidden, vocab, HEADS, kind="hydra"))
+    heads = MedusaHeads(HeadsConfig(hidden, vocab, HEADS, kind="hydra", **({"context": pairs} if pairs else {})))
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.05)
@@ -79,7 +83,7 @@ def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
     from medusa_ppo.drafting.slots import DraftSlots, stamps
     from medusa_ppo.vllm_plugin.hooks import packed_linear
 
-    core = DraftingCore(heads, lm_head, embed, pack=packed_linear, dtype=heads.dtype)
+    core = DraftingCore(heads, lm_head, embed, packed_linear)
     slots = DraftSlots(max(BATCHES), HEADS, heads.config.vocab_size, torch.device("cpu"))
 
     def call(hidden_BD: Any) -> None:
@@ -87,13 +91,43 @@ def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
         last_ids_B = torch.tensor([1] * batch, dtype=torch.int64)
         positions_B = torch.arange(batch)
         noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
-        drafted = core.draft(hidden_BD, last_ids_B, HEADS, Sampling(torch.ones(batch), noise_BK))
-        slots.keep(positions_B, stamps(positions_B, positions_B), drafted.columns_BK, drafted.q)
+        core.draft(hidden_BD, last_ids_B, HEADS, Sampling(torch.ones(batch), noise_BK), slots=slots)
+        slots.stamp(positions_B, stamps(positions_B, positions_B), HEADS)
 
     return call
 
 
-def work(arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threads: int) -> None:
+def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
+    import torch
+
+    from medusa_ppo.drafting.context import PairRing, Seen
+    from medusa_ppo.drafting.core import DraftingCore, Sampling
+    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
+    from medusa_ppo.drafting.slots import DraftSlots, stamps
+    from medusa_ppo.vllm_plugin.hooks import packed_linear
+
+    core = DraftingCore(heads, lm_head, embed, packed_linear)
+    D = heads.config.hidden_size
+    slots = DraftSlots(max(BATCHES), HEADS, heads.config.vocab_size, torch.device("cpu"))
+    ring = PairRing(max(BATCHES), heads.config.context, 2 * D, core.fused.dtype, torch.device("cpu"))
+
+    def call(hidden_BD: Any) -> None:
+        batch = len(hidden_BD)
+        numbers = [(row, 1, row, back) for row in range(batch) for back in (1, 0)]
+        row_N, ids_N, request_N, back_N = torch.tensor([*zip(*numbers, strict=True)]).unbind(0)
+        positions_B = torch.arange(batch) + 100
+        pairs_NX = core.fused.pairs(hidden_BD[row_N], ids_N)
+        ring.write(request_N, request_N, positions_B[request_N] - back_N, pairs_NX[:, D:])
+        requests_B = torch.arange(batch)
+        seen = Seen(pairs_NX[1::2, :D], *ring.read(requests_B, requests_B, positions_B))
+        noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
+        core.draft(hidden_BD, ids_N[1::2], HEADS, Sampling(torch.ones(batch), noise_BK), seen, slots)
+        slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)
+
+    return call
+
+
+def work(arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threads: int, pairs: int) -> None:
     """Answer each line (a number of requests) with the seconds of one call."""
     import torch
     from torch.nn import functional as F
@@ -104,10 +138,10 @@ def work(arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threa
         from medusa_ppo.vllm_plugin.hooks import packed_linear
     torch.set_num_threads(threads)
     dtype = getattr(torch, dtype_name)
-    heads = random_heads(vocab, hidden, dtype)
+    heads = random_heads(vocab, hidden, dtype, pairs if arm == "context" else 0)
     lm_head = packed_linear((torch.randn(vocab, hidden) * 0.05).to(dtype))
     table_VD = torch.randn(vocab, hidden).to(dtype)
-    call = (old_call if arm == "old" else new_call)(heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded)
+    call = {"old": old_call, "new": new_call, "context": context_call}[arm](heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded)
     with torch.inference_mode():
         for line in sys.stdin:
             hidden_BD = torch.randn(int(line), hidden).to(dtype)
@@ -153,7 +187,13 @@ def compare(options: argparse.Namespace, config: dict[str, Any], dtype: str, see
     settings = ["--sizes", f"{config['vocab_size']},{config['hidden_size']}", "--dtype", dtype, "--threads", str(options.threads)]
     settings += ["--seeded"] if seeded else []
     here = Path(__file__).resolve().parent.parent
-    arms = {"old": Arm("old", Path(options.old), settings), "new": Arm("new", here, settings)}
+    if options.context:
+        settings += ["--context", str(options.context)]
+        before, after = "new", "context"
+        arms = {before: Arm("new", here, settings), after: Arm("context", here, settings)}
+    else:
+        before, after = "old", "new"
+        arms = {before: Arm("old", Path(options.old), settings), after: Arm("new", here, settings)}
     rows = []
     for batch in BATCHES:
         seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -163,8 +203,8 @@ def compare(options: argparse.Namespace, config: dict[str, Any], dtype: str, see
                 took = arms[name].seconds(batch)
                 if number >= 0:
                     seconds[name].append(took)
-        ratios = sorted(new / old for new, old in zip(seconds["new"], seconds["old"], strict=True))
-        row = {"dtype": dtype, "seeded": seeded, "requests": batch, "new_over_old": round(statistics.median(ratios), 3)}
+        ratios = sorted(new / old for new, old in zip(seconds[after], seconds[before], strict=True))
+        row = {"dtype": dtype, "seeded": seeded, "requests": batch, f"{after}_over_{before}": round(statistics.median(ratios), 3)}
         row |= {"range": [round(ratios[0], 3), round(ratios[-1], 3)]}
         row |= {f"{name}_us": round(1e6 * statistics.median(values)) for name, values in seconds.items()}
         sys.stdout.write(json.dumps(row) + "\n")
@@ -178,21 +218,22 @@ def compare(options: argparse.Namespace, config: dict[str, Any], dtype: str, see
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--old", help="The tree of commit 09356bd.")
+    parser.add_argument("--context", type=int, default=0, help="Pairs of the context, in the place of --old.")
     parser.add_argument("--model", help="Folder of the actor whose sizes count.")
     parser.add_argument("--dtype", default="", help="Default: bfloat16 and float32, one after the other.")
     parser.add_argument("--seeded", action="store_true", help="Every request has a seed.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json")
-    parser.add_argument("--arm", choices=("old", "new"), help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=("old", "new", "context"), help=argparse.SUPPRESS)
     parser.add_argument("--sizes", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
         vocab, hidden = (int(word) for word in options.sizes.split(","))
-        work(options.arm, vocab, hidden, options.dtype, options.seeded, options.threads)
+        work(options.arm, vocab, hidden, options.dtype, options.seeded, options.threads, options.context)
         return
-    if not options.old or not options.model:
-        parser.error("--old and --model are needed")
+    if not (options.old or options.context) or not options.model:
+        parser.error("--model is needed, and --old or --context")
     config = json.loads((Path(options.model) / "config.json").read_text())
     rows = [
         row

@@ -1,4 +1,4 @@
-"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.demo_actor.grow`): it writes what the small one writes.
+"""A small actor made large by neurons that say nothing (`medusa_ppo.demo.grow`): it writes what the small one writes.
 
     python benchmarks/grown_actor.py OUT [--model DIR] [--intermediate 16384]
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_ppo.demo import ensure_demo_actor
-from medusa_ppo.demo.demo_actor import grow
+from medusa_ppo.demo import ensure_demo_actor, grow
 
 
 def main() -> None:

@@ -223,8 +223,12 @@ def head_flops(heads: HeadsConfig, *, training: bool) -> float:
         total += heads.num_heads * D * D * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
     if heads.kind == "markov":
         total += heads.num_heads * heads.rank * V * (6.0 if training else 2.0)
-    if heads.kind == "hydra":
-        inner = heads.mlp_ratio * D
+    inner = heads.mlp_ratio * D
+    if heads.context:  # Each pair is made once, where training goes over whole blocks and serving keeps it.
+        total += (6 * D * D + inner * D) * (4.0 if training else 2.0) + D * D * (6.0 if training else 2.0)
+        total += heads.num_heads * inner * D * ((4.0 + 6.0) if training else (2.0 + 2.0))
+        total += (heads.num_heads - 1) * inner * inner * (6.0 if training else 2.0)
+    elif heads.kind == "hydra":
         total += sum(inner * D * (k + 2) for k in range(heads.num_heads)) * (4.0 if training else 2.0)
         total += heads.num_heads * inner * D * (6.0 if training else 2.0)
     return total

@@ -34,14 +34,14 @@ def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any
     config = build_config({"companion": {"learning_rate": 1e-2, "wait": True}, **sections})
     actor, tokenizer, figures = load_actor(actor_path), load_tokenizer(actor_path), []
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
-    prompts = tokenizer([f"Question: {n} + {n} = ?\nAnswer:" for n in range(2, 10)]).input_ids
+    prompts = tokenizer([f"Question: {n} + {n} = ?\nAnswer:" for n in range(2, 42)]).input_ids
     with tempfile.TemporaryDirectory() as folder, local_ray():
         heads = MedusaPlugin.prepare_heads(config, actor, Path(folder) / "heads")  # the engine starts with these
         with ColocatedEngine(actor_path, heads, config.engine) as engine, ActorSync(engine) as sync:
             plugin = MedusaPlugin.start(config, actor, engine, folder)
             for step in range(steps):
                 plugin.before_generation()  # hook 1: newer heads, if there are any, go into vLLM
-                rollouts = engine.generate(prompts, Sampling(max_new_tokens=24, responses_per_prompt=4, seed=step))
+                rollouts = engine.generate(prompts, Sampling(max_new_tokens=24, responses_per_prompt=2, seed=step))
                 plugin.rollout_ready(rollouts)  # hook 2: tokens and behaviour log-probs
                 ids_BT, mask_BT = pad(rollouts)
                 rewards_B = torch.tensor([float(len(r.token_ids) % 2 == 0) for r in rollouts.responses])

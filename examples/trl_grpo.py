@@ -1,10 +1,14 @@
-"""TRL's GRPO on the embedded task, with draft heads in its colocated vLLM. `python examples/trl_grpo.py [STEPS] [OUT]`."""
+"""TRL's GRPO on the embedded task, with draft heads in its colocated vLLM. `python examples/trl_grpo.py [STEPS] [OUT]`.
+
+On several processes: `ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/trl_grpo.py 12 OUT`.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from accelerate import PartialState
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -48,9 +52,15 @@ def main(steps: int = 12, out: str = "runs/trl-grpo", actor: str = "", medusa: A
             **settings,
         },
     )
+    with PartialState().local_main_process_first():  # The first process trains the demo's actor if it is not there yet.
+        actor = actor or str(ensure_demo_actor())
     rows = Dataset.from_list(demo_rows()).select_columns(["prompt", "answer"])
     trainer = MedusaGRPOTrainer(
-        model=actor or str(ensure_demo_actor()), reward_funcs=right_answer, args=args, train_dataset=rows, medusa=medusa
+        model=actor,
+        reward_funcs=right_answer,
+        args=args,
+        train_dataset=rows,
+        medusa=medusa,
     )
     trainer.train()
     return trainer

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from heads.errors import DataError
-from heads.modules import MedusaHeads, head_logits
+from heads.modules import Context, MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
 
 
@@ -209,11 +209,19 @@ def draft_ids_for_rows(
     *,
     condition_MK: torch.Tensor | None = None,
     embedding_VD: torch.Tensor | None = None,
+    context_Mn: torch.Tensor | None = None,
+    ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens."""
+    """argmax of every head at every row, int64 `MK`; conditioned heads read the rollout's own tokens, and pairs of the rollout before.
+
+    With `ids_W` drafts come from these tokens alone, and a token is its place among them.
+
+    Args:
+        condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of the rows.
+    """
     out_MK = torch.zeros(hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device)
-    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, chunk_rows):
+    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows):
         out_MK[part, k] = heads.vocabulary.argmax(logits_CV)
     return out_MK
 
@@ -230,18 +238,20 @@ def draft_logprobs_for_rows(
     top_p: float = 1.0,
     condition_MK: torch.Tensor | None = None,
     embedding_VD: torch.Tensor | None = None,
+    context_Mn: torch.Tensor | None = None,
+    ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """log q of the targets, as the engine drafts, float32, one `MK` for each temperature: `[len(temperatures), M, K]`.
 
     Args:
-        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD: as in `draft_ids_for_rows`.
+        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W: as in `draft_ids_for_rows`.
         targets_MK: int64 (`heads.targets.head_targets`).
         temperatures: what head logits are divided by: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
     """
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
-    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, chunk_rows):
+    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows):
         for index, temperature in enumerate(temperatures):
             cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
             picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
@@ -255,6 +265,8 @@ def _logits(
     lm_head_VD: torch.Tensor | None,
     condition_MK: torch.Tensor | None,
     embedding_VD: torch.Tensor | None,
+    context_Mn: torch.Tensor | None,
+    ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
     """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV."""
@@ -262,9 +274,13 @@ def _logits(
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
-        factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD)
+        context = None
+        if context_Mn is not None and condition_MK is not None:  # The first token since h_t is the one of the row's own pair.
+            context = Context.of(context_Mn[part], hidden_MD, condition_MK[:, 0])
+        factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD, context=context)
         for k in range(heads.config.num_heads):
-            yield part, k, head_logits(factored, k, slice(None))
+            logits_CV = head_logits(factored, k, slice(None))
+            yield part, k, logits_CV if ids_W is None else logits_CV[:, ids_W]
 
 
 def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:

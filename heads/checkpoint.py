@@ -56,7 +56,7 @@ LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
-MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
+MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_CONTEXT = 64, 64, 1 << 17, 1 << 24, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -259,14 +259,14 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata]:
 def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata) -> None:
     """Bounds, types, and that the keys for vLLM say the same as our own."""
     sizes = {"num_heads": MAX_HEADS, "num_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
-    bounds = {**sizes, "rank": MAX_WIDTH, "mlp_ratio": 64}
+    bounds = {**sizes, "rank": MAX_WIDTH, "mlp_ratio": 64, "context": MAX_CONTEXT}
     faults = [f"{name} {getattr(config, name)} > {bound}" for name, bound in bounds.items() if getattr(config, name) > bound]
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")
     for name, digest, lengths in (("checksum", metadata.checksum, (64,)), ("lm_head_checksum", metadata.lm_head_checksum, (0, 64))):
         if not isinstance(digest, str) or len(digest) not in lengths:
             faults.append(f"{name} {digest!r}")
-    if metadata.dtype not in {str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.values()}:
+    if metadata.dtype not in [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.values()]:
         faults.append(f"dtype {metadata.dtype!r}")
     if not isinstance(metadata.metadata, dict):
         faults.append(f"metadata {metadata.metadata!r}")

@@ -33,18 +33,9 @@ class MedusaError(Exception):
     exit_code = 1
 
     def __init__(self, problem: str, *, given: object = None, expected: object = None, do: str = "") -> None:
-        self.problem = problem
-        self.given = given
-        self.expected = expected
-        self.do = do
-        lines = [problem]
-        if given is not None:
-            lines.append(f"  given:    {given}")
-        if expected is not None:
-            lines.append(f"  expected: {expected}")
-        if do:
-            lines.append(f"  do this:  {do}")
-        self._text = "\n".join(lines)
+        self.problem, self.given, self.expected, self.do = problem, given, expected, do
+        lines = (("given:    ", given), ("expected: ", expected), ("do this:  ", do or None))
+        self._text = "\n".join([problem, *(f"  {label}{value}" for label, value in lines if value is not None)])
         super().__init__(self._text)
 
     def __reduce__(self):

@@ -11,6 +11,7 @@ from heads.errors import ConfigError
 
 KINDS = ("medusa", "markov", "hydra")
 LM_HEADS = ("shared", "own")
+PART_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class HeadsConfig:
         num_layers: residual blocks per head, each with weights of its own.
         lm_head: `shared` (the actor's, frozen) or `own` (one trainable lm_head per head).
         rank: rank of the markov bias; unused by the other kinds.
-        mlp_ratio: width of the hydra MLP's inner layer, in multiples of D; unused by the other kinds.
+        mlp_ratio: width of the hydra MLP's inner layer, or of the cell's state, in multiples of D; unused by the other kinds.
+        context: pairs (h_j, x_{j+1}) up to (h_t, x_{t+1}) that heads of kind hydra attend to; 0: none. Heads with a context share one
+            gated cell, the others have an MLP each.
     """
 
     hidden_size: int
@@ -37,6 +40,7 @@ class HeadsConfig:
     lm_head: str = "shared"
     rank: int = 64
     mlp_ratio: int = 2
+    context: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,6 +51,11 @@ class HeadsConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive whole number.", given=repr(value), expected=">= 1", do=f"Correct {name}.")
+        if not isinstance(self.context, int) or isinstance(self.context, bool) or self.context < 0:
+            raise ConfigError("context must be a whole number.", given=repr(self.context), expected=">= 0", do="Correct context.")
+        if self.context and self.kind != "hydra":
+            given = f"kind={self.kind}, context={self.context}"
+            raise ConfigError("Only heads of kind hydra have a context.", given=given, expected="context=0", do="Correct one of them.")
 
     @property
     def conditioned(self) -> bool:
@@ -57,6 +66,11 @@ class HeadsConfig:
     def needs_embedding(self) -> bool:
         """Whether the heads read the actor's embedding table."""
         return self.kind == "hydra"
+
+    @property
+    def context_parts(self) -> int:
+        """A, parts of the attention, which is as wide as the hidden state; each PART_WIDTH wide, or wider where that does not go out."""
+        return max(part for part in range(1, max(1, self.hidden_size // PART_WIDTH) + 1) if self.hidden_size % part == 0)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head.
@@ -73,9 +87,12 @@ class HeadsConfig:
             if self.kind == "markov":
                 shapes[f"markov.{k}.in.weight"] = (V, self.rank)
                 shapes[f"markov.{k}.out.weight"] = (V, self.rank)
-            if self.kind == "hydra":
+            if self.kind == "hydra" and not self.context:
                 shapes[f"mlps.{k}.in.weight"] = (H, D * (k + 2))
                 shapes[f"mlps.{k}.out.weight"] = (D, H)
+        if self.context:
+            shapes |= {"context.in.weight": (3 * D, 2 * D), "context.out.weight": (D, D)}
+            shapes |= {"cell.start.weight": (H, D), "cell.token.weight": (H, D), "cell.step.weight": (H, H), "cell.out.weight": (D, H)}
         return shapes
 
     def to_dict(self) -> dict[str, Any]:

@@ -143,12 +143,12 @@ def head_loss(
         chunk_rows: rows of one of our chunks; None: as many as the vocabulary says, or Liger's kernel where it can do it.
         vocabulary: where the tokens are (`heads.vocabulary` of the heads).
     """
-    _check_inputs(factored.features_NKD, targets_NK, mask_NK, config, logprobs_NK, teacher)
+    rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
+    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
+    job.check(tuple(factored.features_NKD.shape[:2]))
     fusible = config.plain and chunk_rows is None and not mask_NK.is_floating_point()  # Liger knows no weights.
     if fusible and liger_can(factored, vocabulary):
         return config.ce * fused_cross_entropy(factored, targets_NK, mask_NK, temperature)
-    rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
-    job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
     return _ChunkedLoss.apply(job, *factored)
 
 
@@ -220,30 +220,6 @@ def reference_head_loss(
     return (loss_NK * weight_NK).sum(0) / torch.where(total_K > 0, total_K, 1.0)
 
 
-def _check_inputs(
-    features_NKD: torch.Tensor,
-    targets_NK: torch.Tensor,
-    mask_NK: torch.Tensor,
-    config: LossConfig,
-    logprobs_NK: torch.Tensor | None,
-    teacher: Teacher | None,
-) -> None:
-    expected = tuple(features_NKD.shape[:2])
-    for name, tensor in (("targets", targets_NK), ("mask", mask_NK), ("logprobs", logprobs_NK)):
-        if tensor is not None and tuple(tensor.shape) != expected:
-            raise ConfigError(
-                f"The {name} do not fit the features.", given=tuple(tensor.shape), expected=expected, do="Pass one entry per row and head."
-            )
-    if config.tv and logprobs_NK is None:
-        raise ConfigError(
-            "Total variation needs behaviour log-probs.", given="none", expected="logprobs_NK", do="Pass them, or use the ce or kl loss."
-        )
-    if config.kl and teacher is None:
-        raise ConfigError(
-            "KL needs the actor's distribution.", given="none", expected="teacher", do="Pass a Teacher, or use the ce or tv loss."
-        )
-
-
 @dataclass
 class _Job:
     """What a chunked loss reads besides the tensors that may want gradients."""
@@ -256,6 +232,19 @@ class _Job:
     temperature: float
     chunk_rows: int
     vocabulary: Vocabulary
+
+    def check(self, expected: tuple[int, ...]) -> None:
+        """ConfigError when something does not fit features of so many rows and heads, or is missing for the loss."""
+        for name, tensor in (("targets", self.targets_NK), ("mask", self.mask_NK), ("logprobs", self.logprobs_NK)):
+            if tensor is not None and tuple(tensor.shape) != expected:
+                given, do = tuple(tensor.shape), "Pass one entry per row and head."
+                raise ConfigError(f"The {name} do not fit the features.", given=given, expected=expected, do=do)
+        if self.config.tv and self.logprobs_NK is None:
+            do = "Pass them, or use the ce or kl loss."
+            raise ConfigError("Total variation needs behaviour log-probs.", given="none", expected="logprobs_NK", do=do)
+        if self.config.needs_teacher and self.teacher is None:
+            do = "Pass a Teacher, or use the ce or tv loss."
+            raise ConfigError("KL and exact TV need the actor's distribution.", given="none", expected="teacher", do=do)
 
 
 class _Gradients:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from heads.checkpoint import HeadsMetadata, load_heads
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
-from heads.modules import MedusaHeads
+from heads.modules import SHARED, MedusaHeads
 from heads.vocabulary import Vocabulary
 
 SHARDED_KEYS = ("lm_heads.", "markov.")  # File keys of tensors with one row per token.
@@ -208,13 +208,18 @@ class ParallelHeads(MedusaHeads):
 
     @torch.no_grad()
     def clip_gradients(self, clip_norm: float) -> torch.Tensor:
-        """Scale each head's gradient to at most `clip_norm`; its norm before, float32 `K`, is that of the whole head on every rank."""
-        squares_K = torch.zeros(2, self.config.num_heads, device=self.blocks[0].device)
+        """Scale each head's gradient to at most `clip_norm`, and that of what they share; the norms before, float32 `K` and one more where
+        they share something, are those of the whole heads on every rank."""
+        heads = self.config.num_heads
+        squares_K = torch.zeros(2, heads + bool(self.config.context), device=self.blocks[0].device)
         parts: list[tuple[int, torch.Tensor]] = []
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
-            own = [(int(name.split(".")[1]), parameter.grad)] if name.startswith("mlp_in.") else list(enumerate(parameter.grad))
+            if name in SHARED.values():
+                own = [(heads, parameter.grad)]
+            else:
+                own = [(int(name.split(".")[1]), parameter.grad)] if name.startswith("mlp_in.") else list(enumerate(parameter.grad))
             sharded = int(name.startswith(SHARDED_PARAMETERS))
             for k, gradient in own:
                 squares_K[sharded, k] += torch.linalg.vector_norm(gradient.float()).square()

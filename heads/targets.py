@@ -1,11 +1,14 @@
 """The only place that shifts tokens: which token head k predicts at a row, and which tokens it may see.
 
-Shape letters: B batch, T rows of one sequence, S sequences, M rows of all sequences one after the other, K heads.
+Shape letters: B batch, T rows of one sequence, S sequences, M rows of all sequences one after the other, K heads, n pairs of a
+context, N rows chosen from M, P pairs that they read.
 
 Row t holds the hidden state h_t, and `next_ids[t]` is the token that lm_head predicts from h_t (x_{t+1}). Then
 
     head k (1..K) predicts        next_ids[t + k]                          (x_{t+1+k})
     head k may be conditioned on  next_ids[t], ..., next_ids[t + k - 1]    (x_{t+1} ... x_{t+k}: the tokens since h_t)
+
+    a context of n pairs is      (h_{t-n+1}, next_ids[t-n+1]), ..., (h_t, next_ids[t])
 
 as long as these rows belong to the same sequence. Everything else in this package and its callers asks here.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import torch
 
 PADDING = -1  # Segment of rows that belong to no sequence.
+MISSING = -1  # Where a context has no pair.
 
 
 def segments_from_lengths(lengths_S: torch.Tensor) -> torch.Tensor:
@@ -81,3 +85,21 @@ def head_teacher_rows(segment_M: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Packed row whose hidden state gives the actor's own distribution of head k's target (0 where masked)."""
     rows_M = torch.arange(segment_M.shape[0], device=segment_M.device)
     return look_ahead(rows_M, segment_M, num_heads, first=1)[0]
+
+
+def context_rows(segment_M: torch.Tensor, count: int) -> torch.Tensor:
+    """The packed rows at the last `count` positions of each row, oldest first, itself last: int64 `[M, count]`.
+
+    `MISSING` where the sequence has no such row. Every row that belongs to a sequence has itself.
+    """
+    rows_Mn = torch.arange(segment_M.shape[0], device=segment_M.device).unsqueeze(1) + torch.arange(1 - count, 1, device=segment_M.device)
+    segment_M1 = segment_M.unsqueeze(1)
+    there_Mn = (rows_Mn >= 0) & (segment_M[rows_Mn.clamp_min(0)] == segment_M1) & (segment_M1 != PADDING)
+    return torch.where(there_Mn, rows_Mn, MISSING)
+
+
+def used_rows(rows_Nn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that a table of rows names, each once and in order (int64 `P`), and the table with places among them instead."""
+    there_Nn = rows_Nn != MISSING
+    used_P = rows_Nn[there_Nn].unique()
+    return used_P, torch.where(there_Nn, torch.searchsorted(used_P, rows_Nn), MISSING)

@@ -9,28 +9,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from heads.errors import ConfigError
-from medusa_ppo.config_file import apply_override, as_config_error, keys_of, read_file, refuse_old_keys, unknown
+from heads.heads_config import HeadsConfig
+from medusa_ppo.config_file import (
+    Count,
+    Section,
+    Text,
+    apply_override,
+    as_config_error,
+    keys_of,
+    located,
+    read_file,
+    refuse_old_keys,
+    unknown,
+)
+from medusa_ppo.ppo_config import PPOConfig
 
-TEACHER_LOSSES = ("kl", "kl_tv")  # They read the actor's own distribution.
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 EMBEDDED_ACTORS = ("demo", "demo-grown")
 """Names of actors that are trained on first use."""
 COLOCATED, SERVER = "colocated", "server"
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses kept out of training, to judge candidates on."""
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, field docstrings become descriptions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -76,9 +80,15 @@ class DataConfig(Section):
     template: Text = "{prompt}"
     """The prompt, with the row's fields in braces, e.g. 'Question: {question}\\nAnswer:'."""
     answer_column: Text | None = "answer"
-    """Column with the reference answer that the reward reads; null: none."""
+    """Column with the reference answer that the reward reads; null: none. A reward model reads none, so a missing column is none then."""
     max_prompt_tokens: Count = 256
     """Longer prompts are left out and counted."""
+    eval_path: Text | None = None
+    """Where the prompts of the evaluation come from, as `path`; null: the same."""
+    eval_split: Text = "test"
+    """Split of the evaluation (with ppo.eval_every)."""
+    ptx_path: Text | None = None
+    """Texts to go on learning by heart beside PPO (with ppo.ptx_coefficient): a column `text`, or a text file; null: none."""
 
 
 class SamplingConfig(Section):
@@ -102,6 +112,9 @@ class EngineConfig(Section):
     backend: Text = COLOCATED
     """`colocated`: vLLM inside a Ray actor; `server`: `vllm serve` over HTTP on this node, started by us; or the address of a running
     server, one for each replica with commas between."""
+    runner: Literal["v1", "v2"] = "v1"
+    """vLLM's model runner where heads draft. `v2` never ran on a GPU; it asks for vLLM 0.32 and heads.context=0, and has neither
+    choose_drafts nor draft_vocab. An engine without heads has vLLM's own."""
     replicas: Count = 1
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     resource: Text | None = None
@@ -130,8 +143,9 @@ class EngineConfig(Section):
     """0: one-hot drafts; above: drafts sampled at this temperature times the request's own. Both are lossless."""
     choose_drafts: bool = False
     """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance."""
-    draft_vocab: Count | None = None
-    """Draft from so many of the rollouts' most frequent tokens (saves lm_head's product where vocabularies are large); null: from all."""
+    draft_vocab: int | None = Field(None, ge=0)
+    """Draft from so many of the most frequent tokens of prompts and rollouts (saves lm_head's product); 0: from all; null: from 8,192
+    where the vocabulary has 32,768 or more, the heads share lm_head, and the runner is v1."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
 
@@ -157,8 +171,15 @@ class HeadsSection(Section):
     """Heads read the hidden state (`medusa`), the token before as well (`markov`), or all tokens since (`hydra`)."""
     num_heads: Count = 4
     """K, the number of heads."""
+    context: int = Field(16, ge=0)
+    """Last positions of the response that heads of kind `hydra` attend to, beside the state that they stand at; 0: none."""
     lm_head: Literal["shared", "own"] = "shared"
     """`shared`: the actor's lm_head, frozen; `own`: one trainable lm_head per head."""
+
+    def sizes(self, hidden: int, vocab: int) -> HeadsConfig:
+        """What new heads for an actor of this width and vocabulary are."""
+        pairs = self.context if self.kind == "hydra" else 0
+        return HeadsConfig(hidden, vocab, self.num_heads, self.kind, lm_head=self.lm_head, context=pairs)
 
 
 class CompanionConfig(Section):
@@ -176,15 +197,16 @@ class CompanionConfig(Section):
     """Candidates are the running mean of the heads in training, of which this share stays with each optimizer step."""
     batch_positions: Count = 2048
     """Positions per optimizer step, of all workers together."""
-    schedule: Literal["fixed", "drift"] = "fixed"
-    """`fixed`: `epochs` passes over each batch; `drift`: as many while the serving heads lag behind, fewer while training gains nothing."""
+    schedule: Literal["fixed", "pays"] | None = None
+    """`fixed`: `epochs` passes over each batch; `pays`: as many as gain the loop more seconds than it loses, down to none; null: `pays`,
+    without `wait`."""
     epochs: Count = 2
-    """Passes over each rollout batch; with schedule `drift` the most."""
+    """Passes over each rollout batch; with schedule `pays` the most."""
     position_share: float = Field(1.0, gt=0, le=1)
-    """Share of the positions of each batch that is trained on, drawn at random."""
-    queue_bytes: Count = 512 * 1024**2
-    """Byte budget of batches on their way, waiting and in training together (and twice as much of those kept for replay); when it is full
-    the oldest that waits goes and is counted."""
+    """Share of the positions of each batch that is trained on, drawn at random in blocks."""
+    queue_bytes: Count = 2 * 1024**3
+    """Byte budget of batches on their way, waiting and in training together (and twice as much of those kept for replay). Of a batch that
+    is more than half of it a sample is taken; when it is full the oldest that waits goes and is counted."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, also after --resume, but its time is no longer hidden."""
     replay_versions: int = Field(0, ge=0)
@@ -204,9 +226,9 @@ class CompanionConfig(Section):
     """Ray resource of the nodes for the companion (`ray start --resources`); null: any node."""
 
     @property
-    def samples_early(self) -> bool:
-        """Positions are sampled before their states leave the actor. Not for losses that read the states of their neighbours."""
-        return self.position_share < 1 and self.loss not in TEACHER_LOSSES
+    def must_pay(self) -> bool:
+        """How much is trained follows from measured seconds, which no run repeats."""
+        return self.schedule == "pays" or (self.schedule is None and not self.wait)
 
     @property
     def offload(self) -> bool:
@@ -222,46 +244,6 @@ class CompanionConfig(Section):
     def saves_replay(self) -> bool:
         """Batches kept for replay are part of the saved state: a run that waits is one that must repeat to the bit."""
         return self.wait and self.workers == 1
-
-
-class PPOConfig(Section):
-    """The reference PPO loop."""
-
-    steps: Count = 16
-    """PPO steps (rollout batches)."""
-    prompts_per_step: Count = 32
-    """Prompts per rollout batch."""
-    epochs: Count = 2
-    """Passes over each rollout batch."""
-    minibatch_size: Count = 32
-    """Responses per optimizer step."""
-    micro_batch_size: Count | None = None
-    """Responses per forward pass; null: a whole minibatch."""
-    actor_learning_rate: float = Field(1e-5, gt=0)
-    """AdamW step size of the actor."""
-    critic_learning_rate: float = Field(1e-4, gt=0)
-    """AdamW step size of the critic."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
-    lam: float = Field(0.95, ge=0, le=1)
-    """GAE lambda."""
-    clip_range: float = Field(0.2, gt=0)
-    """Clip of the policy ratio."""
-    value_clip_range: float = Field(0.2, gt=0)
-    """Clip of the value prediction around the old one."""
-    kl_coefficient: float = Field(0.02, ge=0)
-    """Weight of the per-token KL penalty against the reference, in reward units."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    clip_norm: float = Field(1.0, gt=0)
-    """Largest gradient norm of actor and critic, each clipped by itself."""
-    reward: Text = "medusa_ppo.ppo.rewards:exact_answer"
-    """Python callable `module:function`, or the folder or hub name of a reward model. A callable's answers are right from a reward of 1 on,
-    or of its attribute `correct_from`."""
-    checkpoint_every: Count | None = 4
-    """Steps between two saves of the run's state (for --resume); null: never."""
-    threads: Count | None = None
-    """CPU threads of the update, of each rank where the actor has several; null: all cores, shared among them."""
 
 
 class ReportConfig(Section):
@@ -315,7 +297,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunConfig:
-        for problem, keys, expected, do in _contradictions(self):
+        for problem, keys, expected, do in (*_contradictions(self), *_ppo_contradictions(self)):
             values = [f"{key}={getattr(getattr(self, section), name)}" for key in keys for section, name in [key.split(".")]]
             raise ConfigError(problem, given=", ".join(values), expected=expected, do=do)
         return self
@@ -364,13 +346,41 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         yield problem, ("report.compare_pairs", "engine.backend"), "engine.backend=colocated or server", do
 
 
+def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for the options of the update."""
+    ppo, data, keys = config.ppo, config.data, tuple[str, ...]()
+    if ppo.advantages != "gae":
+        keys = ("ppo.advantages", "sampling.responses_per_prompt")
+        if config.sampling.responses_per_prompt < 2:
+            yield "One response has no others to be compared with.", keys, "at least 2 responses to each prompt", "Raise the second."
+        keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
+        if ppo.step_separator or config.model.critic_path:
+            yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
+    if ppo.kl_in_loss and ppo.kl_estimator == "k1":
+        keys, do = ("ppo.kl_in_loss", "ppo.kl_estimator"), "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
+        yield "As a term of the loss k1 has no gradient on average.", keys, "ppo.kl_estimator=k2 or k3", do
+    if ppo.kl_goal and not ppo.kl_coefficient:
+        keys = ("ppo.kl_goal", "ppo.kl_coefficient")
+        yield "A coefficient of 0 stays 0, whatever it is multiplied by.", keys, "ppo.kl_coefficient above 0", "Set the second."
+    if bool(ppo.ptx_coefficient) != bool(data.ptx_path):
+        keys = ("ppo.ptx_coefficient", "data.ptx_path")
+        yield "Texts beside PPO need a weight, and a weight needs texts.", keys, "both or none", "Set both, or none."
+    if ppo.eval_every and data.eval_path in (None, data.path) and data.eval_split == data.split:
+        keys = ("data.split", "data.eval_path", "data.eval_split")
+        yield "The evaluation would be on the prompts of the training.", keys, "other prompts", "Set data.eval_path or data.eval_split."
+    if config.actor.backend == "megatron" and (ppo.ptx_coefficient or ppo.kl_stop):
+        keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
+        do = "Set actor.backend=transformers, or the other two to null."
+        yield "The ranks of a Megatron actor know neither texts beside PPO nor an early end.", keys, "actor.backend=transformers", do
+
+
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file with what it extends, apply `key=value` overrides (dotted keys), and check the result.
+    """Read a preset or a YAML file with what it extends, apply `key=value` overrides (dotted keys), and check the result.
 
     Raises:
         ConfigError: unknown key, wrong type, contradiction, unreadable file.
     """
-    values = {} if path is None else read_file(Path(path))
+    values = {} if path is None else read_file(located(os.fspath(path), Path()).expanduser())
     for pair in overrides:
         apply_override(values, pair, RunConfig)
     return build_config(values)

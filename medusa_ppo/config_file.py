@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from heads.errors import ConfigError
 
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, field docstrings become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
 EXTENDS = "extends"
+NO_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError)
+"""What PyYAML raises: its own errors, and Python's for a date that is none, a number of 5,000 digits, a tag that does not fit."""
+DEEPEST, LARGEST = 32, 1 << 20
 NONE = "null"
 STOOD_FOR_NONE = ("0", "-1", "")
 """What earlier releases took for "none" or "by itself" in places that are `null` today."""
@@ -34,8 +47,8 @@ OLD_KEYS = {
     "companion.weight_decay": "Heads are trained without: it would pull them back to where they start.",
     "companion.clip_norm": "Each head's gradient is clipped at 1.",
     "companion.accumulate": "companion.batch_positions are those of an optimizer step; micro-batches follow from the vocabulary.",
-    "companion.min_epochs": "The schedule `drift` makes a quarter of a pass at least.",
-    "companion.drift_lag": "The schedule `drift` acts on 3 % of the extra tokens.",
+    "companion.min_epochs": "The schedule `pays` trains less than a quarter of a pass only where nothing is gained: then nothing.",
+    "companion.drift_lag": "The schedule `pays` counts seconds.",
     "companion.positions": "companion.position_share says it alone: 1 is all of them. `wrong` is gone: it gained nothing.",
     "companion.holdout_fraction": "A fifth of the responses is kept out of each training.",
     "companion.queue_lag": "Waiting batches go when they are more than two policy versions behind.",
@@ -67,6 +80,12 @@ def preset(name: str) -> Path:
     )
 
 
+def located(name: str, folder: Path) -> Path:
+    """A file by its path from a folder, or a preset by its name, which is found wherever a command starts."""
+    is_path = "/" in name or name.endswith((".yaml", ".yml")) or (folder / name).is_file()
+    return folder / name if is_path else preset(name)
+
+
 def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
     """The values of a YAML file on top of those that it extends: a preset by its name, or a file by its path from this one.
 
@@ -86,28 +105,40 @@ def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError("`extends` names one preset or file.", given=repr(base), expected="a text", do=f"Correct {path}.")
-    is_path = "/" in base or base.endswith((".yaml", ".yml"))
-    return _merged(read_file(path.parent / base if is_path else preset(base), (*before, path)), values)
+    return merged(read_file(located(base, path.parent), (*before, path)), values)
 
 
-def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(text: str) -> Any:
+    """YAML within bounds, without aliases: nine lines of them can stand for a billion values, and lists in lists take PyYAML minutes."""
+    depth = 0
+    for event in yaml.parse(text[: LARGEST + 1], yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > DEEPEST or len(text) > LARGEST:
+            raise ValueError(f"an alias (*name), more than {DEEPEST} levels, or more than {LARGEST} characters")
+    return yaml.safe_load(text)
+
+
+def merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`above` wins, key by key in every mapping."""
-    merged = dict(below)
+    whole = dict(below)
     for key, value in above.items():
         both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
-        merged[key] = _merged(below[key], value) if both else value
-    return merged
+        whole[key] = merged(below[key], value) if both else value
+    return whole
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ConfigError(
-            "The configuration file does not exist.", given=path, expected=", ".join(near) or "a YAML file", do="Check --config."
+            "The configuration file does not exist.",
+            given=path,
+            expected=", ".join(near) or "a YAML file",
+            do="Check --config: the name of a preset, or a path (in a job of Ray's, which starts elsewhere, an absolute one).",
         )
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = _parsed(path.read_text(encoding="utf-8"))
+    except (*NO_YAML, OSError) as error:
         raise ConfigError(
             "The configuration file is not YAML.", given=f"{path}: {error}", expected="a mapping of sections", do="Correct the file."
         ) from None
@@ -163,8 +194,8 @@ def _value(key: str, text: str, field: FieldInfo | None) -> Any:
 
 def _yaml(key: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
+        return _parsed(text) if text else ""
+    except NO_YAML:
         raise ConfigError(
             "The value of an override is not YAML.", given=f"{key}={text}", expected="a list or a mapping", do="Quote the value."
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import time
 import traceback
@@ -21,6 +22,15 @@ __all__ = ["FAILED", "INTERRUPTED", "Debug", "command", "console", "errors", "es
 
 FAILED = 1
 INTERRUPTED = 130
+NO_SPACE, NO_WRITING = (
+    "make room on the disk; a run goes on with --resume.",
+    "give the folder to this user, or choose another with out=FOLDER.",
+)
+DISK: dict[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_SPACE),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), NO_WRITING),
+}
+"""What to do about a disk that takes nothing."""
 
 console = Console()
 errors = Console(stderr=True)
@@ -48,7 +58,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             _show(error, str(error))
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
-            _show(error, f"{type(error).__name__}: {error}\n  do this:  run the same command with --debug and report what it prints.")
+            do = DISK.get(getattr(error, "errno", None), "run the same command with --debug and report what it prints.")
+            _show(error, f"{type(error).__name__}: {error}\n  do this:  {do}")
             raise typer.Exit(FAILED) from None
 
     return run
@@ -136,8 +147,3 @@ def offline_progress() -> OfflineProgress:
 
     quiet_libraries()
     return OfflineProgress(console)
-
-
-def line_breaks(text: str) -> str:
-    """A template as it was typed: a shell hands `\\n` on as two characters, and a line break is meant."""
-    return text.replace("\\n", "\n")

@@ -31,7 +31,7 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
         DataError: no such file or dataset, unknown file type, unreadable content, no rows.
     """
     name = os.fspath(path)
-    found = _load_file(Path(name)) if _is_file_like(name) else _load_named(name, split)
+    found = _load(name, split)
     if limit:
         found = found.select(range(min(limit, len(found))))
     rows = found.to_list()
@@ -47,7 +47,7 @@ def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterat
         DataError: as `load_rows`; for content further on, when it is reached.
     """
     name = os.fspath(path)
-    found = _load_file(Path(name), streaming=True) if _is_file_like(name) else _load_named(name, split, streaming=True)
+    found = _load(name, split, streaming=True)
     with _one_sentence(name):
         yield from found
 
@@ -78,17 +78,18 @@ def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "pr
 def template_fields(template: str) -> list[str]:
     """Names in braces, in order. Raises DataError for anything but plain names."""
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+        parts = [(field, spec, sign) for _, field, spec, sign in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise DataError(
             "The template is malformed.", given=f"{template!r}: {error}", expected="{field}, and {{ }} for braces", do="Correct it."
         ) from None
-    for field in fields:
-        if not field or any(mark in field for mark in ".[]"):
+    for field, spec, sign in parts:
+        if not field or spec or sign or any(mark in field for mark in ".[]"):
+            given = f"{{{field}{'!' * bool(sign)}{sign or ''}{':' * bool(spec)}{spec}}}"
             raise DataError(
-                "The template holds something that is no field.", given=f"{{{field}}}", expected="the name of a column", do="Name a column."
+                "The template holds something that is no field.", given=given, expected="the name of a column", do="Name a column."
             )
-    return fields
+    return [field for field, _, _ in parts]
 
 
 def require_column(rows: Sequence[Row], column: str) -> None:
@@ -104,13 +105,16 @@ def require_column(rows: Sequence[Row], column: str) -> None:
 def _is_file_like(name: str) -> bool:
     """A hub name is `name` or `owner/name`; what exists as a file, is written as a path or ends like a file is meant as a file."""
     path = Path(name)
-    if path.is_dir():
-        return False
     return path.exists() or path.suffix in FILE_TYPES or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name.strip()
 
 
-def _load_file(path: Path, streaming: bool = False) -> Any:
-    path = path.expanduser()
+def _load(name: str, split: str, streaming: bool = False) -> Any:
+    if Path(name).is_dir():
+        return _quietly(name, name, split=split, streaming=streaming)
+    if not _is_file_like(name):
+        repository, _, configuration = name.partition(":")
+        return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
+    path = Path(name).expanduser()
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*") if p.suffix in FILE_TYPES)[:8] if path.parent.is_dir() else []
         raise DataError("There is no such data file.", given=path, expected=", ".join(near) or "an existing file", do="Correct data.path.")
@@ -122,13 +126,6 @@ def _load_file(path: Path, streaming: bool = False) -> Any:
     if path.stat().st_size == 0:
         raise DataError("The data file is empty.", given=path, expected="at least one row", do="Write the rows first.")
     return _quietly(path, kind, data_files=str(path), split="train", streaming=streaming)
-
-
-def _load_named(name: str, split: str, streaming: bool = False) -> Any:
-    if Path(name).is_dir():
-        return _quietly(name, name, split=split, streaming=streaming)
-    repository, _, configuration = name.partition(":")
-    return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
 
 
 def _quietly(given: object, *args: Any, **kwargs: Any) -> Any:

@@ -146,14 +146,14 @@ class HeadsInstaller:
             self.watch.swapped(published)
             self.swaps += 1
 
-    def take_back(self) -> None:
-        """Put the heads before back, under their own version, if the last rollouts showed that these don't work."""
-        if not self._broken:
-            return
-        self._broken = False
-        if self._go_back(self._before, "The heads before could not be put back."):
-            self.installed, self._before = self._before, None
-            self.watch.put_back()
+    def take_back(self) -> bool:
+        """Put the heads before back, under their own version, if the last rollouts showed that these don't work. True: it was done."""
+        broken, self._broken = self._broken, False
+        if not broken or not self._go_back(self._before, "The heads before could not be put back."):
+            return False
+        self.installed, self._before = self._before, None
+        self.watch.put_back()
+        return True
 
     def feed_again(self) -> None:
         """Give an engine that has lost its heads those that it should have; until it has some it drafts nothing."""

@@ -129,6 +129,15 @@ class Meeting:
         self.add_up(everything)
         return everything
 
+    @property
+    def process_group(self) -> Any:
+        """The group as torch's own wrappers take it (DDP)."""
+        group = dist.ProcessGroup(self.store, self.place.rank, self.place.size)
+        kind = getattr(dist.ProcessGroup.BackendType, self.place.backend.upper())
+        group._register_backend(self.device, kind, self._group)
+        group._set_default_backend(kind)
+        return group
+
     def leave(self) -> None:
         """Close the connections: whoever waits for this process gets an error at once. Harmless when called again."""
         group, self._group = self._group, None  # Gloo closes them when the group is gone, not when it is aborted.

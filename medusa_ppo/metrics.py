@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medusa_ppo.types import CompanionStatus, PublishedHeads, Rollouts
 
+LOGGED = "medusa/"
+"""What stands before all of these names in another loop's logger: W&B, TensorBoard, its console."""
+
 STEP = "step"  # PPO step, from 0.
 WALL_S = "wall_s"  # Seconds since the run started, at the end of the step.
 POLICY_VERSION = "policy_version"  # Version of the actor that wrote the rollouts of this step.
@@ -20,6 +23,7 @@ NUM_DRAFTS = "num_drafts"  # Draft tokens per step that the engine was set to.
 MAL_SERVING = "mal_serving"  # Mean acceptance length from vLLM's counters, this step's rollouts.
 ACCEPTANCE_PER_POSITION = "acceptance_per_position"  # Accepted at position k / draft steps, from vLLM's counters.
 DRAFT_CHOICES = "draft_choices"  # Where K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
+DRAFT_SPEEDUP = "draft_speedup"  # Where K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
 DRAFTS = "drafts"  # Draft steps counted by vLLM.
 ACCEPTED = "accepted"  # Draft tokens accepted, counted by vLLM.
 MAL_PER_ENGINE = "mal_per_engine"  # Mean acceptance length of each engine of a pool, from its counters.
@@ -39,22 +43,34 @@ PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
 REWARD_MEAN = "reward_mean"  # Mean reward of the rollouts, KL penalty not included.
 CORRECT_FRAC = "correct_frac"  # Share of responses with the right answer.
 KL_REFERENCE = "kl_reference"  # Mean over tokens of log pi - log pi_ref on the rollouts, nats.
+KL_COEFFICIENT = "kl_coefficient"  # Weight of the KL penalty in this step, reward units per nat.
 KL_UPDATE = "kl_update"  # Mean of (ratio - 1) - log ratio over the update, nats.
 ENTROPY = "entropy"  # Mean entropy of the policy on the rollouts, nats.
 POLICY_LOSS = "policy_loss"  # Clipped surrogate, mean over the update.
 VALUE_LOSS = "value_loss"  # Clipped value loss, mean over the update.
 CLIP_FRAC = "clip_frac"  # Share of tokens whose ratio was clipped.
 LOGPROB_GAP = "logprob_gap"  # Mean |engine log-prob - actor log-prob| on the rollouts, nats.
+LOGPROB_GAP_MAX = "logprob_gap_max"  # Largest |engine log-prob - actor log-prob| of a token of the rollouts, nats.
+ENGINE_KL = "engine_kl"  # Mean of (ratio - 1) - log ratio of actor to engine on the rollouts: their KL, nats.
+IMPORTANCE_CUT = "importance_cut_frac"  # Share of tokens whose ratio of actor to engine is above ppo.importance_bound (null: above 2).
 RESPONSE_LENGTH = "response_length_tokens"  # Mean response length.
 TRUNCATED_FRAC = "truncated_frac"  # Share of responses cut at the length limit.
 ACTOR_GRAD_NORM = "actor_grad_norm"  # Mean gradient norm of the actor before clipping.
+ACTOR_STEPS = "actor_optimizer_steps"  # Optimizer steps of the actor in this update; fewer where ppo.kl_stop ended it.
+STEPS_SKIPPED = "optimizer_steps_skipped"  # Optimizer steps of actor and critic left out, since a gradient was not finite.
+LEARNING_RATE = "actor_learning_rate"  # Step size of the actor in this update.
+PTX_LOSS = "ptx_loss"  # Mean loss on the texts of data.ptx_path, nats a token.
+EVAL_REWARD = "eval_reward_mean"  # Mean reward on the prompts of the evaluation, with the updated actor (some steps only).
+EVAL_CORRECT = "eval_correct_frac"  # Share of the evaluation's responses with the right answer (some steps only).
 
 GENERATE_S = "generate_s"  # Seconds of the rollout generation.
 SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes.
 UPDATE_S = "update_s"  # Seconds of the PPO update.
 SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.
+EVALUATE_S = "evaluate_s"  # Seconds of the evaluation (some steps only).
 SYNC_COLLECT_S = "sync_collect_s"  # Of these, seconds until its weights were collected and written; in a broadcast, of waiting for them.
 SYNC_BYTES = "sync_bytes"  # Bytes of the actor's weights that each engine read.
+TABLE_BYTES = "table_bytes"  # Bytes of lm_head and embedding that training processes with pieces of them gave each other in this step.
 SWAP_S = "swap_s"  # Seconds of swapping heads into the engine.
 SWAP_ALARMS = "swap_alarms"  # Swaps so far after which acceptance was near zero, so that the heads before were put back.
 ENGINE_RESTARTS = "engine_restarts"  # Times so far that an engine was lost and started again.
@@ -62,17 +78,25 @@ COMPANION_RESTARTS = "companion_restarts"  # Times so far that the companion's p
 PLUGIN_EXPOSED_S = "plugin_exposed_s"  # Seconds the loop spent inside the plugin's hooks.
 COMPANION_TRAIN_S = "companion_train_s"  # Seconds the companion trained during this step.
 COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook waited for.
+COMPANION_SAVED_S = "companion_saved_s"  # Seconds of generation that acceptance saved, against the heads that the run began with.
+COMPANION_LOST_S = "companion_lost_s"  # Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device.
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"  # Positions trained on so far.
 COMPANION_STEPS = "companion_optimizer_steps"  # Optimizer steps of the companion so far.
-COMPANION_PASSES = "companion_passes"  # Passes over the batch trained on last; below 1 a random part of its positions once.
+COMPANION_PASSES = "companion_passes"  # Passes over a step's batch; below 1 a random part of its positions once, 0: it is not trained on.
 COMPANION_REASON = "companion_reason"  # Why so many, in a word of the schedule (docs/companion.md explains each).
-COMPANION_POSITIONS = "companion_positions_frac"  # Share of that batch's training positions that were trained on.
+COMPANION_POSITIONS = "companion_positions_frac"  # Share of the last trained batch's training positions that were trained on.
 COMPANION_RATE = "companion_rate"  # Share of the configured step size that the companion trains with; the gate sets it.
 COMPANION_GPU = "companion_gpu_gib"  # GPU memory that the companion's process holds when the step ends; without a GPU left out.
 COMPANION_LOSS = "companion_loss"  # Mean loss of the last trained batch.
 COMPANION_DROPPED = "companion_batches_dropped"  # Batches dropped so far: no room was left, or newer policies had come.
+COMPANION_LEFT_OUT = "companion_positions_left_out"  # Positions so far whose states were not handed over: no room, or no time for them.
 COMPANION_WORKERS = "companion_workers"  # Processes that train the heads together now; fewer than configured while one is replaced.
 VERSIONS_PUBLISHED = "versions_published"  # Head versions published so far.
+VERSIONS_FOLLOWED = "versions_followed"  # Of these, compared with the one before on the batches that came after the swap.
+VERSIONS_WORSE = "versions_worse"  # Of these, surely worse than the one before there (95 % interval over prompts below 0).
+
+ACCOUNT = (COMPANION_PASSES, COMPANION_REASON, COMPANION_SAVED_S, COMPANION_LOST_S)
+"""What a companion that must pay books for a step."""
 
 
 def describe() -> dict[str, str]:
@@ -87,22 +111,49 @@ def describe() -> dict[str, str]:
     return out
 
 
-def rollout_figures(rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the rollouts say: versions, staleness, vLLM's acceptance counters, and what an engine that chooses K chose."""
+def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
+    """What the rollouts say by themselves: version, speed and length."""
+    count = max(1, len(rollouts.responses))
+    return {
+        POLICY_VERSION: rollouts.policy_version,
+        GENERATE_S: rollouts.seconds,
+        TOKENS_PER_S: rollouts.tokens_per_s,
+        RESPONSE_LENGTH: rollouts.generated_tokens / count,
+        TRUNCATED_FRAC: sum(r.finish_reason == "length" for r in rollouts.responses) / count,
+    }
+
+
+def counter_figures(rollouts: Rollouts) -> dict[str, Any]:
+    """vLLM's acceptance counters."""
     counters = rollouts.counters
+    return {
+        NUM_DRAFTS: rollouts.num_drafts,
+        DRAFTS: counters.drafts,
+        ACCEPTED: counters.accepted,
+        MAL_SERVING: counters.mean_acceptance_length,
+        ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
+    }
+
+
+def logged(values: dict[str, Any]) -> dict[str, float]:
+    """Figures as other people's loggers take them: numbers only, all under `medusa/`; a list as one number for each of its places."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        places = {f"{name}_{place}": part for place, part in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+        found |= {LOGGED + key: float(part) for key, part in places.items() if isinstance(part, int | float)}
+    return found
+
+
+def serving_figures(rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the heads did that served: version, staleness, acceptance, each engine's share, and what an engine that chooses K chose."""
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
+    if counts := [sum(row["steps"]) for row in choices]:
+        more[DRAFT_SPEEDUP] = sum(row["speedup"] * n for row, n in zip(choices, counts, strict=True)) / max(1, sum(counts))
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
         more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
-    return more | {
-        HEADS_VERSION: rollouts.heads_version,
-        STALENESS: rollouts.policy_version - (serving.policy_version if serving else 0),
-        NUM_DRAFTS: rollouts.num_drafts,
-        MAL_SERVING: counters.mean_acceptance_length,
-        ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
-        DRAFTS: counters.drafts,
-        ACCEPTED: counters.accepted,
-    }
+    staleness = rollouts.policy_version - (serving.policy_version if serving else 0)
+    return more | {HEADS_VERSION: rollouts.heads_version, STALENESS: staleness} | counter_figures(rollouts)
 
 
 def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str, Any]:
@@ -113,13 +164,16 @@ def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str,
     values: dict[str, Any] = {
         COMPANION_TRAINED_TOKENS: status.trained_tokens,
         COMPANION_DROPPED: status.batches_dropped,
+        COMPANION_LEFT_OUT: status.positions_left_out,
         COMPANION_RESTARTS: status.restarts,
         COMPANION_STEPS: status.optimizer_steps,
         COMPANION_WORKERS: status.workers,
         VERSIONS_PUBLISHED: status.versions_published,
+        VERSIONS_FOLLOWED: status.versions_followed,
+        VERSIONS_WORSE: status.versions_worse,
     }
-    if status.reason:
-        values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: status.reason}
+    if status.passes:
+        values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: "fixed"}
         values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}
     if status.gpu_gib is not None:
         values[COMPANION_GPU] = status.gpu_gib

@@ -31,11 +31,12 @@ from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion.schedule import Account, Decision, StepSeen
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.installer import HeadsInstaller
-from medusa_ppo.metrics import companion_figures, rollout_figures
-from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts
+from medusa_ppo.metrics import companion_figures, serving_figures
+from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ Tables = tuple[torch.Tensor, torch.Tensor | None]
 class _Step:
     """What one PPO step adds up."""
 
+    began: float = 0.0
     exposed_s: float = 0.0
     waited_s: float = 0.0
     rollouts: Rollouts | None = None
@@ -59,6 +61,7 @@ class MedusaPlugin:
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
+        account: what training costs the loop and saves it, and so how much is trained; None: the schedule is fixed.
         installer: what it has installed in the engine, and how often.
     """
 
@@ -70,6 +73,7 @@ class MedusaPlugin:
         wait: bool = False,
         on_error: str = "disable",
         heads: MedusaHeads | None = None,
+        passes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -79,6 +83,7 @@ class MedusaPlugin:
             wait: let before_generation wait until the companion has trained all it was given (repeatable runs).
             on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
             heads: the heads that the engine started with, for `save_heads`.
+            passes: the most over a batch, where as much is trained as pays; None: what the companion is configured for.
             clock: seconds.
         """
         self._engine = engine
@@ -88,7 +93,10 @@ class MedusaPlugin:
         self.installer = HeadsInstaller(engine, heads, on_error)
         self._clock = clock
         self._collector: BatchCollector | None = None
-        self._lm_head_VD: torch.Tensor | None = None
+        self._tables: Tables | None = None
+        self._tables_sent = True
+        self.account = None if passes is None or companion is None else Account(passes, shared=companion.shared)
+        self._decision = Decision()
         self._step = _Step()
         self._train_s_before = 0.0
         self._upper_seen = 0
@@ -119,8 +127,7 @@ class MedusaPlugin:
             resume_from: folder that `save` wrote; empty: begin anew.
         """
         heads = initial_heads(config, model)
-        tables = _tables(model, heads.config)
-        return cls.start_from_tables(config, heads, tables, engine, run_dir, resume_from=resume_from)
+        return cls.start_from_tables(config, heads, _tables(model, heads.config), engine, run_dir, resume_from=resume_from)
 
     @classmethod
     def start_from_tables(
@@ -142,13 +149,17 @@ class MedusaPlugin:
                 tables_VD[0].detach(),
                 seed=config.seed,
                 draft_temperature=config.engine.draft_temperature,
+                num_drafts=config.engine.num_drafts,
+                draft_vocab=config.engine.draft_vocab,
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
-                embedding_VD=tables_VD[1].detach() if heads.config.needs_embedding and tables_VD[1] is not None else None,
+                embedding_VD=_embedding(tables_VD, heads.config),
                 resume_from=resume_from,
             )
-        plugin = cls(engine, companion, wait=config.companion.wait, on_error=config.companion.on_error, heads=heads)
-        plugin._lm_head_VD = tables_VD[0]
+        settings = config.companion
+        passes = float(settings.epochs) if settings.must_pay else None
+        plugin = cls(engine, companion, wait=settings.wait, on_error=settings.on_error, heads=heads, passes=passes)
+        plugin._tables = tables_VD
         return plugin
 
     # ---- the hooks --------------------------------------------------------------------------------------------------------
@@ -159,13 +170,19 @@ class MedusaPlugin:
         Raises:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
         """
+        self._step.began = self._clock()
         with self._exposed():
-            self.installer.take_back()
+            back = self.installer.take_back()
             if self._companion is not None:
+                if back and self._heads is not None:
+                    heads, _ = self.installer.heads_to_save(lambda: None)
+                    self._companion.go_on_from(self.installer.known_version, heads.trainable_state())
                 published = self._ask_for_heads(self._companion)
                 if published is not None:
                     self.installer.install(published)
             self.installer.feed_again()
+        if self._companion is not None:
+            self._companion.give_way(True)
 
     def _ask_for_heads(self, companion: CompanionClient) -> PublishedHeads | None:
         began = self._clock()
@@ -175,16 +192,23 @@ class MedusaPlugin:
         self._step.waited_s += self._clock() - began
         return published
 
-    def rollout_ready(self, rollouts: Rollouts) -> None:
-        """Remember this batch's tokens and log-probs; its states come through `actor_forward`."""
+    def rollout_ready(self, rollouts: Rollouts) -> BatchCollector | None:
+        """Remember this batch's tokens and log-probs; its states come through `actor_forward`, into what is returned. None: not wanted."""
         with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
             self._step.serving = self.installer.installed
             self.installer.judge(rollouts)
             if self._companion is not None:
-                self._collector = self._companion.collector(rollouts)
-                self.empty_responses += self._collector.empty_responses
+                self._decision = self.account.decide() if self.account else Decision()
+                if self._wants_states:
+                    self._collector = self._companion.collector(rollouts)
+                    self.empty_responses += self._collector.empty_responses
+        return self._collector
+
+    @property
+    def _wants_states(self) -> bool:
+        return self.account is None or self._decision.passes > 0
 
     @contextlib.contextmanager
     def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None] | torch.Tensor) -> Iterator[None]:
@@ -215,20 +239,26 @@ class MedusaPlugin:
         """In the place of `actor_forward`, where the actor lives in another process that has tapped its own pass."""
         with self._exposed():
             self._collector = None
-            if self._companion is not None:
-                self._companion.submit(batch)
+            if self._companion is not None and self._wants_states:
+                self._submit(batch)
 
-    def policy_updated(self, model: Actor, policy_version: int) -> None:
-        """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now."""
-        self.tables_updated(_tables(model, self._heads.config if self._heads else None), policy_version)
+    def policy_updated(self, model: Actor | None, policy_version: int) -> None:
+        """The actor has changed: its lm_head goes to the companion. A batch of which only a part was scored goes now.
 
-    def tables_updated(self, tables_VD: Tables, policy_version: int) -> None:
+        Args:
+            model: the actor; None: its tables are what they were (adapters that leave them alone, say), and are not sent again.
+        """
+        tables = None if model is None else _tables(model, self._heads.config if self._heads else None)
+        self.tables_updated(tables, policy_version)
+
+    def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
         """As `policy_updated`, where the actor lives in another process."""
         with self._exposed():
             self._flush()
-            self._lm_head_VD = tables_VD[0]
-            if self._companion is not None and self._heads is not None:
-                self._send_tables(tables_VD, policy_version, self._heads.config)
+            if tables_VD is not None:
+                self._tables, self._tables_sent = tables_VD, False
+            if self._wants_states:
+                self._send_tables(policy_version)
 
     def metrics(self) -> dict[str, Any]:
         """Figures of the step since the last call, under the names of medusa_ppo/metrics.py. A figure that isn't known is left out."""
@@ -237,7 +267,7 @@ class MedusaPlugin:
         step, self._step = self._step, _Step()
         values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: self.installer.take_seconds()}
         if step.rollouts is not None:
-            values |= rollout_figures(step.rollouts, step.serving, self._engine.choices())
+            values |= serving_figures(step.rollouts, step.serving, self._engine.choices())
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
@@ -246,7 +276,19 @@ class MedusaPlugin:
             values[names.SWAP_ALARMS] = self.installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
+            if self.account is not None and step.rollouts is not None:
+                values |= self._book(self.account, step, trained_s, status)
         return values
+
+    def _book(self, account: Account, step: _Step, trained_s: float, status: CompanionStatus) -> dict[str, Any]:
+        assert step.rollouts is not None
+        step_s = self._clock() - step.began
+        took_s, tokens, length = step.rollouts.seconds, step.rollouts.generated_tokens, step.rollouts.counters.mean_acceptance_length
+        versions = status.versions_published, step.rollouts.heads_version
+        account.step(
+            StepSeen(took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, trained_s, status.judged, status.gain, *versions)
+        )
+        return dict(zip(names.ACCOUNT, (account.last.passes, account.last.reason, account.saved_s, account.lost_s), strict=True))
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
         """Wait until the companion has trained all it was given, outside of any step. False when it did not in time."""
@@ -271,7 +313,7 @@ class MedusaPlugin:
             raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
         companion = self._companion
         heads, version = self.installer.heads_to_save(lambda: companion.newest(0) if companion is not None else None)
-        save_heads(folder, heads, lm_head_VD=self._lm_head_VD, version=version)
+        save_heads(folder, heads, lm_head_VD=self._tables[0] if self._tables else None, version=version)
         return Path(folder)
 
     def close(self) -> None:
@@ -290,17 +332,26 @@ class MedusaPlugin:
         if not collector.seen and not collector.complete:
             logger.warning("No response of the last rollouts was scored inside plugin.actor_forward; the companion gets nothing.")
             return
-        self._companion.submit(collector.batch())
+        self._submit(collector.batch())
 
-    def _send_tables(self, tables_VD: Tables, policy_version: int, config: HeadsConfig) -> None:
+    def _submit(self, batch: RolloutBatch) -> None:
         assert self._companion is not None
-        embedding_VD = tables_VD[1].detach() if config.needs_embedding and tables_VD[1] is not None else None
-        if config.lm_head == "shared" or embedding_VD is not None:
-            self._companion.update_lm_head(tables_VD[0].detach(), policy_version, embedding_VD=embedding_VD)
+        self._send_tables(batch.policy_version)  # Those that stayed here while nothing was trained.
+        self._companion.submit(dataclasses.replace(batch, passes=self._decision.passes) if self.account else batch)
+
+    def _send_tables(self, policy_version: int) -> None:
+        """The actor's tables to the companion, once after each update."""
+        if self._tables_sent or self._tables is None or self._companion is None or self._heads is None:
+            return
+        self._tables_sent, embedding_VD = True, _embedding(self._tables, self._heads.config)
+        if self._heads.config.lm_head == "shared" or embedding_VD is not None:
+            self._companion.update_lm_head(self._tables[0].detach(), policy_version, embedding_VD=embedding_VD)
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:
         began = self._clock()
+        if self._companion is not None:
+            self._companion.give_way(False)
         try:
             yield
         finally:
@@ -323,19 +374,16 @@ def heads_for_table(config: RunConfig, lm_head_VD: torch.Tensor) -> MedusaHeads:
     if section.path:
         heads, _ = load_heads(section.path, hidden_size=hidden_size, vocab_size=vocab_size)
         return heads.to(torch.float32)
-    sizes = HeadsConfig(
-        hidden_size,
-        vocab_size,
-        num_heads=section.num_heads,
-        kind=section.kind,
-        lm_head=section.lm_head,
-    )
     with torch.random.fork_rng(devices=[]):  # The loop's own random numbers stay what they are.
-        torch.manual_seed(config.seed)
-        heads = MedusaHeads(sizes)
+        torch.default_generator.manual_seed(config.seed)
+        heads = MedusaHeads(section.sizes(hidden_size, vocab_size))
     if section.lm_head == "own":
         heads.init_own_lm_heads(lm_head_VD.to("cpu", torch.float32))
     return heads
+
+
+def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
+    return tables_VD[1].detach() if config.needs_embedding and tables_VD[1] is not None else None
 
 
 def _tables(model: Actor, config: HeadsConfig | None) -> Tables:

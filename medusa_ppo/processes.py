@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
+import sys
+import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from heads.errors import RunError
+from heads.errors import MedusaError, RunError
 from medusa_ppo.files import OwnedFolder, sweep
 
 logger = logging.getLogger(__name__)
@@ -24,7 +29,6 @@ logger = logging.getLogger(__name__)
 MIB = 1024**2
 START_ATTEMPTS = 3
 RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # Ray would write a token file into the home folder; ours listens on this machine only.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
@@ -60,9 +64,10 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
         return
     if joins:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        with contextlib.ExitStack() as stack:
-            stack.callback(ray.shutdown)
+        try:
             yield
+        finally:
+            ray.shutdown()
         return
     folder = OwnedFolder("mppo-")  # Short on purpose: a socket's path may have 107 characters.
     keep = False
@@ -81,7 +86,11 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
 
 
 def _start(folder: Path, cpus: int, store_bytes: int) -> None:
-    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError."""
+    """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
+
+    Ray listens on all of the machine's addresses, and whoever it listens to runs code in it: here only who has this process's token.
+    """
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Else Ray writes one into the home folder.
     for left in reversed(range(START_ATTEMPTS)):
         try:
             ray.init(
@@ -146,6 +155,19 @@ class StopSignals:
         raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
+    """Our own errors as they are; whatever else Ray says of a process in the block as one of `kind`."""
+    try:
+        yield
+    except RayError as error:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, MedusaError):
+            raise error.cause from None
+        what = "did not answer in time" if isinstance(error, GetTimeoutError) else "died" if isinstance(error, RayActorError) else "failed"
+        given = repr(error.cause) if isinstance(error, RayTaskError) else (str(error).strip().splitlines() or [repr(error)])[-1]
+        raise kind(f"{who} {what}.", given=given, expected="a running process", do=do) from error
+
+
 TIMEOUT_S = 180.0
 TOKEN = 0.001  # Of a node's resource: it says where, not how many.
 
@@ -171,7 +193,7 @@ def reserve(bundles: list[dict[str, float]], what: str, layout: str = "PACK", ti
         remove_placement_group(group)
         raise RunError(
             f"The Ray cluster has no room for the {what}.",
-            given=f"{_by_kind(bundles)}, {layout}; free: {_free()}",
+            given=f"{', '.join(f'{count} x {kind}' for kind, count in Counter(map(str, bundles)).items())}, {layout}; free: {_free()}",
             expected=f"room for all of them within {timeout_s:.0f} s",
             do="Add nodes, start Ray with the resources named, or ask for fewer processes or another placement.",
         )
@@ -189,11 +211,23 @@ def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
     return {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
 
 
-def _by_kind(bundles: list[dict[str, float]]) -> str:
-    kinds = {str(bundle): bundles.count(bundle) for bundle in bundles}
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-
-
 def _free() -> str:
     free = {name: amount for name, amount in ray.available_resources().items() if not name.startswith(("node:", "memory", "object_store"))}
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(free.items())) or "nothing"
+
+
+@contextlib.contextmanager
+def without_line(words: str) -> Iterator[None]:
+    """Leave a line with these words out of what this process writes to stderr in the block, by C++ too; the rest comes at its end."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            kept.seek(0)
+            os.write(stderr, b"".join(line for line in kept if words.encode() not in line))
+            os.close(stderr)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from heads.errors import DataError
+
+HOLDOUT_TOKENS = 32_768
+"""Response tokens that heads are judged on, of one batch: several times what an interval of one percent asks for."""
 
 
 @dataclass(frozen=True)
@@ -147,21 +150,6 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """All responses of a batch that several workers hold a part of each.
-
-    Attributes:
-        lengths_S: int64, response tokens of every response, in order.
-        prompts_S: int64, which prompt each answers; None: each its own.
-        first: number of the part's first response. A part is a stretch of responses that follow each other, or none.
-    """
-
-    lengths_S: torch.Tensor
-    prompts_S: torch.Tensor | None
-    first: int
-
-
-@dataclass(frozen=True)
 class RolloutBatch:
     """Packed training data for the companion; see the module's docstring for the coordinates.
 
@@ -174,10 +162,11 @@ class RolloutBatch:
         temperature: temperature the behaviour log-probs were taken at.
         prompts_S: int64, which prompt each sequence answers; None: each its own. Answers to one prompt are much alike.
         top_k, top_p: how the responses were cut when they were sampled; 0 and 1: not at all.
-        weights_M: float32, how much each row counts in training, 0: not at all; None: 1 each. Where `hidden_MD` has fewer than M rows,
-            it holds the states of the rows with a weight, in their order.
+        weights_M: float32, how much each row counts in training, 0: its state only serves its neighbours, below 0: it has no state here;
+            None: 1 each. Where `hidden_MD` has fewer than M rows, it holds the states that there are, in their order.
         held_S: bool, sequences to judge heads on, chosen where rows were left out; all their rows have a state. None: `hold_out` chooses.
-        whole: the batch that this is one worker's part of; None: it is all there is. Only a part may be empty.
+        passes: how often to train on it; None: as the companion is configured.
+        lm_head_VD, embedding_VD: the tables of the actor that wrote it, where these are no longer the newest.
     """
 
     hidden_MD: torch.Tensor
@@ -191,18 +180,20 @@ class RolloutBatch:
     top_p: float = 1.0
     weights_M: torch.Tensor | None = None
     held_S: torch.Tensor | None = None
-    whole: Whole | None = None
+    passes: float | None = None
+    lm_head_VD: torch.Tensor | None = None
+    embedding_VD: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, states, total = self.response_ids_M.shape[0], self.hidden_MD.shape[0], int(self.lengths_S.sum())
-        if rows == 0 and self.whole is None:
+        if rows == 0:
             raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
-        weighted = None if self.weights_M is None else int((self.weights_M > 0).sum())
+        weighted = None if self.weights_M is None else int((self.weights_M >= 0).sum())
         if not rows == self.logprobs_M.shape[0] == total or states not in (rows, weighted):
             raise DataError(
                 "The parts of a rollout batch do not fit together.",
                 given=f"hidden {states}, ids {rows}, logprobs {self.logprobs_M.shape[0]}, lengths sum to {total}, weighted rows {weighted}",
-                expected="one row per response token; states of all of them, or of those with a weight",
+                expected="one row per response token; states of all of them, or of those whose weight is not below 0",
                 do="Hand in one hidden state and one log-prob for each response token.",
             )
         if self.prompts_S is not None and self.prompts_S.shape != self.lengths_S.shape:
@@ -215,12 +206,8 @@ class RolloutBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; of a part: of the whole batch, so that all workers keep and forget the same."""
-        if self.whole is not None:
-            row = self.hidden_MD.shape[1] * self.hidden_MD.element_size()
-            row += self.response_ids_M.element_size() + self.logprobs_M.element_size()
-            return int(self.whole.lengths_S.sum()) * row + self.whole.lengths_S.nbytes
-        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S, self.weights_M)
+        """Bytes of all tensors."""
+        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S, self.weights_M, self.lm_head_VD, self.embedding_VD)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
     @property
@@ -229,55 +216,34 @@ class RolloutBatch:
         rows = self.response_ids_M.shape[0]
         if self.weights_M is None or self.hidden_MD.shape[0] == rows:
             return torch.arange(rows)
-        kept_M = self.weights_M > 0
+        kept_M = self.weights_M >= 0
         return torch.where(kept_M, kept_M.cumsum(0) - 1, -1)
 
-    def select(self, sequences_S: torch.Tensor, whole: Whole | None = None) -> RolloutBatch:
-        """The batch of the given sequences (int64 indices), in that order; with `whole` a part of that."""
+    def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
+        """The batch of the given sequences (int64 indices), in that order."""
         ends = self.lengths_S.cumsum(0)
         spans = [torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()]
         rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         states = self.state_rows_M[rows]
         chosen = self._picked(rows, "response_ids_M", "logprobs_M", "weights_M")
         chosen |= self._picked(sequences_S, "lengths_S", "prompts_S", "held_S")
-        return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], whole=whole, **chosen)
+        return replace(self, hidden_MD=self.hidden_MD[states[states >= 0]], **chosen)
 
     def hold_out(self, fraction: float, seed: int) -> tuple[RolloutBatch, RolloutBatch | None]:
         """Split into training and holdout by prompts, so that no held-out response answers a prompt that was trained on.
 
-        Parts of one batch are split as the whole is.
-
         Returns:
             (training, holdout); the holdout is None where there is one prompt only.
         """
-        whole = self.whole or Whole(self.lengths_S, self.prompts_S, 0)
-        prompts_S = torch.arange(whole.lengths_S.numel()) if whole.prompts_S is None else whole.prompts_S
-        held_S = held_out(prompts_S, fraction, seed) if self.held_S is None else self.held_S
+        held_S = held_out(self.lengths_S, self.prompts_S, fraction, seed) if self.held_S is None else self.held_S
         if not 0 < int(held_S.sum()) < held_S.numel():
             return self, None
-        training, holdout = self._chosen(~held_S, whole), self._chosen(held_S, whole)
+        training, holdout = (self.select(chosen_S.nonzero()[:, 0]) for chosen_S in (~held_S, held_S))
         return replace(training, held_S=None), replace(holdout, weights_M=None, held_S=None)
-
-    def split(self, count: int) -> tuple[RolloutBatch, ...]:
-        """Cut into parts for so many workers, of about as many tokens each. Their rows are views of these."""
-        assert self.weights_M is None and self.held_S is None, "positions are sampled by one worker alone"
-        ends_S = self.lengths_S.cumsum(0)
-        marks = torch.arange(1, count) * int(ends_S[-1]) / count
-        cuts = [0, *(torch.searchsorted(ends_S - self.lengths_S / 2, marks)).tolist(), ends_S.numel()]
-        rows = [0, *ends_S.tolist()]
-        return tuple(
-            replace(
-                self,
-                **self._picked(slice(rows[first], rows[last]), "hidden_MD", "response_ids_M", "logprobs_M"),
-                **self._picked(slice(first, last), "lengths_S", "prompts_S"),
-                whole=Whole(self.lengths_S, self.prompts_S, first),
-            )
-            for first, last in pairwise(cuts)
-        )
 
     @staticmethod
     def join(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """All sequences as one batch, in order: neighbouring parts, or batches that were sampled in the same way.
+        """All sequences of batches that were sampled in the same way as one batch, in order.
 
         Prompt numbers and weights stay where all parts have them.
         """
@@ -289,27 +255,26 @@ class RolloutBatch:
             joined[name] = torch.cat(found) if len(found) == len(parts) else None
         return replace(parts[0], **joined)
 
-    def _chosen(self, chosen_S: torch.Tensor, whole: Whole) -> RolloutBatch:
-        """Some of all responses (bool mask over the whole): those of them that are here."""
-        here_S = chosen_S[whole.first : whole.first + self.lengths_S.numel()].nonzero()[:, 0]
-        if self.whole is None:
-            return self.select(here_S)
-        prompts_S = None if whole.prompts_S is None else whole.prompts_S[chosen_S]
-        return self.select(here_S, Whole(whole.lengths_S[chosen_S], prompts_S, int(chosen_S[: whole.first].sum())))
-
     def _picked(self, index: Any, *names: str) -> dict[str, Any]:
         """The same rows of several tensors, of those that there are."""
         return {name: value[index] for name in names if (value := getattr(self, name)) is not None}
 
 
-def held_out(prompts_S: torch.Tensor, fraction: float, seed: int) -> torch.Tensor:
-    """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where there is one prompt only."""
-    groups = prompts_S.unique()
+def held_out(lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int) -> torch.Tensor:
+    """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where there is one prompt only.
+
+    The first of them always, the next ones as long as HOLDOUT_TOKENS have room for their answers.
+    """
+    prompts_S = torch.arange(lengths_S.numel()) if prompts_S is None else prompts_S
+    groups, group_S = prompts_S.unique(return_inverse=True)
     if groups.numel() < 2:
         return torch.zeros_like(prompts_S, dtype=torch.bool)
     held = min(max(1, round(fraction * groups.numel())), groups.numel() - 1)
-    order = groups[torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))]
-    return torch.isin(prompts_S, order[:held])
+    order = torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))[:held]
+    tokens = torch.zeros(groups.numel(), dtype=torch.int64).index_add_(0, group_S, lengths_S)[order].cumsum(0)
+    fits = tokens <= HOLDOUT_TOKENS
+    fits[0] = True
+    return torch.isin(group_S, order[fits])
 
 
 @dataclass(frozen=True)
@@ -343,7 +308,9 @@ class ReplayRow:
 class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
-    `passes`, `reason` and `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one.
+    `passes` and `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one. `judged` counts
+    the batches that the gate has judged, `gain` is what the candidate had more than the serving heads the last time (acceptance length).
+    `versions_followed` were compared with the one before on later batches, `versions_worse` were surely worse there.
     `upper` is the last upper mark, of batch number `upper_batch`, and `upper_serving` what the serving heads reached on the same holdout.
     """
 
@@ -369,8 +336,12 @@ class CompanionStatus:
     restarts: int = 0
     losses: tuple[float, ...] = ()
     passes: float = 0.0
-    reason: str = ""
+    judged: int = 0
+    gain: float = 0.0
+    versions_followed: int = 0
+    versions_worse: int = 0
     positions_frac: float = 0.0
+    positions_left_out: int = 0
     gpu_gib: float | None = None
     workers: int = 1
     rate: float = 1.0

@@ -27,7 +27,7 @@ HOMES = {
     "tensorboard": ("medusa_ppo/reports/trackers.py",),
     "wandb": ("medusa_ppo/reports/trackers.py",),
     "trackio": ("medusa_ppo/reports/trackers.py",),
-    "openrlhf": ("medusa_ppo/loops/openrlhf/",),
+    "openrlhf": ("medusa_ppo/loops/openrlhf.py",),
 }
 # Over the preferred 400 lines, with the reason.
 LONG_FILES = {

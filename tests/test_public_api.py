@@ -86,7 +86,8 @@ def test_what_documents_and_examples_import_is_public() -> None:
 @pytest.mark.parametrize(("module", "name"), [pair for pair in NAMES if pair[0] != "medusa_ppo"], ids=lambda part: part)
 def test_names_are_defined_where_they_are_imported_from(module: str, name: str) -> None:
     """The site reads sources and imports nothing; so this holds for optional modules too."""
-    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    path = ROOT / module.replace(".", "/")
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
     defined = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert name in defined and ast.get_docstring(defined[name]), f"{module} does not define {name}, or without a docstring"
 

@@ -52,6 +52,8 @@ def parameters(name: str) -> list[dict[str, str]]:
     hints = typing.get_type_hints(function, include_extras=True)
     rows = []
     for key, parameter in inspect.signature(function).parameters.items():
+        if hints[key] is typer.Context:
+            continue
         kind, info = typing.get_args(hints[key])[:2]
         argument = isinstance(info, typer.models.ArgumentInfo)
         rows.append(

@@ -8,19 +8,25 @@ returns exactly that as `last_hidden_state`, whatever the family, so the tap is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from heads.errors import ConfigError, DataError, ModelError
-from medusa_ppo.actors.seam import ActorView, unwrap
+from medusa_ppo.actors import ActorView
+from medusa_ppo.actors.actor_tables import Table, plain_model
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +47,9 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
     name = os.fspath(path)
     torch_dtype = _dtype(dtype)
     _check_is_causal(name)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=torch_dtype,
-            use_safetensors=_use_safetensors(name),
-            weights_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
-        raise _unusable(name, "The actor can't be loaded.", error) from error
+    with _loading(name, "The actor can't be loaded."):
+        safe: dict[str, Any] = {"use_safetensors": _use_safetensors(name), "weights_only": True, "trust_remote_code": False}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, output_loading_info=True, **safe)
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -75,32 +73,39 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """
     name = os.fspath(path)
     _check_exists(name)
-    try:
+    with _loading(name, "The tokenizer can't be loaded."):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
-        raise _unusable(name, "The tokenizer can't be loaded.", error) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def lm_head_weight(model: nn.Module) -> torch.Tensor:
-    """The actor's live output matrix `lm_head_VD` (a Parameter, not a copy), tied or untied.
+def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Names of lm_head and embedding in the actor's own checkpoint, by the model itself; the same name twice where they are one.
 
     Raises:
-        ModelError: the model has no output embedding.
+        ModelError: no causal LM of transformers.
     """
-    head = _unwrap(model).get_output_embeddings()
-    return _matrix(head, model, "an output embedding (lm_head)")
+    _check_is_causal(os.fspath(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return names[id(model.get_output_embeddings().weight)], names[id(model.get_input_embeddings().weight)]
+
+
+def lm_head_weight(model: nn.Module) -> torch.Tensor:
+    """The actor's output matrix `lm_head_VD`: live (a Parameter, not a copy) where no adapter changes it, tied or untied.
+
+    Raises:
+        ModelError: the model has no output embedding that can be read.
+        DataError: it is cut over ranks.
+    """
+    return HFActor(model).lm_head_VD
 
 
 def embedding_weight(model: nn.Module) -> torch.Tensor:
-    """The actor's live input embedding `embedding_VD` (a Parameter, not a copy).
-
-    Raises:
-        ModelError: the model has no input embedding.
-    """
-    return _matrix(_unwrap(model).get_input_embeddings(), model, "an input embedding")
+    """The actor's input embedding `embedding_VD`, as `lm_head_weight`."""
+    return HFActor(model).embedding_VD
 
 
 class HiddenTap:
@@ -112,12 +117,12 @@ class HiddenTap:
     def __init__(self, model: nn.Module) -> None:
         """
         Args:
-            model: causal LM of transformers, bare or wrapped by DistributedDataParallel.
+            model: causal LM of transformers, bare or wrapped (`medusa_ppo.actors.actor_tables` has the forms).
 
         Raises:
             ModelError: the model has no base model under its lm_head.
         """
-        inner = _unwrap(model)
+        inner = plain_model(model)
         base = inner.base_model
         if base is inner and inner.get_output_embeddings() is not None:
             raise ModelError(
@@ -127,25 +132,30 @@ class HiddenTap:
                 do="Use a model class whose `base_model` returns `last_hidden_state`.",
             )
         self._base = base
+        self._traced = _traced_hook(base) if _is_compiled(model, inner, base) else None
         self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._hidden_BTD: torch.Tensor | None = None
-        self.calls = 0
+        self._hook = self._traced or _Hook()
+
+    @property
+    def calls(self) -> int:
+        """Forward passes seen since the context was entered."""
+        return self._hook.calls
 
     def __enter__(self) -> HiddenTap:
-        self._hidden_BTD = None
-        self.calls = 0
-        self._handle = self._base.register_forward_hook(self._hook)
+        if self._traced is None:
+            self._hook = _Hook()
+            self._handle = self._base.register_forward_hook(self._hook)
+        self._hook.reset(open_=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-    def _hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        self._hidden_BTD = hidden_BTD.detach()
-        self.calls += 1
+        if self._traced is not None:
+            kept, self._hook = self._traced, _Hook()
+            self._hook.hidden_BTD, self._hook.calls = kept.hidden_BTD, kept.calls
+            kept.reset(open_=False)
 
     @property
     def hidden_BTD(self) -> torch.Tensor:
@@ -154,38 +164,142 @@ class HiddenTap:
         Raises:
             DataError: no forward pass happened, or more than one.
         """
-        if self._hidden_BTD is None or self.calls != 1:
+        hidden_BTD = self._hook.hidden_BTD
+        if hidden_BTD is None or self.calls != 1:
             raise DataError(
                 "The tapped context must hold exactly one forward pass of the actor.",
                 given=f"{self.calls} forward passes",
                 expected="1",
                 do="Open one context for each micro-batch, around the actor's own forward call.",
             )
-        return self._hidden_BTD
+        if isinstance(hidden_BTD, DTensor):
+            if not all(placement.is_replicate() for placement in hidden_BTD.placements):
+                raise ModelError(
+                    "The final hidden states are cut over ranks.",
+                    given=f"placements {hidden_BTD.placements}",
+                    expected="whole rows on each rank",
+                    do="Switch sequence parallelism off, or gather the states before the base model returns.",
+                )
+            return hidden_BTD.to_local()
+        return hidden_BTD
+
+
+class _Hook:
+    """Keeps what a base model returns."""
+
+    def __init__(self) -> None:
+        self.reset(open_=True)
+
+    def reset(self, *, open_: bool) -> None:
+        self.open, self.calls = open_, 0
+        self.hidden_BTD: torch.Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.open:
+            self.hidden_BTD = (output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]).detach()
+            self.calls += 1
+
+
+_TRACED: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary()
+
+
+def _is_compiled(*modules: nn.Module) -> bool:
+    """By torch.compile, from these or further out."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in modules)
+
+
+def _traced_hook(base: nn.Module) -> _Hook:
+    """One hook for good: torch.compile bakes hooks in when it first sees the model, and does not look for others later."""
+    if base not in _TRACED:
+        _TRACED[base] = hook = _Hook()
+        hook.reset(open_=False)
+        base.register_forward_hook(hook)
+        torch.compiler.reset()  # What was compiled before lacks it.
+    return _TRACED[base]
 
 
 class HFActor(ActorView):
-    """A transformers actor that this process holds whole."""
+    """A transformers actor, one process's end. Where its weights are cut over ranks, every rank has one and calls `refresh`.
 
-    def __init__(self, model: nn.Module) -> None:
+    Attributes:
+        reports: this rank keeps the whole tables; the plug-in is here.
+        gathered_bytes: of tables that ranks gave each other so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, reports: bool = True, with_embedding: bool = True, group: dist.ProcessGroup | None = None
+    ) -> None:
         """
         Args:
-            model: causal LM of transformers, bare or wrapped by DistributedDataParallel.
+            model: causal LM of transformers, bare or wrapped; see `medusa_ppo.actors.actor_tables` for what is understood.
+            reports: as the attribute.
+            with_embedding: `refresh` also brings the input embedding (heads of kind hydra).
+            group: the ranks that hold this actor together; None: all.
         """
-        self._model = model
+        self._model, self._group = model, group
+        self._with_embedding = with_embedding
+        self.reports = reports
+        self.gathered_bytes = 0
+        self._gathered: dict[str, torch.Tensor | None] = {}
+        self._bits: dict[str, tuple[int, ...]] = {}
 
     def tap(self) -> HiddenTap:
         return HiddenTap(self._model)
 
+    def refresh(self) -> bool:
+        """Bring the tables to the ranks that report, if a rank has seen them change. Every rank calls it, before the first use and after
+        the weights changed, at the same point of its work: with or without a plug-in, or the others wait for it.
+
+        Returns:
+            Whether a table may be another than at the last call; the same on every rank.
+        """
+        tables = {"output": Table(self._model, "output")}
+        if self._with_embedding:
+            tables["input"] = Table(self._model, "input")
+        if self._bits and all(table.frozen for table in tables.values()):
+            return False
+        if all(table.whole for table in tables.values()):
+            return self._changed_here(tables)
+        changed = torch.tensor([int(self._changed_here(tables))], device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+        if not changed.item():
+            return False
+        tied = "input" in tables and tables["input"].is_that_of(tables["output"])
+        for name, table in tables.items():
+            if name == "output" or not tied:
+                self._gathered[name], nbytes = table.gather(keep=self.reports)
+                self.gathered_bytes += nbytes
+            else:
+                self._gathered[name] = self._gathered["output"]
+        return True
+
+    def _changed_here(self, tables: dict[str, Table]) -> bool:
+        before, self._bits = self._bits, {name: table.print_of_bits() for name, table in tables.items()}
+        return before != self._bits
+
     @property
     def lm_head_VD(self) -> torch.Tensor:
-        """Live, as `lm_head_weight`."""
-        return lm_head_weight(self._model)
+        """Live, as `lm_head_weight`; where it is cut over ranks as of the last `refresh`, on the CPU."""
+        return self._table("output")
 
     @property
     def embedding_VD(self) -> torch.Tensor:
-        """Live, as `embedding_weight`."""
-        return embedding_weight(self._model)
+        """As `lm_head_VD`."""
+        return self._table("input")
+
+    def _table(self, name: str) -> torch.Tensor:
+        table = Table(self._model, name)
+        if table.whole:
+            return table.live()
+        gathered_VD = self._gathered.get(name)
+        if gathered_VD is None:
+            raise DataError(
+                "This process has a piece of the actor's table only.",
+                given=f"{type(self._model).__name__}, refresh() {'called' if self._gathered else 'not called'}, reports={self.reports}",
+                expected="an HFActor on every rank, and refresh() called on all of them at the same point",
+                do="Make HFActor(model, reports=rank == 0) on every rank, call its refresh(), and give it to the plug-in (docs/hooks.md).",
+            )
+        return gathered_VD
 
 
 Actor = nn.Module | ActorView
@@ -194,22 +308,6 @@ Actor = nn.Module | ActorView
 def as_view(model: Actor) -> ActorView:
     """What the plug-in was given, as it sees it: a transformers model, or the view of another kind of actor."""
     return model if isinstance(model, ActorView) else HFActor(model)
-
-
-def _unwrap(model: nn.Module) -> Any:
-    return unwrap(model, PreTrainedModel, "a transformers model", "Load the actor with medusa_ppo.actors.hf.load_actor.")
-
-
-def _matrix(module: nn.Module | None, model: nn.Module, what: str) -> torch.Tensor:
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-        raise ModelError(
-            "The model lacks a matrix that the heads need.",
-            given=type(model).__name__,
-            expected=what,
-            do="Use a causal LM of transformers.",
-        )
-    return weight
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -244,10 +342,8 @@ def _check_exists(name: str) -> None:
 def _check_is_causal(name: str) -> None:
     """Refuse what transformers would load as a causal LM although it attends to both sides."""
     _check_exists(name)
-    try:
+    with _loading(name, "The model's configuration can't be read."):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad configuration
-        raise _unusable(name, "The model's configuration can't be read.", error) from error
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if masked_lm or getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
@@ -275,15 +371,15 @@ def _use_safetensors(name: str) -> bool | None:
     )
 
 
-def _unusable(name: str, problem: str, error: Exception) -> ModelError:
-    reason = str(error).strip().splitlines()
-    if _is_folder_like(name):
-        do = "Check that the folder was written completely by save_pretrained, and by a transformers version that is not newer."
-    else:
+@contextlib.contextmanager
+def _loading(name: str, problem: str) -> Iterator[None]:
+    """Whatever is raised for a bad checkpoint (OSError, ValueError, KeyError, SafetensorError, ...), in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
         do = "Check the spelling and the network, or download the model first and give its folder."
-    return ModelError(
-        problem,
-        given=f"{name} ({type(error).__name__}: {reason[0] if reason else 'no message'})",
-        expected="a transformers causal LM in a folder or on the hub",
-        do=do,
-    )
+        if _is_folder_like(name):
+            do = "Check that the folder was written completely by save_pretrained, and by a transformers version that is not newer."
+        given, expected = f"{name} ({type(error).__name__}: {reason})", "a transformers causal LM in a folder or on the hub"
+        raise ModelError(problem, given=given, expected=expected, do=do) from error

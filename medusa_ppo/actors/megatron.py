@@ -29,8 +29,8 @@ from torch import nn
 
 from heads.errors import DataError, ModelError
 from heads.parallel import ShardedVocabulary
+from medusa_ppo.actors import ActorView
 from medusa_ppo.actors.megatron_layout import Gathering, Groups, Packing, gather_rows, join_context, rank_of, size_of
-from medusa_ppo.actors.seam import ActorView, unwrap
 
 
 class MegatronActor(ActorView):
@@ -225,4 +225,15 @@ def groups_of(model: GPTModel) -> Groups:
 
 
 def _unwrap(model: nn.Module) -> Any:
-    return unwrap(model, GPTModel, "a megatron-core language model", "Pass the model that the Megatron actor trains.")
+    """The GPTModel under DistributedDataParallel and its like. ModelError when there is none."""
+    inner: Any = model
+    while not isinstance(inner, GPTModel) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if not isinstance(inner, GPTModel):
+        raise ModelError(
+            "This is not a megatron-core language model.",
+            given=type(inner).__name__,
+            expected="a megatron-core language model (GPTModel)",
+            do="Pass the model that the Megatron actor trains.",
+        )
+    return inner

@@ -18,15 +18,17 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from heads.heads_config import HeadsConfig
+from heads.errors import ConfigError
+from heads.heads_config import KINDS, HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
-from medusa_ppo.bench.measuring import Table, run_rounds, table_of
+from medusa_ppo.bench import HeadsBench, Table, run_rounds, table_of
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.config import CompanionConfig, HeadsSection
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.standalone.collect import Sample, response_rounds, samples_of, split_samples
 from medusa_ppo.standalone.data_parallel import cosine_schedule
@@ -175,24 +177,6 @@ def throughput_sentence(figures: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class HeadsBench:
-    """What to compare, on what."""
-
-    model: str
-    data: str
-    template: str
-    train_tokens: int = 100_000
-    epochs: int = 4
-    num_heads: int = 4
-    kinds: tuple[str, ...] = ("medusa", "markov", "hydra")
-    losses: tuple[str, ...] = ("ce", "tv", "ce_tv", "kl", "kl_tv")
-    max_new_tokens: int = 96
-    learning_rate: float = 2e-3
-    batch_positions: int = 512
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Collected:
     """What all combinations are trained and judged on. No held-out response answers a prompt that was trained on."""
 
@@ -242,10 +226,23 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
     }
 
 
+def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig:
+    """Of `medusa`, `markov`, `hydra` or `hydra:N`."""
+    name, _, pairs = kind.partition(":")
+    given = {"kind": name, "num_heads": num_heads} | ({"context": pairs} if pairs else {})
+    try:
+        section = HeadsSection.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(
+            "Unknown kind of heads.", given=kind, expected=f"{', '.join(KINDS)}, or hydra:N with N pairs", do="Correct --kinds."
+        ) from error
+    return section.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])
+
+
 def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
     torch.manual_seed(bench.seed)
     lm_head_VD, embedding_VD = found.lm_head_VD, found.embedding_VD
-    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], bench.num_heads, kind))
+    heads = MedusaHeads(sizes_of(kind, bench.num_heads, lm_head_VD))
     config = CompanionConfig(loss=loss, learning_rate=bench.learning_rate, epochs=bench.epochs, batch_positions=bench.batch_positions)
     steps = bench.epochs * -(-found.train.response_ids_M.numel() // bench.batch_positions)
     trainer = HeadsTrainer(heads, lm_head_VD, config, bench.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from heads.checkpoint import load_heads, load_state, save_state
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
-from medusa_ppo.bench.measuring import PairedRates, Table, run_rounds, table_of
+from medusa_ppo.bench import CompanionBench, PairedRates, SwapBench, Table, run_rounds, table_of
 from medusa_ppo.config import EngineConfig, RunConfig, build_config
 from medusa_ppo.console import Advance, OfflineProgress
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
@@ -51,20 +50,6 @@ SWAP_COLUMNS = {
     "swap, s, longest": "{max_s:.3f}",
     "reading the file, s": "{read_s:.3f}",
 }
-
-
-@dataclass(frozen=True)
-class CompanionBench:
-    """The PPO step that is timed, and how often."""
-
-    model: str
-    data: str
-    template: str
-    kind: str = "hydra"
-    rounds: int = 8
-    prompts_per_step: int = 16
-    max_new_tokens: int = 64
-    seed: int = 0
 
 
 def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str, Any]:
@@ -193,16 +178,6 @@ def companion_verdict(result: Mapping[str, Any]) -> list[str]:
         f"A PPO step (score and update) with the companion takes x{result['cost']:.3f} of one without; the loop spends "
         f"{result['exposed_share']:.1%} of it in the plugin."
     ]
-
-
-@dataclass(frozen=True)
-class SwapBench:
-    """What is swapped, and how often."""
-
-    model: str
-    heads: str
-    repeats: int = 10
-    seed: int = 0
 
 
 def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:

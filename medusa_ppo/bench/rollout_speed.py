@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from medusa_ppo.bench.measuring import CHOSEN, NONE, STOCK, Arm, PairedRates, Table, draw_ratios, run_rounds, running_arms, table_of
+from heads.errors import ConfigError
+from medusa_ppo.bench import PairedRates, RolloutBench, Table, draw_ratios, run_rounds, table_of
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.drafting.draft_vocabulary import MIN_TOKENS_PER_ENTRY
+from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config
+from medusa_ppo.engines.ray_engine import RayEngine
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.processes import local_ray
 from medusa_ppo.standalone.collect import take_prompts
 from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.types import Counters, Sampling
 
+NONE, STOCK, NGRAM, FIXED, CHOSEN = "none", "stock medusa", "n-gram", "ours, K = {}", "ours, K chosen"
+NGRAM_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
 COLUMNS = {
@@ -32,25 +41,78 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class RolloutBench:
-    """What is served, and how often; see `medusa-ppo bench rollout --help`."""
+class Arm:
+    """One way to serve: an engine (arms may share one), and how it drafts."""
 
-    model: str
-    heads: str
-    data: str
-    template: str
-    stock_heads: str = ""
-    batches: tuple[int, ...] = (1, 4, 16, 64)
-    rounds: int = 6
-    max_new_tokens: int = 96
-    temperature: float = 1.0
-    draft_temperature: float = 1.0
-    draft_vocab: int = 0
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    eager: bool = False
-    ngram: bool = True
-    threads: int = 2
-    seed: int = 0
+    name: str
+    engine: RolloutEngine
+    drafts: int | None = None
+    choose: bool = False
+
+    def prepare(self) -> None:
+        """Set the engine to this arm's way of drafting."""
+        if self.drafts is not None:
+            self.engine.configure(num_drafts=self.drafts, choose=self.choose)
+
+
+@contextmanager
+def running_arms(
+    model: str,
+    heads: str,
+    stock_heads: str,
+    config: EngineConfig,
+    seed: int,
+    scratch: Path,
+    *,
+    ngram: bool = True,
+    fixed: Sequence[int] = (),
+) -> Iterator[list[Arm]]:
+    """All arms, started one after the other; `ray.init` is the caller's. Every engine is closed at the end.
+
+    Args:
+        heads: folder of our heads, any kind.
+        stock_heads: folder of heads of kind medusa for vLLM's own Medusa; empty: that arm is left out.
+        config: settings that all engines share; `draft_temperature` and `num_drafts` are of our arms.
+        scratch: folder for the stock arm's copy of its heads.
+        ngram: with the n-gram arm.
+        fixed: numbers of drafts that have arms of their own; none: all heads.
+    """
+    ours = plan_launch(model, heads, config, seed)
+    plain = plan_launch(model, None, config, seed)
+    with ExitStack() as engines:
+
+        def start(plan: LaunchPlan) -> RolloutEngine:
+            return engines.enter_context(RayEngine(model, None, config, seed, plan=plan))
+
+        arms = [Arm(NONE, start(plain))]
+        if stock_heads:
+            arms.append(Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch))))
+        if ngram:
+            settings = {"method": "ngram", "num_speculative_tokens": ours.max_drafts, **NGRAM_LOOKUP}
+            arms.append(Arm(NGRAM, start(_with_speculation(plain, settings))))
+        engine = start(ours)
+        most = ours.max_drafts
+        yield [*arms, *(Arm(FIXED.format(k), engine, k) for k in fixed or (most,)), Arm(CHOSEN, engine, most, choose=True)]
+
+
+def _with_speculation(plan: LaunchPlan, settings: dict[str, Any]) -> LaunchPlan:
+    return replace(plan, engine_args={**plan.engine_args, "speculative_config": settings})
+
+
+def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path) -> LaunchPlan:
+    """vLLM's own Medusa module and lm_head products. The mends of the CPU build stay: without them its samples are wrong."""
+    kind = read_heads_config(stock_heads, 0, 0).kind
+    if kind != "medusa":
+        raise ConfigError(
+            "vLLM's own Medusa can't serve these heads.", given=f"kind {kind} in {stock_heads}", expected="medusa", do="Train some."
+        )
+    folder = scratch / "stock-heads"
+    shutil.copytree(stock_heads, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["medusa_ppo"]  # Then our plug-in leaves the folder to vLLM's own proposer,
+    config["num_heads"] = min(config["num_heads"], drafts)  # which drafts with all heads.
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return _with_speculation(plain, {"method": "medusa", "model": str(folder), "num_speculative_tokens": config["num_heads"]})
 
 
 def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any]:
@@ -68,28 +130,31 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         enforce_eager=bench.eager,
         threads=bench.threads,
         draft_temperature=bench.draft_temperature,
-        draft_vocab=bench.draft_vocab or None,
+        draft_vocab=None if bench.draft_vocab < 0 else bench.draft_vocab,
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as scratch, local_ray(cpus=bench.threads):
         with (
-            running_arms(bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), ngram=bench.ngram) as arms,
+            running_arms(
+                bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), ngram=bench.ngram, fixed=bench.fixed
+            ) as arms,
             progress.phase("Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)) as advance,
         ):
-            if bench.draft_vocab:
-                _count_tokens(bench, arms[-1], prompts)
+            if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get("draft_vocab"):
+                _count_tokens(bench, arms[-1], prompts, width)
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)
     return {"rows": rows, "batches": list(bench.batches), "arms": [arm.name for arm in arms]}
 
 
-def _count_tokens(bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]]) -> None:
+def _count_tokens(bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]], width: int) -> None:
     """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the first step."""
-    counted = 0
-    while counted < MIN_TOKENS_PER_ENTRY * bench.draft_vocab:
-        rollouts = arm.engine.generate(prompts[: max(bench.batches)], Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
-        counted += rollouts.generated_tokens
+    counted, start = 0, 0
+    while counted < MIN_TOKENS_PER_ENTRY * width:
+        picked = take_prompts(prompts, start, max(bench.batches))
+        rollouts = arm.engine.generate(picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
+        counted, start = counted + rollouts.generated_tokens + sum(map(len, picked)), start + len(picked)
 
 
 def _run_batch(
@@ -140,8 +205,14 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     stock = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == STOCK}
     to_none = ", ".join(f"x{ratio:.2f} at {batch}" for batch, ratio in chosen.items())
     to_stock = ", ".join(f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items())
+    fixed = dict.fromkeys(chosen, 1.0)
+    for row in result["rows"]:
+        if row["arm"].startswith(FIXED.format("")):
+            fixed[row["batch"]] = max(fixed[row["batch"]], row["ratio"])
+    to_fixed = ", ".join(f"x{ratio / fixed[batch]:.2f} at {batch}" for batch, ratio in chosen.items())
     median = f"(median over batch sizes x{statistics.median(chosen.values()):.2f})"
-    return [f"Ours against no speculation: {to_none} sequences {median}.", *([f"Ours against stock Medusa: {to_stock}."] if stock else [])]
+    said = [f"Ours against no speculation: {to_none} sequences {median}.", f"Chosen against the best fixed number of drafts: {to_fixed}."]
+    return [*said, *([f"Ours against stock Medusa: {to_stock}."] if stock else [])]
 
 
 def plot(result: Mapping[str, Any]) -> str:

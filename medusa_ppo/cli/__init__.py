@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heads.errors import UsageError
 from medusa_ppo import __version__
-from medusa_ppo.cli.bench_commands import bench
-from medusa_ppo.cli.heads_commands import convert, evaluate, push, train
-from medusa_ppo.console import FAILED, Debug, command, console, escape, say
+from medusa_ppo.cli.heads_commands import bench, convert, evaluate, push, serve, train
+from medusa_ppo.console import FAILED, Debug, command, console, escape, offline_progress, say
 
 if TYPE_CHECKING:
     from medusa_ppo.config import RunConfig
 
-Config = Annotated[Path, typer.Option(help="YAML file of the run; see configs/.")]
+Config = Annotated[Path, typer.Option(help="YAML file of the run, or the name of a preset in configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")]
 
 app = typer.Typer(
@@ -78,7 +79,8 @@ def demo(
 def ppo(
     config: Config,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint, with the same configuration.")] = False,
+    allow: Annotated[list[str] | None, typer.Option(metavar="KEY", help="With --resume: a key, or a section, that may differ.")] = None,
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
 
@@ -86,7 +88,9 @@ def ppo(
     """
     from medusa_ppo.config import load_config
 
-    _ppo(load_config(config, overrides or ()), resume)
+    if allow and not resume:
+        raise UsageError("--allow is for a run that goes on.", given=" ".join(allow), expected="--resume with it", do="Add --resume.")
+    _ppo(load_config(config, overrides or ()), resume, allow or ())
 
 
 @app.command()
@@ -109,14 +113,14 @@ def plan(
         say(line)
 
 
-def _ppo(config: RunConfig, resume: bool) -> None:
+def _ppo(config: RunConfig, resume: bool, allow: Sequence[str] = ()) -> None:
     from medusa_ppo.ppo.loop import run_ppo
     from medusa_ppo.ppo.run_progress import make_progress
     from medusa_ppo.processes import quiet_libraries
 
     quiet_libraries()
     with make_progress(console) as progress:
-        summary = run_ppo(config, progress, resume=resume)
+        summary = run_ppo(config, progress, resume=resume, allow=allow)
     _print_summary(summary, config.run_dir)
 
 
@@ -137,6 +141,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(convert)
 app.command()(push)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 @app.command()
@@ -162,17 +167,52 @@ def report(
 @app.command()
 @command
 def doctor(
+    overrides: Overrides = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start Ray, vLLM and an engine.")] = False,
+    distribution: Annotated[bool, typer.Option("--distribution", help="Only this: are your engine's tokens samples of the model?")] = False,
+    config: Annotated[Path | None, typer.Option(help="With --distribution: a run's file, for its engine, sampling and prompts.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --distribution: folder or hub name of the actor.")] = None,
+    heads: Annotated[str | None, typer.Option(help="With --distribution: native heads directory; else zero-start heads.")] = None,
+    tokens: Annotated[int, typer.Option(min=1000, help="With --distribution: tokens to sample with drafts, and without.")] = 20_000,
 ) -> None:
     """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded and sampling honestly.
 
-    Example:  [bold]medusa-ppo doctor[/bold]
+    Example:  [bold]medusa-ppo doctor --distribution --model models/actor --heads heads-gsm8k sampling.top_p=0.9[/bold]
     """
-    from medusa_ppo.cli.machine_checks import run_checks
+    from medusa_ppo.cli.machine_checks import check_distribution, run_checks
+    from medusa_ppo.config import load_config
 
+    if distribution:
+        given = [f"model.path={model}"] * bool(model) + [f"heads.path={heads}"] * bool(heads)
+        settings = load_config(config, [*given, *(overrides or ())])
+        with offline_progress() as progress:
+            _tell(check_distribution(settings, tokens, progress, data=config is not None))
+    else:
+        _tell(run_checks(quick))
+
+
+@app.command("check-loop")
+@command
+def check_loop(
+    trainer: Annotated[str, typer.Argument(help="module:function, as in docs/hooks.md.")],
+    medusa: Annotated[Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")] = None,
+) -> None:
+    """Ten checks of an adapter for a loop of your own: hooks, rows, states, versions, heads in the engine, gradients to the bit.
+
+    Example:  [bold]medusa-ppo check-loop my_module:make_trainer[/bold]
+    """
+    from medusa_ppo.config import load_config
+    from medusa_ppo.loops.check_loop import check_loop as findings
+
+    _tell(findings(trainer, load_config(medusa).model_dump(mode="json") if medusa else None))
+
+
+def _tell(checks: Iterable[Any]) -> None:
+    """Print findings as they come; exit code 1 when one is not ok."""
     failed = 0
-    for check in run_checks(quick):
-        mark = "[yellow]warn[/yellow]" if check.warn else "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
+    for check in checks:
+        warn = getattr(check, "warn", False)
+        mark = "[yellow]warn[/yellow]" if warn else "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
         console.print(f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True)
         if not check.ok:
             failed += 1

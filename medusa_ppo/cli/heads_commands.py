@@ -1,22 +1,70 @@
-"""`medusa-ppo train`, `eval`, `convert` and `push`: heads without PPO, on anyone's model and data."""
+"""`medusa-ppo train`, `eval`, `serve`, `convert`, `push` and `bench`: heads without PPO, on anyone's model and data."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
-from medusa_ppo.console import command, line_breaks, offline_progress, say
-from medusa_ppo.standalone.train_options import Dtype, Kind, Loss, TrainOptions
+from heads.errors import ConfigError
+from medusa_ppo.bench import CompanionBench, HeadsBench, RolloutBench, SwapBench, write_bench
+from medusa_ppo.console import OfflineProgress, command, console, offline_progress, say
+from medusa_ppo.files import write_atomic
+from medusa_ppo.standalone import EvalOptions, TrainOptions
 
-Model = Annotated[str, typer.Option(help="Folder or hub name of a transformers causal LM.")]
-Data = Annotated[str, typer.Option(help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")]
-Respond = Annotated[bool, typer.Option("--respond", help="Messages are prompts: the model answers in place of their last answer.")]
+
+def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For a command that is given one `kind`, a dataclass, first: its fields become options, where `Annotated` says how they are typed.
+
+    A tuple is typed with commas. What else the command is given comes from options of its own.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    typed = [field for field in dataclasses.fields(kind) if hasattr(hints[field.name], "__metadata__")]
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**given: Any) -> None:
+            values = {field.name: given.pop(field.name) for field in typed}
+            for field in typed:
+                if isinstance(field.default, tuple):
+                    values[field.name] = _parts(field, values[field.name], get_args(get_args(hints[field.name])[0])[0])
+            function(kind(**values), **given)
+
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        parameters = [*(_parameter(field, hints[field.name]) for field in typed), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return wrap
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    if isinstance(default, tuple):
+        hint, default = Annotated[(str, *hint.__metadata__)], ",".join(map(str, default))
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _parts(field: dataclasses.Field[Any], text: str, kind: type[Any]) -> tuple[Any, ...]:
+    """Words, or numbers above 0, with commas between them. ConfigError when one is none."""
+    default: tuple[Any, ...] = field.default  # type: ignore[assignment]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    try:
+        parts = tuple(kind(word) for word in words)
+    except ValueError:
+        parts = (0,)
+    if (default and not parts) or any(not isinstance(part, str) and part <= 0 for part in parts):
+        option = f"--{field.name.replace('_', '-')}"
+        like = ",".join(map(str, default)) or "0.3,0.7,1.0"
+        raise ConfigError(f"{option} takes numbers above 0.", given=text, expected=f"like {like}", do=f"Correct {option}.")
+    return parts
 
 
 @command
@@ -33,7 +81,7 @@ def convert(
 
     Example:  [bold]medusa-ppo convert heads-gsm8k heads-vllm --to vllm --model models/actor[/bold]
     """
-    from medusa_ppo.exchange.convert import convert as convert_heads
+    from medusa_ppo.exchange import convert as convert_heads
     from medusa_ppo.exchange.hub import local_heads
 
     done = convert_heads(local_heads(source), target, to, model, say)
@@ -65,41 +113,10 @@ def push(
     say(f"Pushed: {push_heads(heads, repo, private=private, figures=figures or ())}")
 
 
-DEFAULT = TrainOptions  # The class has the defaults.
-
-
 @command
+@takes(TrainOptions)
 def train(
-    model: Model,
-    data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for the heads (native checkpoint) and train.jsonl.")],
-    kind: Annotated[Kind, typer.Option(help="Kind of the heads.")] = DEFAULT.kind,
-    num_heads: Annotated[int, typer.Option(min=1, help="K, the number of heads.")] = DEFAULT.num_heads,
-    loss: Annotated[Loss, typer.Option(help="Loss of the heads.")] = DEFAULT.loss,
-    template: Annotated[
-        str, typer.Option(help="Prompt template with the row's fields in braces; the model writes the responses.", callback=line_breaks)
-    ] = "",
-    column: Annotated[str, typer.Option(help="Column with full texts, or chat messages (only the assistant's turns are trained on).")] = "",
-    respond: Respond = False,
-    streaming: Annotated[bool, typer.Option("--streaming", help="Read the data row by row, and only as much as is needed.")] = False,
-    max_train_tokens: Annotated[int, typer.Option(min=1, help="Response tokens to train on.")] = DEFAULT.max_train_tokens,
-    max_minutes: Annotated[float, typer.Option(min=0, help="Stop training after this many minutes; 0: no limit.")] = DEFAULT.max_minutes,
-    target_mal: Annotated[float, typer.Option(min=0, help="Stop at this mean acceptance length by replay; 0: never.")] = DEFAULT.target_mal,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the tokens.")] = DEFAULT.epochs,
-    learning_rate: Annotated[float, typer.Option(help="AdamW step size at its height; a cosine ends it.")] = DEFAULT.learning_rate,
-    batch_positions: Annotated[int, typer.Option(min=1, help="Positions per micro-batch.")] = DEFAULT.batch_positions,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = DEFAULT.accumulate,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Ray processes that train together, each on its own sequences; a GPU each.")
-    ] = DEFAULT.workers,
-    dtype: Annotated[Dtype, typer.Option(help="Of the model, its hidden states and all products.")] = DEFAULT.dtype,
-    cache_bytes: Annotated[
-        int, typer.Option(min=0, help="Most bytes of hidden states kept between epochs; 0: none.")
-    ] = DEFAULT.cache_bytes,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses.")] = DEFAULT.temperature,
-    max_new_tokens: NewTokens = DEFAULT.max_new_tokens,
-    seed: Seed = DEFAULT.seed,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew where an interrupted training would go on.")] = False,
+    options: TrainOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")] = False,
 ) -> None:
     """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's rollouts, full texts, or chats.
@@ -108,11 +125,8 @@ def train(
     Example:  [bold]medusa-ppo train --model models/actor --data data/train.jsonl
     --template 'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
     """
-    given = dict(locals())  # The fields of TrainOptions have the names of these options.
-    del given["dry_run"]
-    options = TrainOptions(**given)
     if dry_run:
-        from medusa_ppo.standalone.train import plan_training
+        from medusa_ppo.standalone.scene import plan_training
 
         for name, value in plan_training(options):
             say(f"{name:<28}{value}")
@@ -122,30 +136,13 @@ def train(
     with offline_progress() as progress:
         result = train_heads(options, progress)
     length = result["replay_mean_acceptance_length"]
-    say(f"Heads: {out}   replay mean acceptance length {length:.3f}")
+    say(f"Heads: {options.out}   replay mean acceptance length {length:.3f}")
 
 
 @command
+@takes(EvalOptions)
 def evaluate(
-    model: Model,
-    heads: Annotated[str, typer.Option(help="Native heads directory, or hf://owner/name.")],
-    data: Data,
-    template: Annotated[str, typer.Option(help="Prompt template with the row's fields in braces.", callback=line_breaks)] = "",
-    column: Annotated[str, typer.Option(help="Column with prompts, or with chat messages whose last answer the model writes.")] = "",
-    engine: Annotated[
-        Literal["replay", "vllm"], typer.Option(help="`replay`: from rollouts alone; `vllm`: the engine's own counters.")
-    ] = "replay",
-    draft: Annotated[Literal["one-hot", "sampled"], typer.Option(help="How drafts are drawn.")] = "one-hot",
-    draft_temperature: Annotated[float, typer.Option(help="Temperature of sampled drafts.")] = 1.0,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    temperatures: Annotated[str, typer.Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the first is the headline.")] = "",
-    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1: off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: off.")] = 0,
-    category: Annotated[str, typer.Option(help="Column whose values the figures are also given for.")] = "",
-    compare: Annotated[Path | None, typer.Option(help="Other heads, measured on the same rollouts (vllm: on the same prompts).")] = None,
-    max_new_tokens: NewTokens = 128,
-    limit: Annotated[int, typer.Option(min=0, help="Prompts to use; 0: all.")] = 256,
-    seed: Seed = 0,
+    options: EvalOptions,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a report in Markdown to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of its own to this file.")] = None,
@@ -155,46 +152,125 @@ def evaluate(
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
-    given = dict(locals())  # The fields of EvalOptions have the names of these options.
-    files = {name: given.pop(name) for name in ("json_file", "markdown", "html")}
-    given["temperatures"] = numbers_of(temperatures, float, "temperatures", "like 0.3,0.7,1.0", "--temperatures")
     from medusa_ppo.exchange.hub import local_heads
-    from medusa_ppo.standalone.evaluate import EvalOptions, evaluate_heads
-
-    given["heads"] = local_heads(heads)
-    with offline_progress() as progress:
-        result = evaluate_heads(EvalOptions(**given), progress)
-    _show(result, files)
-
-
-def _show(result: dict[str, Any], files: dict[str, Path | None]) -> None:
-    """Write the files that were asked for, and say the figures."""
-    from medusa_ppo.files import write_atomic
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
+    from medusa_ppo.standalone.evaluate import evaluate_heads
 
-    if files["json_file"]:
-        write_atomic(files["json_file"], json.dumps(result, indent=1) + "\n")
-    if files["markdown"]:
-        write_atomic(files["markdown"], markdown_report(result))
-    if files["html"]:
-        write_atomic(files["html"], render_eval_page(result))
+    with offline_progress() as progress:
+        result = evaluate_heads(dataclasses.replace(options, heads=str(local_heads(options.heads))), progress)
+    if json_file:
+        write_atomic(json_file, json.dumps(result, indent=1) + "\n")
+    if markdown:
+        write_atomic(markdown, markdown_report(result))
+    if html:
+        write_atomic(html, render_eval_page(result))
     for line in lines(result):
         say(line)
 
 
-def words_of(text: str) -> tuple[str, ...]:
-    """The parts of a list with commas."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+@command
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
+    heads: Annotated[Path, typer.Option(help="Folder of the heads; made (zero start) when it does not exist.")],
+    medusa: Annotated[Path | None, typer.Option(help="YAML file; read are heads, engine and seed.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this one need MEDUSA_PPO_TOKEN.")] = "127.0.0.1",
+) -> None:
+    """Become a vLLM server that drafts and takes new heads, for a loop's server mode. More options are vLLM's own.
+
+    Example:  [bold]medusa-ppo serve --model models/actor --heads heads/ --port 8000[/bold]
+    """
+    from medusa_ppo.config import load_config
+    from medusa_ppo.loops.remote import serve as become_server
+
+    become_server(model, str(heads), load_config(medusa), host, context.args)
 
 
-def numbers_of(text: str, kind: Callable[[str], float], what: str, expected: str, option: str) -> tuple[float, ...]:
-    """Positive numbers from a list with commas. ConfigError when one is none."""
-    from heads.errors import ConfigError
+bench = typer.Typer(
+    name="bench",
+    help="Measure on this machine: arms take turns within one run, and only ratios within a round are compared.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
 
-    try:
-        numbers = tuple(kind(word) for word in words_of(text))
-    except ValueError:
-        numbers = (0,)
-    if any(number <= 0 for number in numbers):
-        raise ConfigError(f"These are no {what}.", given=text, expected=expected, do=f"Correct {option}.")
-    return numbers
+Out = Annotated[Path, typer.Option("--json", help="File for the figures; the table goes beside it as .md, a plot as .svg.")]
+
+
+@bench.command()
+@command
+@takes(RolloutBench)
+def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> None:
+    """Tokens/s of no speculation, stock vLLM Medusa, n-gram drafts and ours, with K fixed and K chosen at every step.
+
+    Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    """
+    from medusa_ppo.bench import rollout_speed as part
+
+    _measure(options, part.run_rollout, part.table, part.verdict, part.plot, out=out)
+
+
+@bench.command()
+@command
+@takes(HeadsBench)
+def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
+    """Kinds x losses of heads on the same on-policy tokens, judged by replay; and the speed of training against the original recipe's.
+
+    Example:  [bold]medusa-ppo bench heads --model models/actor
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    """
+    from medusa_ppo.bench import heads_table as part
+
+    _measure(options, part.run_heads, part.table, part.verdict, out=out)
+
+
+@bench.command()
+@command
+@takes(SwapBench)
+def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
+    """Seconds to put new heads into a running engine, beside the seconds that reading their file takes.
+
+    Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
+    """
+    from medusa_ppo.bench import plugin_costs as part
+
+    _measure(options, part.run_swap, part.swap_table, part.swap_verdict, out=out)
+
+
+@bench.command()
+@command
+@takes(CompanionBench)
+def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) -> None:
+    """What the companion costs PPO: the same score and update with and without it, in turn, each process on its own core.
+
+    Example:  [bold]medusa-ppo bench companion --model models/actor
+    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    """
+    from medusa_ppo.bench import plugin_costs as part
+
+    _measure(options, part.run_companion, part.companion_table, part.companion_verdict, out=out)
+
+
+def _measure(
+    options: Any,
+    run: Callable[[Any, OfflineProgress], Mapping[str, Any]],
+    table: Callable[[Mapping[str, Any]], Any],
+    verdict: Callable[[Mapping[str, Any]], list[str]],
+    plot: Callable[[Mapping[str, Any]], str] = lambda result: "",
+    *,
+    out: Path,
+) -> None:
+    """Run a bench, show its table and write the files."""
+    from rich.table import Table
+
+    with offline_progress() as progress:
+        result = run(options, progress)
+    (header, *rows), sentences = table(result), verdict(result)
+    shown = Table(*header)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    for line in sentences:
+        say(line)
+    for path in write_bench(out, options, result, [header, *rows], sentences, plot(result)):
+        say(f"Written: {path}")

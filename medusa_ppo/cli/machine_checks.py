@@ -1,4 +1,4 @@
-"""`medusa-ppo doctor` and `check-setup`: what this machine has and whether the engine samples honestly; what shows that GPUs work."""
+"""`medusa-ppo doctor` and `check-setup`: what this machine has and whether engines sample honestly; what shows that GPUs work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from medusa_ppo.reports.store import GIB, gpu_names
 from medusa_ppo.vllm_plugin.registration import TESTED, is_allowed, is_cpu_build, is_tested, vllm_version
+
+if TYPE_CHECKING:
+    from medusa_ppo.config import RunConfig
+    from medusa_ppo.console import OfflineProgress
 
 MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
@@ -139,6 +146,52 @@ def _engine() -> Iterator[Check]:
     )
 
 
+def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress, *, data: bool) -> Iterator[Check]:
+    """Sample with a run's model, heads, engine and sampling settings, and compare with the model's own distribution (randomised PIT).
+
+    Args:
+        tokens: sampled with drafts, and again without.
+        data: answer the run's prompts; else texts are begun at random.
+    """
+    from medusa_ppo.actors.hf import load_actor, load_tokenizer
+    from medusa_ppo.demo import RECIPES, ensure_demo_actor
+    from medusa_ppo.drafting.uniformity import sentence
+    from medusa_ppo.engines import probe
+    from medusa_ppo.hardware import settled
+    from medusa_ppo.plugin import MedusaPlugin
+    from medusa_ppo.ppo.generation import PromptStream
+    from medusa_ppo.standalone.scene import on_device, running_engine
+    from medusa_ppo.types import Sampling
+
+    path, asked = config.model.path, config.sampling
+    progress.say(f"Loading {path} ...")
+    path = str(ensure_demo_actor(recipe=RECIPES[path])) if path in RECIPES else path
+    model = load_actor(path, "float32")  # The reference.
+    sampling = Sampling(asked.temperature, asked.top_p, asked.top_k or 0, asked.max_new_tokens, asked.responses_per_prompt)
+    prompts = probe.beginnings(model.config)
+    if data:
+        prompts = [
+            list(p.token_ids) for p in PromptStream.load(config.data, load_tokenizer(path), seed=config.seed).batch(0, probe.PROMPTS)
+        ]
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
+        heads = MedusaPlugin.prepare_heads(config, model, Path(folder) / "heads")
+        progress.say("Starting the engine ...")
+        with running_engine(path, str(heads), settled(config).engine, config.seed) as engine:
+            with progress.phase("Tokens", 2 * tokens) as advance:
+                runs = probe.sample(engine, prompts, sampling, tokens, advance)
+    with progress.phase("Judging", 2 * tokens) as advance:
+        drafting, plain = probe.judge(on_device(model), runs, advance)
+    for name, test in (("With drafts", drafting), ("Without", plain)):
+        if test is not None:
+            figures = f"p = {test.chi_square_p:.3g} and {test.kolmogorov_p:.3g}, z = {test.z:+.2f}, {test.outside} outside of the support"
+            yield Check(name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict.")
+    accepted = sum((rollouts.counters for rollouts in runs[0][1:]), runs[0][0].counters)
+    found = f"{sentence(drafting, plain)} (tokens a step: {accepted.mean_acceptance_length:.2f})"
+    yield Check(
+        "Distribution", drafting.honest, found, "Run `medusa-ppo doctor`, and the same with another --tokens; then report all of it."
+    )
+
+
 def _python(*arguments: str, environment: dict[str, str] | None = None) -> tuple[bool, str]:
     """Whether a Python process ended well, and the last line of what it printed (or of its errors)."""
     try:
@@ -179,7 +232,7 @@ class Step:
 def setup_steps(model: str, data: str) -> tuple[Step, ...]:
     """The five commands, in the order in which they should be run: each relies on those before."""
     given = f"model.path={model} data.path={data}"
-    # A job of Ray's starts in a folder of Ray's own.
+    # A job of Ray's starts where Ray was started.
     there = "model.path={} data.path={}".format(*(os.path.abspath(name) if os.path.exists(name) else name for name in (model, data)))
     return (
         Step(
@@ -216,7 +269,7 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
             "two nodes, 8 GPUs in the first (where this is run) and two in the second, the checkout under the same path on both, Ray with "
             "its job server (ray[default]) started on both as configs/two-nodes.yaml says",
             "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1 --entrypoint-resources='{\"engines\": 0.001}' -- "
-            f"medusa-ppo ppo --config $PWD/configs/two-nodes.yaml out=$PWD/runs name=check-cluster {there} ppo.steps=5",
+            f"medusa-ppo ppo --config two-nodes out=$PWD/runs name=check-cluster {there} ppo.steps=5",
             ("Report: ", "succeeded"),
             "Ray's last line says that the job succeeded.",
         ),

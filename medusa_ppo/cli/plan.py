@@ -13,7 +13,7 @@ from typing import Any
 
 from heads.errors import ModelError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config import EMBEDDED_ACTORS, HOLDOUT_SHARE, SERVER, RunConfig
+from medusa_ppo.config import EMBEDDED_ACTORS, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.hardware import Choice, Hardware, applied, choices
 
@@ -126,16 +126,19 @@ class Process:
         count: how many of it.
         where: what starts it, and on which node.
         gpus: GPUs of each; below 1 a share of one. 0 on a machine without.
-        memory: bytes of each, on its GPU where it has one.
-        parts: what the memory is made of.
+        parts: what the memory of each is made of, in bytes; on its GPU where it has one.
     """
 
     name: str
     count: int
     where: str
     gpus: float
-    memory: int
     parts: dict[str, int]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of each."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -189,16 +192,10 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     config, gpus = applied(config, decided), hardware.gpus > 0
     raw = model_config(config.model.path)
     model = ModelSizes.from_config(raw)
-    heads = HeadsConfig(
-        model.hidden,
-        model.vocab,
-        num_heads=config.heads.num_heads,
-        kind=config.heads.kind,
-        lm_head=config.heads.lm_head,
-    )
-    processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), _engine(config, model, heads, raw, gpus)]
-    if config.companion.enabled:
-        processes.append(_companion(config, model, heads, gpus))
+    heads = config.heads.sizes(model.hidden, model.vocab)
+    drafting, *plain = _engines(config, model, heads, raw, gpus)
+    companion = [_companion(config, model, heads, gpus)] if config.companion.enabled else []
+    processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), drafting, *companion, *plain]
     tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
     moves, warnings = tuple(_moves(config, model, heads, tokens)), tuple(_warnings(config, model, tokens))
     return Plan(model, heads, tuple(processes), moves, tokens, hardware, decided, warnings)
@@ -208,7 +205,7 @@ def model_config(path: str) -> dict[str, Any]:
     """config.json of the actor; that of an embedded one from its recipe, since its folder may not exist yet."""
     if path not in EMBEDDED_ACTORS:
         return read_model_config(path)
-    from medusa_ppo.demo.demo_actor import RECIPES
+    from medusa_ppo.demo import RECIPES
     from medusa_ppo.demo.task import build_tokenizer
 
     recipe = RECIPES[path]
@@ -225,12 +222,11 @@ def model_config(path: str) -> dict[str, Any]:
 
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     critic = ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
-    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters}
+    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if config.ppo.advantages == "gae" else {}
     if config.actor.backend == "transformers":
         parts |= _actor_parts(config, model, 1)
-    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
-    parts["actor's file in shared memory, for engines that come late or again"] = element * model.parameters
-    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), sum(parts.values()), parts)
+    parts["actor's file in shared memory, for engines that come late or again"] = _element(config) * model.parameters
+    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), parts)
 
 
 def _actor_parts(config: RunConfig, model: ModelSizes, cut: int) -> dict[str, int]:
@@ -251,19 +247,15 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
         return []
     parts = _actor_parts(config, model, section.tensor_parallel * section.pipeline_parallel)
     where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
-    return [Process("actor rank", section.ranks, where, float(gpus), sum(parts.values()), parts)]
+    return [Process("actor rank", section.ranks, where, float(gpus), parts)]
 
 
-def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> Process:
+def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> list[Process]:
+    """Those that the loop generates with, and those that a comparison starts beside them."""
     section = config.engine
-    element = FLOAT32 if section.dtype == "float32" else BFLOAT16
     ranks = int(section.extra.get("tensor_parallel_size", 1))
     text = {**raw, **(raw.get("text_config") or {})}
-    parts = {
-        "weights": element * model.parameters // ranks,
-        "keys and values": cache_bytes(text, section) // ranks,
-        "heads": element * heads_parameters(heads),
-    }
+    parts = {"weights": _element(config) * model.parameters // ranks, "keys and values": cache_bytes(text, section) // ranks}
     if section.addresses:
         where = f"running servers at {section.backend}"
     elif section.backend == SERVER:
@@ -271,7 +263,13 @@ def _engine(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[
     else:
         where = f"a Ray actor, {_place(section.resource, section.replicas)}"
     share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
-    return Process("engine" if ranks == 1 else f"engine of {ranks} ranks", section.replicas, where, share, sum(parts.values()), parts)
+    several = f" of {ranks} ranks" * (ranks > 1)
+    drafting = parts | {"heads": _element(config) * heads_parameters(heads)}
+    found = [Process(f"engine{several}", section.replicas, where, share, drafting)]
+    if config.report.compare_pairs:
+        where += "; after the last step, for report.compare_pairs"
+        found.append(Process(f"plain engine{several}", section.replicas, where, share, parts))
+    return found
 
 
 def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
@@ -286,7 +284,7 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
     where = f"a Ray actor, {_place(section.resource, workers)}"
     where += ", on the GPU only while it trains" if section.offload and gpus else ""
     name = "companion" if workers == 1 else "companion worker"
-    return Process(name, workers, where, (section.num_gpus or 0.0) if gpus else 0.0, sum(parts.values()), parts)
+    return Process(name, workers, where, (section.num_gpus or 0.0) if gpus else 0.0, parts)
 
 
 def _place(resource: str | None, count: int) -> str:
@@ -296,36 +294,40 @@ def _place(resource: str | None, count: int) -> str:
 
 
 def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> list[Move]:
-    engines = config.engine.replicas
-    element = FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+    engines, weights = config.engine.replicas, _element(config) * model.parameters
     moves = [
         Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
-        Move("actor weights", f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}", element * model.parameters, engines),
+        Move("actor weights", f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}", weights, engines),
     ]
     if config.actor.backend == "megatron":
-        moves.append(Move("actor weights", "actor ranks to PPO loop", element * model.parameters))
+        moves.append(Move("actor weights", "actor ranks to PPO loop", weights))
         if config.companion.enabled:
             moves.append(Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens)))
     if config.companion.enabled:
-        workers = config.companion.workers
+        workers, sizes = config.companion.workers, FLOAT32 * heads_parameters(heads)
         to = "PPO loop to companion" if workers == 1 else "PPO loop to each companion worker"
         tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
         moves += [
             Move("hidden states" + " of its part" * (workers > 1), to, _batch_bytes(config, model, tokens) // workers, workers),
             Move("lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers),
-            Move("heads, when better ones are there", "companion to each engine", FLOAT32 * heads_parameters(heads), engines),
+            Move("heads, when better ones are there", "companion to each engine", sizes, engines),
         ]
         if workers > 1:
-            moves.append(Move("gradients, summed", "between companion workers", FLOAT32 * heads_parameters(heads), _sums(config, tokens)))
+            moves.append(Move("gradients, summed", "between companion workers", sizes, _sums(config, tokens)))
     return moves
 
 
+def _element(config: RunConfig) -> int:
+    """Bytes of one of the engine's weights."""
+    return FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
+
+
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """A rollout batch on its way to the companion, at most; where positions are sampled early, with the states of a part of them."""
+    """A rollout batch on its way to the companion, at most: of one that is too large, or where that is asked for, a sample."""
     section = config.companion
-    if not section.samples_early:
+    kept = round(tokens * min(section.position_share, section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))))
+    if kept >= tokens:
         return hidden_bytes(model, tokens)
-    kept = round(tokens * (HOLDOUT_SHARE + (1 - HOLDOUT_SHARE) * section.position_share))
     return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32  # Each token has a weight.
 
 
@@ -338,22 +340,15 @@ def _sums(config: RunConfig, tokens: int) -> int:
 
 def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     """What would go wrong in silence."""
-    batch = _batch_bytes(config, model, tokens)
-    if config.companion.enabled and batch > config.companion.queue_bytes:
-        return [
-            f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={config.companion.queue_bytes}: such "
-            f"batches are dropped. Set companion.queue_bytes={2 * batch} or more."
-        ]
-    return []
+    batch, room = _batch_bytes(config, model, tokens), config.companion.queue_bytes
+    too_large = f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={room}: such batches are dropped."
+    return [f"{too_large} Set companion.queue_bytes={2 * batch} or more."] if config.companion.enabled and batch > room else []
 
 
 def size_text(count: float) -> str:
     """Bytes as a person reads them."""
-    for unit in UNITS:
-        if count < 1024 or unit == UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    power = min(len(UNITS) - 1, int(math.log(max(1, count), 1024)))
+    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
 
 
 def lines(plan: Plan) -> list[str]:

@@ -20,17 +20,17 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
-from heads.checkpoint import checksum, save_state
+from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.handover import HANG_S, Answer, BatchCollector, ServiceArguments, pack, unpack
+from medusa_ppo.companion.handover import HANG_S, Answer, BatchCollector, Pace, ServiceArguments, pack, unpack
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.hardware import companion_gpus
-from medusa_ppo.processes import bundle, release, reserve
+from medusa_ppo.processes import bundle, release, reserve, without_line
 from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,11 @@ INTAKE, CONTROL = "intake", "control"
 
 
 class CompanionClient:
-    """Owns the companion's Ray actor and the folder of its published versions."""
+    """Owns the companion's Ray actor and the folder of its published versions.
+
+    Attributes:
+        shared: it trains on cores or a device that the loop uses too, and so gives way while responses are generated.
+    """
 
     def __init__(
         self,
@@ -54,8 +58,8 @@ class CompanionClient:
         initial_state: dict[str, torch.Tensor] | None = None,
         embedding_VD: torch.Tensor | None = None,
         resume_from: str | Path = "",
-        draft_temperature: float = 0.0,
         hang_s: float = HANG_S,
+        **served: Any,
     ) -> None:
         """Start the companion in a Ray actor and wait until it is ready. `ray.init` is the caller's.
 
@@ -67,7 +71,7 @@ class CompanionClient:
             run_dir: the run's folder, for checkpoints; empty: none are written.
             initial_state: trainable tensors to start from; None: zero start.
             resume_from: folder written by `save`.
-            draft_temperature, hang_s: as of ServiceArguments.
+            hang_s, served (draft_temperature, num_drafts, draft_vocab): as of ServiceArguments.
 
         Raises:
             CompanionError: it did not come up.
@@ -77,11 +81,15 @@ class CompanionClient:
             raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
         self._config = config = _with_gpus(config)
         self._seed, self._hang_s = seed, hang_s
+        self._reach, self._row_bytes = (heads.num_heads, max(heads.context - 1, 0)), heads.hidden_size * lm_head_VD.element_size() + 24
+        self._step_s, self._last_came, self._position_s, self._left_out = 0.0, time.monotonic(), 0.0, 0
         self._group = _room(config)
         folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         self._publish_dir = folder.path
+        self._pace = Pace(folder.path)
+        self.shared = self._shares()
         run, published, resumed = (str(Path(path).resolve()) if path else "" for path in (run_dir, folder.path, resume_from))
-        arguments = ServiceArguments(heads, config, seed, pack(initial_state), run, published, resumed, draft_temperature, hang_s)
+        arguments = ServiceArguments(heads, config, seed, pack(initial_state), run, published, resumed, hang_s=hang_s, **served)
         self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
         # A companion that is started again is built from it; Ray frees what nobody holds.
         self._first = ray.put((arguments, self._tables))
@@ -90,6 +98,7 @@ class CompanionClient:
         self._remove_folder = weakref.finalize(self, folder.close)
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
+        self._newest: PublishedHeads | None = None
         self._poll_since = self._grace_until = 0.0
         self._held = 0  # Bytes of batches that the companion says it holds.
         self._sent = self._sent_before_poll = self._lost = self._restarts = 0
@@ -116,11 +125,25 @@ class CompanionClient:
     # ---- what the plugin calls ------------------------------------------------------------------------------------------
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
-        """Where the states of a rollout batch are put together; one that samples early leaves out what is not trained on."""
+        """Where the states of a rollout batch are put together; of a batch that is too large, a sample."""
+        collector = BatchCollector(rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses)))
+        self._left_out += collector.left_out
+        return collector
+
+    def _sample(self, tokens: int) -> EarlySample | None:
+        """Which share of so many tokens is handed over: what is asked for, what has room beside the batch before, and what the companion
+        has time for. None: all."""
         config = self._config
-        if not config.samples_early:
-            return BatchCollector(rollouts)
-        return BatchCollector(rollouts, EarlySample(config.position_share, HOLDOUT_SHARE, self._seed))
+        shares = [config.position_share, config.queue_bytes / 2 / max(1, tokens * self._row_bytes)]
+        if self._position_s and self._step_s and not self.shared and not config.wait:
+            shares.append(self._step_s / (tokens * self._position_s))
+        if min(shares) >= 1:
+            return None
+        return EarlySample(min(shares), HOLDOUT_SHARE, self._seed, *self._reach)
+
+    def give_way(self, wanted: bool) -> None:
+        """Ask the companion to stand still, or to go on, where it shares what it trains on with the loop."""
+        self._pace.hold(wanted and self.shared)
 
     def submit(self, batch: RolloutBatch) -> None:
         """Hand a batch over; returns at once. The states are copied into Ray's shared memory, and nowhere else.
@@ -130,6 +153,11 @@ class CompanionClient:
         """
         if self._usable():
             self._reap()
+            sample = self._sample(batch.response_ids_M.numel()) if batch.weights_M is None else None
+            if sample is not None:  # It was collected elsewhere.
+                batch, rows = sample.of(batch), batch.response_ids_M.numel()
+                self._left_out += rows - batch.hidden_MD.shape[0]
+            self._step_s, self._last_came = time.monotonic() - self._last_came, time.monotonic()
             if sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes <= self._config.queue_bytes:
                 self._sent += 1
                 with self._guard("could not take a batch"):
@@ -137,12 +165,12 @@ class CompanionClient:
                     return
         self._lost += 1
 
-    def _handed(self, batch: RolloutBatch) -> tuple[Any, Any]:
-        """A batch and the tables as the companion takes them: one worker by value, several by reference to each one's part."""
+    def _handed(self, batch: RolloutBatch) -> tuple[Any, ...]:
+        """A batch and the tables as the companion takes them: one worker by value, several by reference."""
+        packed = ray.put(pack(batch))
         if self._config.workers == 1:
-            return ray.put(pack(batch)), self._tables
-        parts = tuple(ray.put(pack(part)) for part in batch.split(self._config.workers))
-        return HandedBatch(parts, batch.nbytes, batch.policy_version), [self._tables]
+            return packed, self._tables
+        return (HandedBatch([packed], [self._tables], batch.nbytes, batch.policy_version),)
 
     def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
         """The actor's tables after an update; they go along with the next batches."""
@@ -165,15 +193,28 @@ class CompanionClient:
             self._held = answer.held_bytes
         self._restarts += answer.incarnation != self._incarnation
         self._incarnation = answer.incarnation
+        if answer.version < after_version and self._newest is not None and Path(self._newest.path).is_file():
+            # It came back without its state: what it publishes must be newer than what the engine has.
+            self.go_on_from(after_version, load_state(self._newest.path))
         if answer.published is None or answer.published.version <= after_version:
             return None
-        return self._local(answer.published)
+        self._newest = self._local(answer.published)
+        return self._newest
+
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        """Let training go on from these heads, with which the engine drafts; `version` was the last that it was offered."""
+        if self._usable():
+            with self._guard("did not take the engine's heads"):
+                self._call("adopt", CONTROL, version, pack(state))
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
         """What the companion has done; the last known with `alive=False` and an error when it does not answer."""
         if self._usable():
             with self._guard("does not answer"):
-                self._last = ray.get(self._call("status", CONTROL), timeout=timeout_s)
+                before, self._last = self._last, ray.get(self._call("status", CONTROL), timeout=timeout_s)
+                if self._last.batches_trained > before.batches_trained > 0:
+                    trained = self._last.trained_tokens - before.trained_tokens
+                    self._position_s = max(0.0, self._last.train_s - before.train_s) / max(1, trained)
                 self._error = ""
                 if not self._last.error:
                     self._told.clear()
@@ -184,6 +225,7 @@ class CompanionClient:
         """Wait until everything submitted is trained. False when the time is up or the companion is gone."""
         if not self._usable():
             return False
+        self.give_way(False)
         ends = time.monotonic() + timeout_s
         refs = [ref for ref, _ in self._flying]
         if refs:
@@ -196,6 +238,7 @@ class CompanionClient:
 
     def save(self, folder: str | Path) -> bool:
         """Write the companion's whole state into `folder`. False when it could not be done."""
+        self.give_way(False)
         if self._usable():
             with self._guard("could not save its state"):
                 ray.get(self._call("save", CONTROL, str(Path(folder).resolve())), timeout=START_TIMEOUT_S)
@@ -207,6 +250,7 @@ class CompanionClient:
         if self._closed:
             return
         self._closed = True
+        self.give_way(False)
         if ray.is_initialized():
             try:
                 ray.get(self._call("close", CONTROL), timeout=5)
@@ -222,7 +266,15 @@ class CompanionClient:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
 
     def _with_own_counts(self, status: CompanionStatus) -> CompanionStatus:
-        return dataclasses.replace(status, batches_dropped=status.batches_dropped + self._lost, restarts=self._restarts)
+        dropped = status.batches_dropped + self._lost
+        return dataclasses.replace(status, batches_dropped=dropped, restarts=self._restarts, positions_left_out=self._left_out)
+
+    def _shares(self) -> bool:
+        """Several workers don't: they would wait for each other. On a machine with GPUs the loop needs few of the cores."""
+        config = self._config
+        if config.workers > 1 or config.resource or config.cores:
+            return False
+        return 0 < (config.num_gpus or 0) < 1 or not ray.cluster_resources().get("GPU", 0.0)
 
     def _usable(self) -> bool:
         return not self._closed and ray.is_initialized()
@@ -238,14 +290,21 @@ class CompanionClient:
         if not ready:
             if time.monotonic() - self._poll_since > self._hang_s and time.monotonic() > self._grace_until:
                 self._poll = None
-                self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to come up.
-                self._fail(f"The companion has not answered for {self._hang_s:.0f} s; it is ended and started again.")
-                ray.kill(self._actor, no_restart=False)
+                self._end_process("has not answered")
             return None
         poll, self._poll = self._poll, None
         with self._guard("does not answer"):
-            return ray.get(poll)
+            answer: Answer = ray.get(poll)
+            if answer.stuck_s > self._hang_s:  # Its other threads answer all the same.
+                self._end_process("has not moved on with a batch")
+                return None
+            return answer
         return None
+
+    def _end_process(self, why: str) -> None:
+        self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to come up.
+        ray.kill(self._actor, no_restart=False)
+        self._fail(f"The companion {why} for {self._hang_s:.0f} s; it is ended and started again.")
 
     def _reap(self) -> None:
         """Forget the batches that arrived; count those that did not."""
@@ -328,7 +387,9 @@ def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> 
         concurrency_groups={INTAKE: 1, CONTROL: 4},
         **actor_options(config, group, 0),
     )(_HostedService if config.workers == 1 else Leader)
-    return kind.remote([first]) if config.workers == 1 else kind.remote([first], group)
+    # Ray warns that `first` may be gone when it starts the actor again; the client keeps it for as long as it has the actor.
+    with without_line("has constructor arguments in the object store"):
+        return kind.remote([first]) if config.workers == 1 else kind.remote([first], group)
 
 
 def _reason(error: RayError) -> str:

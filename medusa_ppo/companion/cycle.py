@@ -10,22 +10,25 @@ from dataclasses import dataclass, replace
 import torch
 
 from heads.acceptance import ReplayResult
-from heads.checkpoint import checksum
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import Verdict, find_fault, judge, replay, replay_row
+from heads.running_mean import WARM, RunningMean, under
+from medusa_ppo.companion.gate import Evidence, Served, Verdict, extra_tokens, find_fault, judge, replay, replay_row
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
-from medusa_ppo.companion.schedule import Decision, Schedule
-from medusa_ppo.companion.trainer import WARM, HeadsTrainer, RunningMean, TrainReport, under
+from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.drafting.draft_vocabulary import FORGET
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
 UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
-SLOWER, FASTER, SLOWEST = 0.5, 1.1, 1 / 64  # Factors on the step size after a rollback and after a publish, and its least share.
+SLOWER, SLOWEST = 0.5, 1 / 64  # Factor on the step size after a rollback, taken back by a publish; and its least share.
+EASED = 1.05  # Factor after any other verdict: what was too fast once need not be for ever.
+LAG = 0.1  # Share of the extra tokens; serving heads that lost so much since they were published are to be trained at full speed.
+CERTAIN = 0.975  # At each end of the interval by which a version is called worse than the one before.
 COUNTERS = (
     "version",
     "fresh",
@@ -34,6 +37,9 @@ COUNTERS = (
     "last_policy_version",
     "published_policy_version",
     "upper_batch",
+    "judged",
+    "followed",
+    "fell_back",
     "batches_seen",
 )
 
@@ -67,13 +73,17 @@ class Cycle:
         frozen: the first published heads, never trained again; None before.
         version: number of the serving heads; grows by one with every publish.
         fresh: the last judged candidate is what is serving now.
-        team: processes that learn the same from the other parts of each batch; None: there are none.
+        team: processes that learn the same from the same batches, and share the work; None: there are none.
+        evidence: candidates against the serving heads, on holdouts.
+        before: the heads that served before these ones, until `after` (these against those, on holdouts of later batches) can tell.
+        followed: versions that were compared with the one before on later batches; `fell_back`: those that were surely worse there.
         rows: replay estimates `serving`, `candidate`, `frozen` on the last judged holdout, and of the last upper mark `upper` and, on the
             same holdout, `upper_serving`.
         upper_batch: number of the batch that the upper mark is of; 0: none was taken.
         trainer: trains, and has the actor's tables.
-        schedule: how much a batch is trained on; its `last` decision.
-        positions_frac: share of the last batch's positions that were trained on.
+        passes, positions_frac: passes over the last batch, and the share of its positions that were trained on.
+        judged: batches that a candidate was judged on.
+        gain: what the candidate had more than the serving heads when it was judged last, by all evidence.
     """
 
     def __init__(
@@ -86,36 +96,44 @@ class Cycle:
         initial_state: dict[str, torch.Tensor] | None = None,
         embedding_VD: torch.Tensor | None = None,
         draft_temperature: float = 0.0,
+        num_drafts: int | None = None,
+        draft_vocab: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._config, self._draft_temperature = config, draft_temperature
+        self._config, self._served = config, Served(draft_temperature, num_drafts)
+        self._draft_vocab = draft_vocab if draft_vocab is not None and draft_vocab < heads_config.vocab_size else None
+        self._counts_V = torch.zeros(heads_config.vocab_size if self._draft_vocab else 0, dtype=torch.float64)
         self._seed = seed
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, mean=mean)
-        self.schedule = Schedule(config.schedule, config.epochs)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_bytes)
         self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
         self.last_loss = math.nan
         self.last_losses: tuple[float, ...] = ()
-        self.positions_frac = 0.0
+        self.passes = self.positions_frac = self.gain = 0.0
         self.version = 0
         self.fresh = False
         self.candidates_rejected = 0
         self.rollbacks = 0
         self.last_policy_version = -1
         self.published_policy_version = -1
-        self.batches_seen = 0
+        self.batches_seen = self.judged = self.followed = self.fell_back = 0
+        self.before: MedusaHeads | None = None
+        self.after = Evidence()
+        self._level = 0.0  # Extra tokens that the serving heads reached when they were published, or fell to since.
         self.upper_batch = 0
         self.team: Meeting | None = None
+        self.evidence = Evidence()
 
-    def join(self, team: Meeting | None) -> None:
-        """From now on, learn together with these processes, which hold the same state. Batches kept for replay are forgotten."""
-        self.team = self.trainer.team = team
-        self.replay.load_state_dict({})
+    def join(self, team: Meeting) -> None:
+        """From now on, learn together with these processes, which hold the same state and are given the same batches."""
+        self.team = team
+        self.trainer.join(team, alike=True)
+        self.replay.load_state_dict({})  # Not in the state that the others were given.
 
     def run(self, batch: RolloutBatch) -> CycleReport:
         """Train on most of the batch's responses and judge the result on the others.
@@ -127,67 +145,79 @@ class Cycle:
         """
         self.batches_seen += 1
         finite = bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all())
-        if self.team is not None:
-            finite = not self.team.most(int(not finite))
         if not finite:
             return CycleReport(TrainReport(), problem="The batch holds hidden states or log-probs that are not finite.")
         self.trainer.check(batch)
+        self._count(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
         training, holdout = batch.hold_out(HOLDOUT_SHARE, seed)
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
-        before = None if holdout is None or self._config.schedule == "fixed" else self._measure(self.serving, holdout)
-        passes = self._decide(before).passes
+        self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
         if self._config.position_share < 1 and training.weights_M is None:  # Else they were sampled before states were copied, or not.
             training = replace(training, weights_M=fraction_weights(training.lengths_S, self._config.position_share, seed))
         self.positions_frac = sampled_share(training)
-        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=passes)
+        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=self.passes)
         if report.problem:
             logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
             return CycleReport(report, verdict, report.problem)
-        self.replay.add(training)
+        lm_head_VD, embedding_VD = self.trainer.lm_head_VD, self.trainer.embedding_VD
+        self.replay.add(replace(training, lm_head_VD=lm_head_VD, embedding_VD=embedding_VD))
         self.last_loss, self.last_losses = report.loss, report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
             problem = "" if verdict else "A batch of one prompt, of which only a sample of positions is here, leaves nothing to judge on."
             return CycleReport(report, verdict, problem)
-        verdict = self._judge(holdout, before)
+        verdict = self._judge(holdout)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
             self.rows |= {"upper": self._upper_mark(training, holdout), "upper_serving": verdict.serving}
             self.upper_batch = self.batches_seen
-        self._tell_schedule(verdict)
         return CycleReport(report, verdict)
 
-    def _judge(self, holdout: RolloutBatch, of_serving: ReplayResult | None = None) -> Verdict:
+    def _count(self, batch: RolloutBatch) -> None:
+        """Keep up with the engine's draft vocabulary: it counts the tokens of its responses, and forgets half at each swap."""
+        if self._draft_vocab is not None:
+            self._counts_V = FORGET * self._counts_V + torch.bincount(batch.response_ids_M, minlength=self._counts_V.numel())
+            self._served = replace(self._served, ids_W=self._counts_V.topk(self._draft_vocab).indices.sort().values)
+
+    def _judge(self, holdout: RolloutBatch) -> Verdict:
         """What the gate says, which is done."""
-        fault = find_fault(self.trainer.heads, self.serving)  # What the mean has not taken in yet, or keeps small.
+        fault = find_fault(self.trainer.heads, self.serving) or find_fault(self.candidate, self.serving)  # The mean may keep it small.
         if fault:
             verdict = Verdict(False, True, fault)
         else:
-            confidence, judged = self._config.gate_confidence, (self.candidate, self.serving, self.frozen)
-            verdict = judge(*judged, lambda heads: self._measure(heads, holdout), confidence, of_serving)
+            of_serving, of_candidate = self._measure(self.serving, holdout), self._measure(self.candidate, holdout)
+            of_frozen = of_serving if self.frozen is None else self._measure(self.frozen, holdout)
+            if math.isfinite(of_candidate.accepted):
+                self.evidence.add(self.batches_seen, of_candidate, of_serving, holdout)
+                self.judged, self.gain = self.judged + 1, self.evidence.difference(self._config.gate_confidence).value
+            self._follow(of_serving, holdout)
+            verdict = judge(of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence)
         self._obey(verdict)
         return verdict
 
+    def _follow(self, of_serving: ReplayResult, holdout: RolloutBatch) -> None:
+        """Compare the serving heads with those before them, on rollouts that came after the swap, until there are enough of these."""
+        if self.before is not None:
+            self.after.add(self.batches_seen, of_serving, self._measure(self.before, holdout), holdout)
+            if self.after.enough:
+                self.followed += 1
+                self.fell_back += self.after.difference(CERTAIN).high < 0
+                self.before = None
+        now = extra_tokens(of_serving, holdout, self._config.gate_confidence)
+        if now.high < (1 - LAG) * self._level:
+            self.trainer.rate, self._level = 1.0, now.value
+
     def _measure(self, heads: MedusaHeads, batch: RolloutBatch) -> ReplayResult:
-        trainer, temperature = self.trainer, self._draft_temperature
-        return replay(heads, batch, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, draft_temperature=temperature, team=self.team)
-
-    def _decide(self, before: ReplayResult | None) -> Decision:
-        if before is None or not before.drafts:
-            return self.schedule.decide(None)
-        interval = before.confidence_interval(2 * self._config.gate_confidence - 1)
-        return self.schedule.decide(interval.value, interval.high)
-
-    def _tell_schedule(self, verdict: Verdict) -> None:
-        upper = self.rows.get("upper") if self.upper_batch == self.batches_seen else None
-        if verdict.serving is not None and verdict.candidate is not None and verdict.difference is not None:
-            self.schedule.judged(
-                verdict.serving.mean_acceptance_length,
-                verdict.candidate.mean_acceptance_length,
-                verdict.difference.low,
-                published=verdict.publish,
-                upper=None if upper is None else upper.mean_acceptance_length,
-            )
+        trainer = self.trainer
+        return replay(
+            heads,
+            batch,
+            trainer.lm_head_VD,
+            embedding_VD=trainer.embedding_VD,
+            served=self._served,
+            team=self.team,
+            give_way=trainer.give_way,
+        )
 
     def _upper_mark(self, training: RolloutBatch, holdout: RolloutBatch) -> ReplayRow:
         """The most that this very batch could give: a copy of the candidate is fitted to it on and on, and its best replay counts.
@@ -203,9 +233,10 @@ class Cycle:
             self._seed,
             embedding_VD=trainer.embedding_VD,
             device=trainer.device,
-            team=self.team,
             mean=mean,
         )
+        fitted.join(self.team, alike=True)
+        fitted.give_way = trainer.give_way
         fitted.rate = trainer.rate
         results = [self._measure(self.candidate, holdout)]
         for passes in UPPER_MARK_PASSES:
@@ -217,13 +248,15 @@ class Cycle:
     def move_to(self, device: torch.device) -> None:
         """Carry all heads, the optimizer and the tables to another device."""
         self.trainer.move_to(device)
-        for heads in (self.serving, self.frozen):
+        for heads in (self.serving, self.frozen, self.before):
             if heads is not None:
                 heads.to(device)
 
     def adopt(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Serve a version that was published after the state now loaded was saved; training goes on from that state."""
         self.serving.load_trainable_state(state)
+        self.evidence.clear()
+        self.before = None
         self.version = version
         self.fresh = False
         self.frozen = self.frozen or _copy(self.serving)
@@ -231,19 +264,26 @@ class Cycle:
     def _obey(self, verdict: Verdict) -> None:
         self.rows |= {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
         self.fresh = verdict.publish
+        if verdict.publish or verdict.worse:
+            self.evidence.clear()  # Another pair is compared from now on.
         if verdict.publish:
+            self.before = _copy(self.serving)
+            self.after.clear()
             self.serving.load_trainable_state(self.candidate.trainable_state())
             self.version += 1
-            self.trainer.rate = min(1.0, self.trainer.rate * FASTER)
+            self.trainer.rate = min(1.0, self.trainer.rate / SLOWER)
+            self._level = verdict.candidate.mean_acceptance_length - 1 if verdict.candidate else 0.0
             self.published_policy_version = self.last_policy_version
             self.frozen = self.frozen or _copy(self.serving)
             return
-        self.candidates_rejected += 1
+        self.candidates_rejected += verdict.worse or verdict.difference is not None
         if verdict.worse:
             logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
-            self.trainer.reset_to(self.serving.trainable_state())
+            self.trainer.reset_to(self.serving.trainable_state(), moments=verdict.candidate is not None)
             self.trainer.rate = max(SLOWEST, self.trainer.rate * SLOWER)
             self.rollbacks += 1
+        elif verdict.difference is not None:
+            self.trainer.rate = min(1.0, self.trainer.rate * EASED)
 
     # ---- state ------------------------------------------------------------------------------------------------------------
 
@@ -251,22 +291,23 @@ class Cycle:
         """A copy of everything that later batches depend on (replayed batches only with `saves_replay`). Flat, tensors only."""
         state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
         state |= {f"serving.{name}": value for name, value in self.serving.trainable_state().items()}
-        if self.frozen is not None:
-            state |= {f"frozen.{name}": value for name, value in self.frozen.trainable_state().items()}
+        for role, heads in (("frozen", self.frozen), ("before", self.before)):
+            if heads is not None:
+                state |= {f"{role}.{name}": value for name, value in heads.trainable_state().items()}
         if self._config.saves_replay:
             state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
+        for role, evidence in (("evidence", self.evidence), ("after", self.after)):
+            state |= {f"{role}.{name}": value for name, value in evidence.state_dict().items()}
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
-        state["schedule"] = torch.tensor([self.trainer.rate, self.positions_frac, *self.schedule.state()], dtype=torch.float64)
+        state["schedule"] = torch.tensor([self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level], dtype=torch.float64)
+        if self._draft_vocab is not None:
+            state["token_counts"] = self._counts_V
         if self.last_losses:
             state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
         for name, row in self.rows.items():
             if row is not None:
                 state[f"rows.{name}"] = torch.tensor([row.mean_acceptance_length, *row.acceptance_per_position], dtype=torch.float64)
         return state
-
-    def digest(self) -> str:
-        """Checksum over all of the state: equal in processes that learn together."""
-        return checksum(self.state_dict())
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state. Raises CheckpointError when it is not one of such a cycle."""
@@ -280,26 +321,31 @@ class Cycle:
             )
         self.trainer.load_state_dict(under(state, "trainer."))
         self.serving.load_trainable_state(under(state, "serving."))
-        frozen = under(state, "frozen.")
-        self.frozen = _copy(self.serving) if frozen else None
-        if self.frozen is not None:
-            self.frozen.load_trainable_state(frozen)
+        self.frozen, self.before = (self._heads_of(under(state, role)) for role in ("frozen.", "before."))
+        self._counts_V = state.get("token_counts", self._counts_V)
         self.replay.load_state_dict(under(state, "replay."))
+        self.evidence.load_state_dict(under(state, "evidence."))
+        self.after.load_state_dict(under(state, "after."))
         for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         if "schedule" in state:
-            self.trainer.rate, self.positions_frac, *schedule = state["schedule"].tolist()
-            self.schedule.load(schedule)
+            self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level = state["schedule"].tolist()
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         self.last_losses = tuple(losses)
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}
         self.rows = {name: ReplayRow(values[0], tuple(values[1:])) for name, values in rows.items()}
 
+    def _heads_of(self, state: dict[str, torch.Tensor]) -> MedusaHeads | None:
+        heads = _copy(self.serving) if state else None
+        if heads is not None:
+            heads.load_trainable_state(state)
+        return heads
+
 
 def _new_heads(config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None) -> MedusaHeads:
     """New heads whose random parts depend on the seed alone; the process's own generator is left as it is."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # And no GPU's, which nobody would put back.
         heads = MedusaHeads(config)
     if state is not None:
         heads.load_trainable_state({name: value.to(torch.float32) for name, value in state.items()})

@@ -1,6 +1,9 @@
 """The gate: a candidate is published only when it beats the serving heads on rollouts that it was not trained on.
 
-Shape letters: M rows of the holdout, K heads, V vocabulary, D hidden.
+Answers to one prompt are much alike, so what is counted is prompts: the counts of a prompt's answers are one observation, and nothing is
+decided before there are enough of them. A small batch holds out too few; then the counts of several batches stand together.
+
+Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -8,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Any
 
 import torch
 
@@ -17,16 +23,35 @@ from heads.acceptance import (
     draft_ids_for_rows,
     draft_logprobs_for_rows,
     one_hot_acceptance,
-    paired_difference,
     replay_probabilities,
     sampled_acceptance,
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
+from medusa_ppo.companion.positions import context_of
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
+LEAST_PROMPTS, LEAST_TOKENS = 6, 64
+"""Held-out prompts and response tokens before anything is decided."""
+PIECE_TOKENS = 8192  # Of the holdout, replayed at once.
+STRICTER = 0.9  # Share of the errors that are allowed which the interval aims at: ratios of few, uneven prompts are not quite normal.
 MAX_WEIGHT = 1e4  # Trained heads stay below 10; beyond this, products overflow in 16-bit engines although argmax may look sound here.
+
+
+@dataclass(frozen=True)
+class Served:
+    """How the engine drafts, where that decides what heads are worth; temperature, top-k and top-p of the rollouts stand in the batch.
+
+    Attributes:
+        draft_temperature: times the rollouts' own; 0: one-hot drafts.
+        num_drafts: drafts of a step at most; None: one of each head.
+        ids_W: tokens that drafts come from, int64; None: all.
+    """
+
+    draft_temperature: float = 0.0
+    num_drafts: int | None = None
+    ids_W: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +63,7 @@ class Verdict:
         worse: the candidate is surely worse than the serving heads.
         reason: one sentence.
         serving, candidate, frozen: replay estimates on the same holdout; None when a set of heads could not be judged.
-        difference: candidate minus serving, mean acceptance length, with its interval.
+        difference: candidate minus serving, mean acceptance length, with its interval; None where there is too little to decide on.
     """
 
     publish: bool
@@ -57,76 +82,191 @@ def replay(
     *,
     embedding_VD: torch.Tensor | None = None,
     draft_temperature: float = 0.0,
+    served: Served | None = None,
     team: Meeting | None = None,
+    give_way: Callable[[], None] = lambda: None,
 ) -> ReplayResult:
-    """Replay estimate of heads on a batch, on the device of the heads; with a team, of all its parts, the same in every process."""
-    if holdout.lengths_S.numel():
-        accept_MK = _acceptance(heads, holdout, lm_head_VD, embedding_VD, draft_temperature)
-        here = replay_probabilities(accept_MK, holdout.lengths_S)
-    else:  # A part without a response.
-        none_S = torch.zeros(0, dtype=torch.float64)
-        here = ReplayResult(none_S, none_S.new_zeros(0, heads.config.num_heads), none_S)
-    if team is None:
-        return here
-    columns = team.gather(torch.cat([here.drafts_S[:, None], here.accepted_SK, here.unseen_S[:, None]], dim=1))
+    """Replay estimate of heads on a batch, on the device of the heads. A team shares the responses; each process gets all counts."""
+    all_S = torch.arange(holdout.lengths_S.numel())
+    shares = [all_S[rank :: team.place.size] for rank in range(team.place.size)] if team else []
+    here = holdout.select(shares[team.place.rank]) if team and shares[team.place.rank].numel() else None if team else holdout
+    results = []
+    for piece in _pieces(here) if here else ():
+        give_way()
+        accept_MK = _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))
+        results.append(replay_probabilities(accept_MK, piece.lengths_S))
+    counts = [torch.cat([r.drafts_S[:, None], r.accepted_SK, r.unseen_S[:, None]], dim=1) for r in results]
+    columns = torch.cat(counts) if counts else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
+    if team is not None:
+        columns = team.gather(columns)[torch.cat(shares).argsort()]
     return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1])
 
 
+def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:
+    """Whole responses that follow each other, of about PIECE_TOKENS tokens a piece."""
+    piece_S = (batch.lengths_S.cumsum(0) - batch.lengths_S) // PIECE_TOKENS
+    cuts = [0, *((piece_S.diff() > 0).nonzero()[:, 0] + 1).tolist(), piece_S.numel()]
+    return [batch.select(torch.arange(first, last)) for first, last in pairwise(cuts)] if len(cuts) > 2 else [batch]
+
+
 def _acceptance(
-    heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None, draft_temperature: float
+    heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None, served: Served
 ) -> torch.Tensor:
     """Probability that the draft of each head at each row is accepted, given that those before it were, float64 `MK`."""
-    config, device = heads.config, lm_head_VD.device
+    config, device, ids_W = heads.config, lm_head_VD.device, served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
     hidden_MD = batch.hidden_MD.to(device, torch.float32)
     condition_MK = condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device) if config.conditioned else None
-    if draft_temperature <= 0:
-        ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, condition_MK=condition_MK, embedding_VD=embedding_VD)
-        return one_hot_acceptance(ids_MK.cpu(), batch.response_ids_M, batch.lengths_S)
-    targets_MK, _ = head_targets(batch.response_ids_M, segment_M, config.num_heads)
-    logprobs_1MK = draft_logprobs_for_rows(
-        heads,
-        hidden_MD,
-        targets_MK.to(device),
-        lm_head_VD,
-        temperatures=(batch.temperature * draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
-        top_k=batch.top_k,
-        top_p=batch.top_p,
-        condition_MK=condition_MK,
-        embedding_VD=embedding_VD,
+    context_Mn = context_of(batch, config.context)
+    tables: dict[str, Any] = {
+        "condition_MK": condition_MK,
+        "context_Mn": None if context_Mn is None else context_Mn.to(device),
+        "embedding_VD": embedding_VD,
+        "ids_W": None if ids_W is None else ids_W.to(device),
+    }
+    if served.draft_temperature <= 0:
+        ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, **tables).cpu()
+        accept_MK = one_hot_acceptance(ids_MK if ids_W is None else ids_W[ids_MK], batch.response_ids_M, batch.lengths_S)
+    else:
+        targets_MK, _ = head_targets(batch.response_ids_M, segment_M, config.num_heads)
+        place_V = torch.arange(lm_head_VD.shape[0])
+        if ids_W is not None:  # A token that is no draft is never accepted.
+            place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
+        places_MK = place_V[targets_MK]
+        logprobs_1MK = draft_logprobs_for_rows(
+            heads,
+            hidden_MD,
+            places_MK.clamp(min=0).to(device),
+            lm_head_VD,
+            temperatures=(batch.temperature * served.draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
+            top_k=batch.top_k,
+            top_p=batch.top_p,
+            **tables,
+        )
+        accept_MK = sampled_acceptance(logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf), batch.logprobs_M, batch.lengths_S)
+    if served.num_drafts is not None:
+        accept_MK[:, served.num_drafts :] = 0
+    return accept_MK
+
+
+class Evidence:
+    """How a first set of heads did against a second one on held-out prompts, of one batch or of several that follow each other.
+
+    Attributes:
+        counts_G5: of each prompt: its batch's number, accepted drafts and draft steps of the first heads, the same of the second. float64.
+        tokens: response tokens of each batch's holdout, by the batch's number.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: one of the two is another now."""
+        self.counts_G5 = torch.zeros(0, 5, dtype=torch.float64)
+        self.tokens: dict[int, int] = {}
+
+    def add(self, batch: int, first: ReplayResult, second: ReplayResult, holdout: RolloutBatch) -> None:
+        """Counts on one more holdout. The oldest ones go as soon as there are enough without them: heads and policy have moved on since."""
+        group_S = _prompts(holdout)
+        a, b = first.by_group(group_S), second.by_group(group_S)
+        columns = [torch.full_like(a.drafts_S, batch), a.accepted_SK.sum(1), a.drafts_S, b.accepted_SK.sum(1), b.drafts_S]
+        self.counts_G5 = torch.cat([self.counts_G5, torch.stack(columns, dim=1)])
+        self.tokens[batch] = int(holdout.lengths_S.sum())
+        for oldest in sorted(self.tokens)[:-1]:
+            newer_G = self.counts_G5[:, 0] > oldest
+            if not _enough(int(newer_G.sum()), sum(self.tokens.values()) - self.tokens[oldest]):
+                break
+            self.counts_G5 = self.counts_G5[newer_G]
+            del self.tokens[oldest]
+
+    @property
+    def enough(self) -> bool:
+        """There are as many prompts and tokens as a decision asks for."""
+        return _enough(self.counts_G5.shape[0], sum(self.tokens.values()))
+
+    def difference(self, confidence: float) -> Interval:
+        """Mean acceptance length of the first heads minus that of the second; `confidence` is for each of the interval's ends by itself.
+
+        The linear form of a ratio of sums, with Student's quantile: a bootstrap over few prompts is too narrow.
+        """
+        _, *columns = self.counts_G5.unbind(1)
+        (first, first_G), (second, second_G) = _extra(*columns[:2]), _extra(*columns[2:])
+        return _interval(first - second, first_G - second_G, confidence)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All of it, tensors only."""
+        tokens = torch.tensor([[batch, count] for batch, count in self.tokens.items()], dtype=torch.int64)
+        return {"counts": self.counts_G5, "tokens": tokens.view(-1, 2)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over a state (an empty one: nothing)."""
+        self.clear()
+        if state:
+            self.counts_G5 = state["counts"]
+            self.tokens = dict(state["tokens"].tolist())
+
+
+def extra_tokens(result: ReplayResult, holdout: RolloutBatch, confidence: float) -> Interval:
+    """Accepted drafts a step (mean acceptance length less 1), with an interval over prompts as in `Evidence.difference`."""
+    counts = result.by_group(_prompts(holdout))
+    return _interval(*_extra(counts.accepted_SK.sum(1), counts.drafts_S), confidence)
+
+
+def _prompts(holdout: RolloutBatch) -> torch.Tensor:
+    """Number of each response's prompt, 0 to G - 1."""
+    prompts_S = torch.arange(holdout.lengths_S.numel()) if holdout.prompts_S is None else holdout.prompts_S
+    return prompts_S.unique(return_inverse=True)[1]
+
+
+def _extra(accepted_G: torch.Tensor, drafts_G: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Accepted drafts a step, and by how much each prompt pulls at it."""
+    drafts = drafts_G.sum().clamp(min=1e-12)
+    value = accepted_G.sum() / drafts
+    return float(value), (accepted_G - value * drafts_G) / drafts
+
+
+def _interval(value: float, pull_G: torch.Tensor, confidence: float) -> Interval:
+    count = pull_G.numel()
+    if count < 2:
+        return Interval(value, -math.inf, math.inf)
+    error = math.sqrt(float(pull_G.square().sum()) * count / (count - 1))
+    reach = student_quantile(1 - STRICTER * (1 - confidence), count - 1) * error
+    return Interval(value, value - reach, value + reach)
+
+
+def _enough(prompts: int, tokens: int) -> bool:
+    return prompts >= LEAST_PROMPTS and tokens >= LEAST_TOKENS
+
+
+def student_quantile(share: float, freedom: int) -> float:
+    """Student's t below which this share lies: the expansion of Abramowitz and Stegun 26.7.5, right to 1 % from 4 degrees of freedom on."""
+    z = NormalDist().inv_cdf(share)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return sampled_acceptance(logprobs_1MK[0].cpu(), batch.logprobs_M, batch.lengths_S)
+    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
 
 
-def judge(
-    candidate: MedusaHeads,
-    serving: MedusaHeads,
-    frozen: MedusaHeads | None,
-    measure: Callable[[MedusaHeads], ReplayResult],
-    confidence: float = 0.9,
-    of_serving: ReplayResult | None = None,
-) -> Verdict:
-    """Compare the candidate with the serving heads, response by response, and measure the frozen control beside them.
+def judge(candidate: ReplayResult, serving: ReplayResult, frozen: ReplayResult, evidence: Evidence, confidence: float = 0.9) -> Verdict:
+    """What becomes of a candidate, by all evidence; the three replays are of the newest holdout.
 
     Args:
-        candidate: newly trained heads.
-        serving: what the engine drafts with (before the first publish: the heads it started with).
-        frozen: the first published heads; None before there are any (the serving heads stand in).
-        measure: replay of heads on rollouts that the candidate was not trained on.
-        confidence: probability (one-sided, bootstrap over responses) that a difference has the sign it shows.
-        of_serving: what `measure` gives for the serving heads, where it is known already.
+        candidate, serving, frozen: of the newly trained heads, of what the engine drafts with, and of the frozen control.
+        evidence: candidates against these serving heads, the newest holdout included.
+        confidence: probability (one-sided) that a difference has the sign it shows.
     """
-    fault = find_fault(candidate, serving)
-    if fault:
-        return Verdict(False, True, fault)
-    of_serving, of_candidate = of_serving or measure(serving), measure(candidate)
-    of_frozen = of_serving if frozen is None else measure(frozen)
-    rows = (replay_row(of_serving), replay_row(of_candidate), replay_row(of_frozen))
-    if not of_candidate.drafts:
-        return Verdict(False, False, "The holdout has no draft step: its responses are one token long.", *rows)
-    if not math.isfinite(of_candidate.accepted):
+    rows = (replay_row(serving), replay_row(candidate), replay_row(frozen))
+    if not math.isfinite(candidate.accepted):
         return Verdict(False, True, "The candidate's logits overflow.", rows[0], None, rows[2])
-    difference = paired_difference(of_candidate, of_serving, 2 * confidence - 1)
+    if not candidate.drafts:
+        return Verdict(False, False, "The holdout has no draft step: its responses are one token long.", *rows)
+    if not evidence.enough:
+        prompts, tokens = evidence.counts_G5.shape[0], sum(evidence.tokens.values())
+        asked = f"{LEAST_PROMPTS} and {LEAST_TOKENS} decide"
+        return Verdict(False, False, f"Too little is held out so far: {prompts} prompts, {tokens} tokens; {asked}.", *rows)
+    difference = evidence.difference(confidence)
     seen = f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}) against the serving heads"
     if difference.low > 0:
         return Verdict(True, False, f"Better: {seen}.", *rows, difference)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
+from heads.errors import DataError
+from heads.modules import Context
+from heads.targets import (
+    MISSING,
+    condition_ids,
+    context_rows,
+    head_logprobs,
+    head_targets,
+    head_teacher_rows,
+    segments_from_lengths,
+    used_rows,
+)
 from medusa_ppo.types import RolloutBatch, held_out
+
+BLOCK = 64  # Rows that are sampled together.
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,8 @@ class TrainingRows:
         condition_MK: tokens since h_t (conditioned kinds), else None.
         logprobs_MK: behaviour log-probs of the targets.
         teacher_rows_MK: row whose state gives the actor's own distribution of the target.
-        usable_N: rows with at least one target that counts; of a part: of the whole batch, -1 for rows that it does not have.
+        usable_N: rows with at least one target that counts.
+        context_Mn: rows of the pairs that each row attends to (heads with a context), else None. A row without a state is missing.
     """
 
     batch: RolloutBatch
@@ -34,14 +48,49 @@ class TrainingRows:
     logprobs_MK: torch.Tensor
     teacher_rows_MK: torch.Tensor
     usable_N: torch.Tensor
+    context_Mn: torch.Tensor | None = None
 
     def states(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Hidden states of some rows, `ND`."""
         return self.batch.hidden_MD[self.state_rows_M[rows_N]]
 
+    def context(self, rows_N: torch.Tensor, seen_N: torch.Tensor, device: torch.device) -> Context:
+        """What some rows attend to, of which each may see so many pairs."""
+        assert self.context_Mn is not None, "looked up for heads with a context"
+        rows_Nn = self.context_Mn[rows_N]
+        age_n = torch.arange(rows_Nn.shape[1] - 1, -1, -1)
+        used_P, places_Nn = used_rows(torch.where(age_n < seen_N.unsqueeze(1), rows_Nn, MISSING))
+        hidden_PD = self.states(used_P).to(device, torch.float32)
+        return Context(hidden_PD, self.batch.response_ids_M[used_P].to(device), places_Nn.to(device))
 
-def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> TrainingRows:
-    """Targets, conditions and log-probs of every row of a batch; rows without a weight have no target."""
+    def check_neighbours(self, loss: str) -> None:
+        """Raise DataError when a row that is trained on lacks the states from which the actor's own distributions follow."""
+        if bool((self.state_rows_M[self.teacher_rows_MK[self.mask_MK > 0]] < 0).any()):
+            raise DataError(
+                "This loss reads the actor's own distribution, which needs the states of the rows that follow.",
+                given=f"companion.loss={loss}, {self.batch.hidden_MD.shape[0]} states of {self.state_rows_M.numel()} positions",
+                expected="all states, or blocks of them with enough rows at their ends",
+                do="Sample positions with EarlySample, or use another loss.",
+            )
+
+
+def context_of(batch: RolloutBatch, pairs: int) -> torch.Tensor | None:
+    """`heads.targets.context_rows` of a batch, without the rows that have no state; None for 0 pairs."""
+    if not pairs:
+        return None
+    rows_Mn = context_rows(segments_from_lengths(batch.lengths_S), pairs)
+    return torch.where(batch.state_rows_M[rows_Mn.clamp_min(0)] >= 0, rows_Mn, MISSING)
+
+
+def in_blocks(count: int, block: int, generator: torch.Generator) -> torch.Tensor:
+    """0 to count - 1, each block of neighbours together, the blocks in random order."""
+    blocks = torch.randperm(-(-count // block), generator=generator)
+    order_N = (blocks.unsqueeze(1) * block + torch.arange(block)).flatten()
+    return order_N[order_N < count]
+
+
+def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int = 0) -> TrainingRows:
+    """Targets, conditions, contexts of so many pairs, and log-probs of every row of a batch; rows without a weight have no target."""
     segment_M = segments_from_lengths(batch.lengths_S)
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
     if batch.weights_M is not None:
@@ -55,18 +104,9 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool) -> TrainingR
         condition_ids(batch.response_ids_M, segment_M, num_heads) if conditioned else None,
         head_logprobs(batch.logprobs_M, segment_M, num_heads),
         head_teacher_rows(segment_M, num_heads),
-        _among_all((mask_MK > 0).any(1).nonzero().squeeze(1), batch),
+        (mask_MK > 0).any(1).nonzero().squeeze(1),
+        context_of(batch, pairs),
     )
-
-
-def _among_all(usable_N: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
-    """The usable rows of a part at their places among those of the whole batch; -1 at the others' places."""
-    if batch.whole is None:
-        return usable_N
-    usable_S = batch.whole.lengths_S - 1  # All but a response's last row.
-    all_N, first = torch.full((int(usable_S.sum()),), -1), int(usable_S[: batch.whole.first].sum())
-    all_N[first : first + usable_N.numel()] = usable_N
-    return all_N
 
 
 def fraction_weights(lengths_S: torch.Tensor, share: float, seed: int) -> torch.Tensor:
@@ -94,27 +134,64 @@ def _with_target(lengths_S: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class EarlySample:
-    """How positions are sampled before their states are copied out of the actor's memory.
+    """How positions are sampled before their states are copied out of the actor's memory: in blocks of BLOCK rows of one response.
+
+    The heads at a row learn from the actor's own distribution up to `ahead` rows further on, and may read the states of `behind` rows
+    before it. So the rows at the edges of a block are there for the others, and are not trained on themselves.
 
     Attributes:
-        share: of the positions with a target.
-        holdout_fraction: share of the prompts whose answers keep all of their states: heads are judged on them.
+        share: of the rows whose states are kept.
+        holdout_fraction: share of the prompts whose answers are judged on; of a sample so much less, and all of their states are kept.
         seed: of both draws.
+        ahead, behind: rows.
     """
 
     share: float
     holdout_fraction: float
     seed: int
+    ahead: int
+    behind: int = 0
 
-    def draw(self, lengths_S: torch.Tensor, prompts_S: torch.Tensor, policy_version: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of all rows, float32 `M`, and which responses heads are judged on, bool `S`. No response is empty."""
+    def draw(self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of all rows, float32 `M`, as in `RolloutBatch`; which responses heads are judged on, bool `S`. No response is empty."""
         seed = self.seed * 1_000_003 + policy_version
-        held_S = held_out(prompts_S, self.holdout_fraction, seed)
-        weights_M = fraction_weights(lengths_S, self.share, seed)
-        return weights_M.masked_fill_(held_S[segments_from_lengths(lengths_S)], 1.0), held_S
+        held_S = held_out(lengths_S, prompts_S, self.holdout_fraction * self.share, seed)
+        segment_M = segments_from_lengths(lengths_S)
+        row_M = torch.arange(segment_M.numel())
+        place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
+        left_M = lengths_S[segment_M] - 1 - place_M
+        generator = torch.Generator().manual_seed(seed)
+        phase_S = torch.randint(BLOCK, lengths_S.shape, generator=generator)  # Every row is as often at an edge as any other.
+        block_M = (place_M + phase_S[segment_M]) // BLOCK + segment_M * (int(lengths_S.max()) // BLOCK + 2)
+        block_M = block_M.unique(return_inverse=True)[1]
+        rows_B = torch.bincount(block_M)
+        order_B = torch.randperm(rows_B.numel(), generator=generator)
+        order_B = order_B[~held_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)][order_B]]
+        before_B = rows_B[order_B].cumsum(0) - rows_B[order_B]
+        kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
+        kept_B[order_B[before_B + rows_B[order_B] <= self.share * row_M.numel() - float(lengths_S[held_S].sum())]] = True
+        kept_B[order_B[:1]] = True  # Something is always there.
+        kept_M = kept_B[block_M]
+        whole_M = kept_M & kept_M[row_M + left_M.clamp(max=self.ahead)] & kept_M[row_M - place_M.clamp(max=self.behind)]
+        weights_M = whole_M.float() - (~kept_M).float()
+        return weights_M.masked_fill_(held_S[segment_M], 1.0), held_S
+
+    def of(self, batch: RolloutBatch) -> RolloutBatch:
+        """The same of a batch whose states are all here."""
+        weights_M, held_S = self.draw(batch.lengths_S, batch.prompts_S, batch.policy_version)
+        return with_states(replace(batch, hidden_MD=batch.hidden_MD[weights_M >= 0], weights_M=weights_M, held_S=held_S))
 
 
-FIELDS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "weights_M")
+def with_states(batch: RolloutBatch) -> RolloutBatch:
+    """The responses of which a state is here."""
+    if batch.weights_M is None:
+        return batch
+    kept_S = torch.zeros(batch.lengths_S.shape, dtype=torch.bool)
+    kept_S[segments_from_lengths(batch.lengths_S)[batch.weights_M >= 0]] = True
+    return batch if kept_S.all() else batch.select(kept_S.nonzero()[:, 0])
+
+
+FIELDS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "weights_M", "lm_head_VD", "embedding_VD")
 
 
 REPLAY_DECAY = 0.5
@@ -123,8 +200,8 @@ REPLAY_DECAY = 0.5
 class ReplayBuffer:
     """Keeps batches of the last `versions` policy versions, within a byte budget; the oldest go first.
 
-    Each batch carries the version of the policy that its hidden states are of. A batch that is `a` versions old joins with the share
-    `decay ** a` of its positions.
+    Each batch carries the version of the policy that its hidden states are of, and that policy's tables. A batch that is `a` versions old
+    joins with the share `decay ** a` of its positions.
     """
 
     def __init__(self, versions: int, max_bytes: int, decay: float = REPLAY_DECAY) -> None:

@@ -1,43 +1,46 @@
-"""How many passes over a batch the heads are trained: a fixed number, or many while that pays and few while it doesn't (no torch).
+"""How much the heads are trained: as much as pays for the loop, in seconds, measured step by step (no torch).
 
-The rule of `drift`, for each batch before it is trained on. Extra tokens are the mean acceptance length less 1.
+A step costs and brings
+    lost     the seconds that the loop's own work took longer because the companion trained beside it, and those inside the plugin's hooks
+    saved    the seconds of generation that acceptance is worth: generation x (length / length at the begin - 1)
 
-    start      nothing was published yet, for START batches                                    the most passes
-    fell       the serving heads surely lost extra tokens since they were published            the most passes
-    at_upper   the serving heads reach the upper mark of the batch before: nothing is left     the fewest
-    behind     the serving heads surely lacked extra tokens of the batch before's candidate    the most passes
-    unsure     they seemed to, but not surely                                                  as many as before
-    settling   none of these                                                                   half as many as before
-    floor      the same, and the fewest are reached
+What a second of training costs the loop is estimated from the steps: seconds outside generation = a x response tokens + b x seconds of
+training. It begins at b = 1 and is 0 where the companion has cores or a device of its own.
 
-"Lost" and "lacked" mean a share of at least LAG, and "surely" with the gate's confidence. Heads that begin at nothing show no gain
-for a while (no draft is accepted before it is the likeliest token), hence `start`. A candidate that is not published goes on
-learning, so small gains add up, at the fewest passes too, until they are sure: then the serving heads are `behind`. When acceptance
-fell because the policy grew less sure, no training gains anything, and the rule settles again after a few batches.
+The rule, for each batch before its states are collected. What a batch's training is worth is what the candidate has more than the serving
+heads, over the next HORIZON steps; what it costs is all that was lost since the last version was published.
+
+    alone      the companion takes nothing from the loop                                        the most passes
+    start      nothing was published yet, for START batches                                     the most
+    pays       the worth is not below the cost                                                  twice as many as before
+    waning     it is                                                                            half as many as before
+    rest       half as many would be less than LEAST                                            none: the batch is not even collected
+    fell       acceptance (the engine's counters) fell by more than a batch's training costs    as many as the fall is worth
+    probe      a while has passed; longer each time that it brought nothing                     LEAST
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 REASONS = {
     "fixed": "the schedule is fixed",
-    "unjudged": "the batch had no holdout, so it got as many passes as the one before",
+    "alone": "the companion takes nothing from the loop",
     "start": "the run begins, and no version was published yet",
-    "fell": "the serving heads lost acceptance since they were published",
-    "at_upper": "the serving heads reach the upper mark",
-    "behind": "newer heads surely reached more than the serving ones",
-    "unsure": "newer heads seemed to reach more than the serving ones",
-    "settling": "the training before gained next to nothing",
-    "floor": "training has gained next to nothing for a while",
+    "pays": "training gains more seconds of generation than the loop loses by it",
+    "waning": "training gained fewer seconds than the loop lost by it",
+    "rest": "nothing is to be gained, so nothing is trained",
+    "fell": "acceptance fell by more than training costs",
+    "probe": "nothing was trained for a while, so a little was tried",
 }
 """Reason of a decision -> what it means."""
-CODES = tuple(REASONS)
 START = 8
 LEAST = 0.25
-LAG = 0.03
-NOISE = 2**0.5  # The level was measured too, on other responses: a difference is that much noisier than one measurement.
-KEPT = 0.5  # Of the expected level with each batch; the rest is what the serving heads reached on it.
+HORIZON = 10.0  # Steps for which a gain in acceptance is counted.
+LAG = 0.03  # Share of the extra tokens below which a fall is noise.
+PROBE_STEPS = (8, 64)  # Steps of rest before a probe: at first, and at most.
+PULL = 0.05  # Weight of b = 1 against the steps: it decides where all of them trained alike.
+KEPT = 0.9  # Of what earlier steps say, with each step.
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Decision:
     """How much to train on a batch.
 
     Attributes:
-        passes: over its positions; below 1 a random part of them once.
+        passes: over its positions; below 1 a random part of them once; 0: it is not trained on.
         reason: a key of REASONS; empty before the first batch.
     """
 
@@ -53,80 +56,133 @@ class Decision:
     reason: str = ""
 
 
-class Schedule:
-    """Decides for one batch after the other. `decide` before a training, `judged` after the gate has spoken."""
+@dataclass(frozen=True)
+class StepSeen:
+    """What a finished step of the loop took, and what the companion had done at its end.
 
-    def __init__(self, kind: str, most: float, least: float = LEAST, lag: float = LAG) -> None:
+    Attributes:
+        generate_s, other_s, hooks_s: seconds of generation, of all else, and inside the plugin's hooks.
+        tokens: response tokens.
+        length: mean acceptance length by the engine's counters.
+        trained_s: seconds that the companion trained meanwhile.
+        judged: batches that the gate has judged so far.
+        gain: candidate minus serving heads, mean acceptance length, when it judged last.
+        published, serving: versions of the heads that were published last, and that the responses were drafted with.
+    """
+
+    generate_s: float
+    other_s: float
+    hooks_s: float
+    tokens: int
+    length: float
+    trained_s: float
+    judged: int
+    gain: float
+    published: int
+    serving: int
+
+
+@dataclass
+class SharedSeconds:
+    """Least squares for other_s = a x tokens + b x trained_s, with forgetting, and with b pulled a little towards 1."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def add(self, tokens: int, trained_s: float, other_s: float) -> None:
+        products = (tokens * tokens, tokens * trained_s, trained_s * trained_s, tokens * other_s, trained_s * other_s)
+        self.sums = [KEPT * old + new for old, new in zip(self.sums, products, strict=True)]
+
+    @property
+    def price(self) -> float:
+        """Seconds that the loop loses by one second of training: b, within what can be."""
+        nn, nc, cc, no, co = self.sums
+        if not nn or not cc:
+            return 1.0
+        pull = PULL * cc
+        return min(3.0, max(0.0, (co + pull - nc * no / nn) / (cc + pull - nc * nc / nn)))
+
+
+class Account:
+    """Keeps the books and decides. `step` after each step of the loop, `decide` before each batch is collected.
+
+    Attributes:
+        saved_s, lost_s: of the last step.
+        last: decision.
+    """
+
+    def __init__(self, most: float, *, shared: bool) -> None:
         """
         Args:
-            kind: `fixed` (always `most`) or `drift`.
-            most, least: passes; below 1 a random part of the positions once.
-            lag: share of the extra tokens that is worth a training.
+            most: passes over a batch.
+            shared: the companion trains on cores or a device that the loop uses too.
         """
-        self._kind = kind
-        self._most, self._least, self._lag = most, least, lag
-        self._start = START  # Batches left in which a first version is awaited.
-        self._level = 0.0  # Mean acceptance length that the serving heads are expected to reach; 0: not known yet.
-        self._gained = False  # The last candidate had a lead that is worth a training ...
-        self._sure = False  # ... or any lead, and surely.
-        self._at_upper = False
+        self._most, self._shared = most, shared
+        self._seconds = SharedSeconds()
+        self._first_length = 0.0  # With the heads that the run began with; 0: not known yet.
+        self._length = self._level = 0.0  # Acceptance now, and as it was when training ended.
+        self._generate_s = self._pass_s = 0.0  # Of a step; lost by one pass over a batch.
+        self._spent_s = 0.0  # Lost since the last publish.
+        self._judged = self._version = self._batches = self._idle = 0
+        self._patience = PROBE_STEPS[0]
+        self._verdict: bool | None = None  # Whether the training judged last has paid.
+        self.saved_s = self.lost_s = 0.0
         self.last = Decision()
 
-    def decide(self, length: float | None, high: float = 0.0) -> Decision:
-        """Passes over the batch that has come.
+    def step(self, seen: StepSeen) -> None:
+        """Book a finished step."""
+        warming_up = not self._first_length
+        if not seen.serving or warming_up:
+            self._first_length = seen.length
+        self.saved_s = seen.generate_s * (seen.length / self._first_length - 1)
+        if not warming_up:
+            self._seconds.add(seen.tokens, seen.trained_s, max(0.0, seen.other_s - seen.hooks_s))
+        self.lost_s = seen.hooks_s + (self._seconds.price * seen.trained_s if self._shared else 0.0)
+        self._generate_s, self._length = seen.generate_s, seen.length
+        self._spent_s += self.lost_s
+        if self.last.passes:
+            self._pass_s = self.lost_s / self.last.passes
+        if seen.judged != self._judged:
+            worth_s = HORIZON * self._generate_s * seen.gain / seen.length
+            self._verdict = worth_s >= self._spent_s
+            if seen.published != self._version:
+                self._spent_s = 0.0
+        self._judged, self._version = seen.judged, seen.published
 
-        Args:
-            length: mean acceptance length of the serving heads on its holdout; None: it has none.
-            high: upper end of its interval.
-        """
-        self.last = self._decide(length, high)
+    def decide(self) -> Decision:
+        """Passes over the batch that comes next."""
+        self.last = self._decide()
+        self._batches += 1
+        self._idle = 0 if self.last.passes else self._idle + 1
         return self.last
 
-    def judged(self, serving: float, candidate: float, low: float, *, published: bool, upper: float | None = None) -> None:
-        """What came of the training.
-
-        Args:
-            serving, candidate: mean acceptance lengths on the holdout.
-            low: lower end of the interval of their difference, candidate minus serving.
-            published: the candidate serves from now on.
-            upper: the upper mark on the same holdout; None: not measured.
-        """
-        if self._kind == "fixed":
-            return
-        self._start = 0 if published else max(0, self._start - 1)
-        now = candidate if published else serving
-        if published or not self._level:
-            self._level = now
-        self._gained = candidate - serving >= self._lag * (candidate - 1) > 0
-        self._sure = low > 0
-        self._at_upper = upper is not None and upper - now < self._lag * (upper - 1)
-
-    def _decide(self, length: float | None, high: float) -> Decision:
-        if self._kind == "fixed":
-            return Decision(self._most, "fixed")
-        if self._start:
+    def _decide(self) -> Decision:
+        if not self._shared:
+            return Decision(self._most, "alone")
+        if not self._batches or (not self._version and self._batches < START):
             return Decision(self._most, "start")
-        if length is None:
-            return Decision(self.last.passes, "unjudged")
-        fell = self._level - length > max(self._lag * (self._level - 1), NOISE * (high - length))
-        self._level = KEPT * self._level + (1 - KEPT) * length
-        if fell:
-            return Decision(self._most, "fell")
-        if self._at_upper:
-            return Decision(self._least, "at_upper")
-        if self._gained:
-            return Decision(self._most, "behind") if self._sure else Decision(self.last.passes, "unsure")
-        passes = max(self._least, self.last.passes / 2)
-        return Decision(passes, "settling" if passes > self._least else "floor")
+        if not self.last.passes:
+            return self._woken()
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return self.last  # Not judged yet.
+        if verdict:
+            self._patience = PROBE_STEPS[0]
+            return Decision(min(self._most, 2 * self.last.passes), "pays")
+        if self.last.passes / 2 >= LEAST:
+            return Decision(self.last.passes / 2, "waning")
+        self._level, self._spent_s = self._length, 0.0
+        return Decision(0.0, "rest")
 
-    def state(self) -> list[float]:
-        """Everything that later decisions depend on, as numbers."""
-        reason = CODES.index(self.last.reason) if self.last.reason else -1
-        return [self._start, self._level, self._gained, self._sure, self._at_upper, self.last.passes, reason]
-
-    def load(self, state: list[float]) -> None:
-        """Go on from a state."""
-        start, self._level, gained, sure, at_upper, passes, reason = state
-        self._start = int(start)
-        self._gained, self._sure, self._at_upper = bool(gained), bool(sure), bool(at_upper)
-        self.last = Decision(passes, CODES[int(reason)] if reason >= 0 else "")
+    def _woken(self) -> Decision:
+        """From a rest, by a fall of acceptance that is worth it, or by time."""
+        self._verdict, self._spent_s = None, 0.0
+        self._level = max(self._level, self._length)
+        fallen = self._level - self._length
+        worth = HORIZON * self._generate_s * fallen / self._length / self._pass_s if self._pass_s else self._most
+        if fallen > LAG * (self._level - 1) and worth >= LEAST:
+            self._level = self._length
+            return Decision(min(self._most, worth), "fell")
+        if self._idle >= self._patience:
+            self._patience = min(PROBE_STEPS[1], 2 * self._patience)
+            return Decision(LEAST, "probe")
+        return Decision(0.0, "rest")

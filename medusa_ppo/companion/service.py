@@ -14,7 +14,6 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from heads.checkpoint import checksum, load_state, save_heads, save_state
 from medusa_ppo.companion.cycle import Cycle, CycleReport
-from medusa_ppo.companion.handover import Answer, PackedTensor, ServiceArguments, pack, unpack
+from medusa_ppo.companion.handover import Answer, BatchQueue, Pace, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.hardware import companion_threads
 from medusa_ppo.types import CompanionStatus, PublishedHeads
@@ -31,89 +30,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
-MAX_LAG = 2  # Policy versions.
 NICENESS = 5  # PPO goes first where both want a core; where nobody else does it changes nothing.
 KEPT_VERSIONS = 3
 HOST = torch.device("cpu")
-
-
-class BatchQueue:
-    """First in, first out, for any number of threads that put and one that gets. Nobody ever waits to put something in.
-
-    It is bounded in bytes and in age: the oldest batch goes, and is counted. A batch that was taken out is in use until `done`, or until
-    the next one is asked for; so long its bytes count. A batch is whatever knows its `nbytes` and `policy_version`.
-
-    Attributes:
-        dropped: batches dropped so far.
-        nbytes: bytes waiting now.
-    """
-
-    def __init__(self, max_bytes: int, max_lag: int = MAX_LAG) -> None:
-        """
-        Args:
-            max_bytes: most bytes of all batches that wait or are in use together.
-            max_lag: policy versions that a waiting batch may be behind the newest. Who is slow would learn an ever older policy.
-        """
-        self.max_bytes, self.max_lag = max_bytes, max_lag
-        self.nbytes = self.dropped = self._in_use = 0
-        self._batches: deque[Any] = deque()
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def put(self, batch: Any, room: int = 0) -> int:
-        """Append a batch; the oldest ones go until it fits. One that does not fit beside the batch in use is dropped itself.
-
-        Args:
-            batch: what comes.
-            room: bytes to keep free for what may be on its way, as long as older batches can go for it.
-
-        Returns:
-            Number of batches dropped by this call.
-        """
-        with self._changed:
-            if self._closed or self._in_use + batch.nbytes > self.max_bytes:
-                self.dropped += 1
-                return 1
-            dropped, oldest = 0, batch.policy_version - self.max_lag
-            while self._batches and (self._batches[0].policy_version < oldest or self.held_nbytes + batch.nbytes + room > self.max_bytes):
-                self.nbytes -= self._batches.popleft().nbytes
-                dropped += 1
-            self._batches.append(batch)
-            self.nbytes += batch.nbytes
-            self.dropped += dropped
-            self._changed.notify()
-            return dropped
-
-    def get(self, timeout_s: float | None = None) -> Any | None:
-        """Take the oldest batch; None when the time is up or the queue is closed and empty. Without a timeout it waits for either."""
-        with self._changed:
-            self._in_use = 0
-            self._changed.wait_for(lambda: self._batches or self._closed, timeout_s)
-            if not self._batches:
-                return None
-            batch = self._batches.popleft()
-            self.nbytes -= batch.nbytes
-            self._in_use = batch.nbytes
-            return batch
-
-    def done(self) -> None:
-        """The batch in use is let go."""
-        with self._changed:
-            self._in_use = 0
-
-    def close(self) -> None:
-        """Wake everybody who waits; later batches are dropped."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes waiting and in use now."""
-        return self.nbytes + self._in_use
+EXIT_CODE = 70  # Of a process that ends itself to be started again.
 
 
 class CompanionService:
@@ -126,9 +46,11 @@ class CompanionService:
             tables: the actor's lm_head and, for kinds that read it, its embedding (else None), packed.
         """
         config = arguments.companion
-        self._config = config
+        self._arguments, self._config = arguments, config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
         self._cycle = make_cycle(arguments, tables)
+        self._pace = Pace(Path(arguments.publish_dir))
+        self._cycle.trainer.give_way = self._give_way
         self._device = self._cycle.trainer.device
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
         self._publish_dir = Path(arguments.publish_dir)
@@ -141,6 +63,7 @@ class CompanionService:
         self._outstanding = self._received = self._dropped_before = 0
         self._train_s = 0.0
         self._busy_since: float | None = None
+        self._beat = 0.0  # When the training thread was last seen at work.
         self._error = ""  # What failed with the last batch.
         self._note = ""  # Why the last batch was of no use, though nothing failed.
         self._begin(arguments)
@@ -179,7 +102,15 @@ class CompanionService:
         published = self._published
         if published is not None and published.version <= after_version:
             published = None
-        return Answer(published, self._error, self._incarnation, self._queue.held_nbytes)
+        stuck_s = 0.0 if self._busy_since is None or self._pace.held else time.monotonic() - self._beat
+        return Answer(published, self._error, self._incarnation, self._queue.held_nbytes, self._cycle.version, stuck_s)
+
+    def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
+        """The engine drafts with these heads, and `version` was the last it was offered: training goes on from them, after this batch."""
+        with self._state_lock:
+            cycle = self._cycle
+            cycle.adopt(max(version, cycle.version), unpack(state))
+            cycle.trainer.reset_to(cycle.serving.trainable_state(), moments=False)
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
         """Packed tensors of the last published version, for a client on another node; None when `version` is not the last any more."""
@@ -192,7 +123,7 @@ class CompanionService:
         """What has been done so far."""
         cycle, trainer = self._cycle, self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
-        running_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
+        running_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since - self._pace.waited_s
         return CompanionStatus(
             alive=self._thread.is_alive(),
             batches_received=self._received,
@@ -210,8 +141,11 @@ class CompanionService:
             upper_batch=cycle.upper_batch,
             error=self._error or self._note,
             losses=cycle.last_losses,
-            passes=cycle.schedule.last.passes,
-            reason=cycle.schedule.last.reason,
+            passes=cycle.passes,
+            judged=cycle.judged,
+            gain=cycle.gain,
+            versions_followed=cycle.followed,
+            versions_worse=cycle.fell_back,
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
             gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3 if self._device.type == "cuda" else None,
@@ -239,8 +173,7 @@ class CompanionService:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
-            started = time.monotonic()
-            self._busy_since = started
+            self._busy_since = self._beat = time.monotonic()
             try:
                 with self._state_lock:
                     if self._config.offload:
@@ -251,22 +184,35 @@ class CompanionService:
                 self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
                 if report.published:
                     self._publish()
+                self._rest()
             except Exception as error:  # One bad batch must not end the companion; it is told in the status, and the next one comes.
+                if _ends_process(error):
+                    self._start_again(f"{type(error).__name__}: {error}")
                 logger.exception("The companion could not learn from a batch of policy version %d.", batch.policy_version)
                 self._error = f"{type(error).__name__}: {error}"
             finally:
-                self._rest()
+                self._train_s += time.monotonic() - self._busy_since - self._pace.take_waited_s()
                 self._busy_since = None
-                self._train_s += time.monotonic() - started
                 del batch  # Its shared memory must not wait for the next one.
                 self._queue.done()
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()
 
+    def _give_way(self) -> None:
+        self._beat = time.monotonic()
+        self._pace.give_way()
+        self._beat = time.monotonic()
+
     def _learn(self, batch: Any) -> CycleReport:
         """A batch as it lay in the queue."""
         return self._cycle.run(batch)
+
+    def _start_again(self, why: str) -> None:
+        """End this process: Ray starts it again, and it goes on from the last saved state."""
+        logger.critical("The companion's process ends, to be started again. %s", why)
+        logging.shutdown()
+        os._exit(EXIT_CODE)
 
     def _rest(self) -> None:
         """Leave the GPU to others while no batch waits; what was computed there is in the host's memory then."""
@@ -361,8 +307,15 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
         initial_state=unpack(arguments.initial_state),
         embedding_VD=embedding_VD,
         draft_temperature=arguments.draft_temperature,
+        num_drafts=arguments.num_drafts,
+        draft_vocab=arguments.draft_vocab,
         device=torch.device("cuda" if arguments.companion.num_gpus and torch.cuda.is_available() else "cpu"),
     )
+
+
+def _ends_process(error: Exception) -> bool:
+    """After an error of CUDA itself every call fails; only a new process helps. Memory that was too small is no such error."""
+    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def forget_oldest(folder: Path, pattern: str) -> None:

@@ -1,20 +1,27 @@
 """Trains the heads on rollout batches: the heads only, with an optimizer, a gradient clip and a random generator of their own.
 
+Heads with a context are trained on blocks of consecutive positions in random order, which share most of what they attend to. A tenth of
+the positions sees a random part of its context only, because an engine can't always give them all of it.
+
 Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads, clip_per_head
-from medusa_ppo.companion.positions import TrainingRows, look_up
+from heads.running_mean import RunningMean, under
+from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import RolloutBatch
@@ -22,8 +29,10 @@ from medusa_ppo.types import RolloutBatch
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CLIP_NORM = 1.0  # Largest gradient norm of each head.
 LOGITS_BYTES = 1024**3  # Of a micro-batch of one head, in float32, at most.
-WARM = 1_000_000
-"""Steps that heads count as having made which begin trained: their mean keeps its full length from the first step on."""
+TOGETHER = 32
+"""Consecutive positions that heads with a context are trained on together."""
+CUT_SHARE = 0.1
+"""Share of the positions whose context is cut at random."""
 COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
 
 
@@ -48,50 +57,6 @@ class TrainReport:
     rows: int = 0
 
 
-class RunningMean:
-    """A running mean of the heads' weights over optimizer steps: what is judged and served, while the heads themselves go on learning.
-
-    A rollout batch is small, so each step moves the heads by its noise as much as by what there is to learn; the mean keeps the latter.
-    (Polyak and Juditsky 1992; exponential form as in Tarvainen and Valpola 2017, arXiv 1703.01780.)
-
-    Attributes:
-        heads: the mean, never trained.
-        steps: optimizer steps that it has seen. The first ones weigh more, so that heads that begin at nothing are left behind at once.
-    """
-
-    def __init__(self, heads: MedusaHeads, decay: float, *, steps: int = 0) -> None:
-        """
-        Args:
-            heads: a copy of what training begins with, changed in place.
-            decay: share of the mean that stays with each step, in [0, 1).
-            steps: 0 for heads that begin at nothing, WARM for trained ones.
-        """
-        self.heads = heads.requires_grad_(False)
-        self.steps = steps
-        self._decay = decay
-
-    @torch.no_grad()
-    def add(self, trained: Iterable[torch.Tensor]) -> None:
-        """Take in the parameters as they are after a step, in the order of `heads.parameters()`."""
-        kept = min(self._decay, (1 + self.steps) / (10 + self.steps))
-        torch._foreach_lerp_(list(self.heads.parameters()), list(trained), 1.0 - kept)
-        self.steps += 1
-
-    def restart(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from trained heads (keys of `trainable_state`)."""
-        self.heads.load_trainable_state(state)
-        self.steps = WARM
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of all of it, under keys that begin with `mean`."""
-        return {f"mean.{name}": tensor for name, tensor in self.heads.trainable_state().items()} | {"mean_steps": torch.tensor(self.steps)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what is under such keys. Raises KeyError, CheckpointError when something is missing."""
-        self.heads.load_trainable_state(under(state, "mean."))
-        self.steps = int(state["mean_steps"])
-
-
 class HeadsTrainer:
     """AdamW on the heads, gradients clipped for each head by itself, positions shuffled by a seeded generator.
 
@@ -99,8 +64,9 @@ class HeadsTrainer:
 
     Attributes:
         rate: factor on the configured step size. The caller's to set, and to keep over a restart.
-        team: processes to sum gradients with; None: alone.
+        team: processes that take every optimizer step together; None: alone.
         generator: of the order of the positions.
+        give_way: called between two pieces of work; may wait.
         lm_head_VD, embedding_VD: the actor's tables, as they are used.
     """
 
@@ -116,7 +82,6 @@ class HeadsTrainer:
         schedule: Callable[[int], float] | None = None,
         dtype: torch.dtype | None = None,
         micro_positions: int | None = None,
-        team: Meeting | None = None,
         mean: RunningMean | None = None,
     ) -> None:
         """
@@ -127,13 +92,12 @@ class HeadsTrainer:
             seed: of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
-            team: see above.
             dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
             micro_positions: positions whose gradients are computed at once; None: as many as LOGITS_BYTES have room for.
             mean: takes in the heads after each optimizer step, and is part of the state; None: nothing does.
         """
         self.rate = 1.0
-        self.team = team
+        self.give_way: Callable[[], None] = lambda: None
         self._schedule, self._mean, self._dtype = schedule, mean, dtype
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
@@ -146,7 +110,19 @@ class HeadsTrainer:
         self.set_tables(lm_head_VD, embedding_VD)
         self._named = dict(self.heads.named_parameters())
         self._optimizer = self._fresh_optimizer()
+        self.join(None)
         self.batches_trained = self.batches_skipped = self.trained_tokens = self.optimizer_steps = 0
+
+    def join(self, team: Meeting | None, *, alike: bool = False) -> None:
+        """From now on, take every optimizer step together with these processes, which hold the same state: torch's DDP sums the gradients.
+
+        Args:
+            team: they; None: nobody.
+            alike: all are given the same batches, and each takes its share of the positions of a step; else each trains on its own.
+        """
+        self.team, self._alike = team, alike and team is not None
+        losses = _Losses(self.heads, self._losses)
+        self._step_losses: Any = losses if team is None else DistributedDataParallel(losses, process_group=team.process_group)
 
     def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
         """Replace the actor's frozen tables. Without a dtype asked for, a CPU holds them in float32, a GPU as they come."""
@@ -188,12 +164,13 @@ class HeadsTrainer:
         mean_K = torch.stack(losses).double().mean(0)
         return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), rows=rows)
 
-    def reset_to(self, state: dict[str, torch.Tensor]) -> None:
-        """Go back to other heads (keys of `trainable_state`) with an empty optimizer; counters, generator and `rate` go on."""
+    def reset_to(self, state: dict[str, torch.Tensor], *, moments: bool = True) -> None:
+        """Go back to other heads (keys of `trainable_state`); counters, generator and `rate` go on, the optimizer's moments if they may."""
         self.heads.load_trainable_state(state)
         if self._mean is not None:
             self._mean.restart(state)
-        self._optimizer = self._fresh_optimizer()
+        if not moments:
+            self._optimizer = self._fresh_optimizer()
 
     # ---- one batch ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +178,10 @@ class HeadsTrainer:
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
     ) -> tuple[list[torch.Tensor], int, int]:
         config = self.heads.config
-        sources = [(look_up(part, config.num_heads, config.conditioned), share) for part, share in [(batch, 1.0), *replay]]
+        sources = [(look_up(part, config.num_heads, config.conditioned, config.context), share) for part, share in [(batch, 1.0), *replay]]
+        if self._loss.needs_teacher:
+            for source, _ in sources:
+                source.check_neighbours(self._config.loss)
         losses: list[torch.Tensor] = []
         worked = 0
         whole, rest = divmod(epochs, 1)
@@ -216,38 +196,52 @@ class HeadsTrainer:
                     group["lr"] = self._config.learning_rate * self.rate * (self._schedule(step) if self._schedule else 1.0)
                 loss = self._loss.at(step)
                 here = picks[start : start + rows]
-                losses.append(self._step([source for source, _ in sources], here[here[:, 1] >= 0], loss))
+                if self.team and self._alike:
+                    here = here[self.team.place.rank :: self.team.place.size]
+                losses.append(self._step([source for source, _ in sources], here, loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
 
     def _shuffle(self, sources: Sequence[tuple[TrainingRows, float]]) -> torch.Tensor:
-        """(source, row) pairs of one epoch in random order, int64 `[N, 2]`: the same order in all parts of a batch."""
+        """(source, row, pairs that it sees) of one epoch in random order, int64 `[N, 3]`."""
+        pairs = self.heads.config.context
+        block = TOGETHER if pairs else 1
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
             count = max(round(share * usable_N.numel()), int(index == 0))  # A short pass still trains on something.
-            chosen = usable_N[torch.randperm(usable_N.numel(), generator=self.generator)[:count]]
-            picks.append(torch.stack([torch.full_like(chosen, index), chosen], dim=1))
-        pairs = torch.cat(picks)
-        return pairs[torch.randperm(pairs.shape[0], generator=self.generator)]
+            chosen = usable_N[in_blocks(usable_N.numel(), block, self.generator)[:count]]
+            picks.append(torch.stack([torch.full_like(chosen, index), chosen, torch.full_like(chosen, pairs)], dim=1))
+        joined = torch.cat(picks)
+        joined = joined[in_blocks(joined.shape[0], block, self.generator)]
+        if pairs:
+            drawn_N = torch.randint(1, pairs + 1, joined.shape[:1], generator=self.generator)
+            cut_N = torch.rand(joined.shape[:1], generator=self.generator) < CUT_SHARE
+            joined[:, 2] = torch.where(cut_N, drawn_N, pairs)
+        return joined
 
-    def _step(self, sources: Sequence[TrainingRows], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+    def _step(self, sources: Sequence[TrainingRows], picks_N3: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient of all positions at once."""
-        total_K = _targets(sources, picks_N2)
+        total_K = torch.zeros(self.heads.config.num_heads)
+        for source, rows_N2 in _by_source(sources, picks_N3):
+            total_K += source.mask_MK[rows_N2[:, 0]].sum(0)
         if self.team:
             self.team.add_up(total_K)
         loss_K = torch.zeros(self.heads.config.num_heads)
         self._optimizer.zero_grad(set_to_none=True)
-        for micro_N2 in picks_N2.split(self._micro_positions) if picks_N2.shape[0] else ():
+        micros = [part for micro_N3 in picks_N3.split(self._micro_positions) for part in _by_source(sources, micro_N3)]
+        if self.team and not micros:  # Without a position in this step, take part with a loss of nothing.
+            micros = [(sources[0], picks_N3[:0, 1:])]
+        for index, (source, rows_N2) in enumerate(micros):
+            self.give_way()
             # Each loss is a mean over its own positions; weighted by their share, the means add up to the mean over all.
-            share_K = _targets(sources, micro_N2) / total_K.clamp(min=1)
-            micro_K = self._losses(sources, micro_N2, loss) * share_K.to(self.device)
-            micro_K.sum().backward()
+            share_K = (source.mask_MK[rows_N2[:, 0]].sum(0).float() / total_K.clamp(min=1)).to(self.device)
+            alone = isinstance(self._step_losses, _Losses) or index == len(micros) - 1
+            with contextlib.nullcontext() if alone else self._step_losses.no_sync():
+                micro_K = self._step_losses(source, rows_N2, loss) * share_K
+                (micro_K.sum() * (self.team.place.size if self.team else 1)).backward()  # DDP takes the mean over the processes.
             loss_K += micro_K.detach().cpu()
         if self.team:
             self.team.add_up(loss_K)
-            for parameter in self._named.values():  # A process without a position in this step adds nothing.
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self.team.add_up(parameter.grad)
         norm_K = clip_per_head(self._named, self.heads.config.num_heads, CLIP_NORM)
         if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
             raise FloatingPointError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
@@ -256,35 +250,30 @@ class HeadsTrainer:
             self._mean.add(self._named.values())
         return loss_K
 
-    def _losses(self, sources: Sequence[TrainingRows], picks_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
-        """Loss of each head. Sources are gathered one after the other: their order means nothing."""
-        grouped = [(source, picks_N2[picks_N2[:, 0] == index, 1]) for index, source in enumerate(sources)]
-        grouped = [(source, rows_N) for source, rows_N in grouped if rows_N.numel()]
-
-        def picked(name: str) -> torch.Tensor:
-            return torch.cat([getattr(source, name)[rows_N] for source, rows_N in grouped]).to(self.device)
-
-        hidden_ND = self._states(grouped)
+    def _losses(self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+        """Loss of each head at (row, pairs that it sees) of one batch, with the tables and the sampling of the policy that wrote it."""
+        batch, (rows_N, seen_N) = source.batch, rows_N2.unbind(1)
+        lm_head_VD = self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
+        embedding_VD = self.embedding_VD if batch.embedding_VD is None else batch.embedding_VD.to(self.device)
+        hidden_ND = source.states(rows_N).to(self.device, torch.float32)
         with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
-            condition = picked("condition_MK") if self.heads.config.conditioned else None
-            factored = self.heads.factored(hidden_ND, self.lm_head_VD, condition=condition, embedding_VD=self.embedding_VD)
-        sampled, teacher = grouped[0][0].batch, None
+            condition = source.condition_MK[rows_N].to(self.device) if source.condition_MK is not None else None
+            context = None if source.context_Mn is None else source.context(rows_N, seen_N, self.device)
+            factored = self.heads.factored(hidden_ND, lm_head_VD, condition=condition, embedding_VD=embedding_VD, context=context)
+        teacher = None
         if loss.needs_teacher:  # The actor's own distribution of each target, from the states of the rows that predict them.
-            hidden = self._states([(source, source.teacher_rows_MK[rows_N].flatten()) for source, rows_N in grouped])
+            hidden = source.states(source.teacher_rows_MK[rows_N].flatten()).to(self.device, torch.float32)
             rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, self.heads.config.num_heads)
-            teacher = Teacher(hidden, rows_NK, self.lm_head_VD, sampled.temperature, sampled.top_k, sampled.top_p)
+            teacher = Teacher(hidden, rows_NK, lm_head_VD, batch.temperature, batch.top_k, batch.top_p)
         return head_loss(
             factored,
-            picked("targets_MK"),
-            picked("mask_MK"),
+            source.targets_MK[rows_N].to(self.device),
+            source.mask_MK[rows_N].to(self.device),
             loss,
-            logprobs_NK=picked("logprobs_MK"),
+            logprobs_NK=source.logprobs_MK[rows_N].to(self.device),
             teacher=teacher,
-            temperature=sampled.temperature,
+            temperature=batch.temperature,
         )
-
-    def _states(self, grouped: list[tuple[TrainingRows, torch.Tensor]]) -> torch.Tensor:
-        return torch.cat([source.states(rows_N).to(self.device, torch.float32) for source, rows_N in grouped])
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise DataError when a batch does not fit the heads or the loss."""
@@ -299,13 +288,6 @@ class HeadsTrainer:
                 given=f"hidden size {width}, token ids {low} to {high}",
                 expected=f"hidden size {config.hidden_size}, token ids 0 to {config.vocab_size - 1}",
                 do="Use heads made for this actor.",
-            )
-        if self._loss.needs_teacher and batch.hidden_MD.shape[0] < batch.response_ids_M.shape[0]:
-            raise DataError(
-                "This loss reads the actor's own distribution, which needs the state of every position.",
-                given=f"companion.loss={self._config.loss}, {batch.hidden_MD.shape[0]} states of {batch.response_ids_M.shape[0]} positions",
-                expected="all states",
-                do="Sample positions in the companion, or use another loss.",
             )
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
@@ -365,12 +347,20 @@ class HeadsTrainer:
             ) from error
 
 
-def under(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The part of a state whose names begin so, without the prefix."""
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+class _Losses(torch.nn.Module):
+    """The losses of a micro-batch as a module's forward pass, which is what DDP wraps."""
+
+    def __init__(self, heads: MedusaHeads, losses: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.heads, self._of = heads, losses
+
+    def forward(self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+        if rows_N2.numel():
+            return self._of(source, rows_N2, loss)
+        return torch.stack([parameter.sum() for parameter in self.heads.parameters()]).sum().mul(0).expand(self.heads.config.num_heads)
 
 
-def _targets(sources: Sequence[TrainingRows], picks_N2: torch.Tensor) -> torch.Tensor:
-    """How many of the picked positions each head has a target at (sum of their weights), float32 `K`."""
-    counts = [source.mask_MK[picks_N2[picks_N2[:, 0] == index, 1]].sum(0) for index, source in enumerate(sources)]
-    return torch.stack(counts).sum(0).float()
+def _by_source(sources: Sequence[TrainingRows], picks_N3: torch.Tensor) -> list[tuple[TrainingRows, torch.Tensor]]:
+    """Of picks, the (row, pairs that it sees) of each source that has some."""
+    found = [(source, picks_N3[picks_N3[:, 0] == index, 1:]) for index, source in enumerate(sources)]
+    return [(source, rows_N2) for source, rows_N2 in found if rows_N2.numel()]

@@ -35,6 +35,8 @@ _SHARES = (11, 4, 1)
 
 LARGEST = 20
 """No intermediate result is larger."""
+_OPERANDS = (2, 9)
+"""The smallest and the largest number that is added or taken away."""
 
 NAMES = (
     ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
@@ -121,23 +123,19 @@ def document(found: Problem) -> tuple[str, str]:
 
 def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[dict[str, str]]:
     """Rows of the task, as `datasets` would give them: question, prompt, answer, solution."""
-    rows = []
-    for index in range(limit):
-        found = problem(index, seed, split)
-        prompt, solution = document(found)
-        rows.append({"question": found.question, "prompt": prompt, "answer": found.answer, "solution": solution})
-    return rows
+    found = (problem(index, seed, split) for index in range(limit))
+    return [{"question": one.question, "prompt": document(one)[0], "answer": one.answer, "solution": one.solution} for one in found]
 
 
 def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem:
     """One problem: a start (two colours, or old and new), then one or two changes."""
     (name, pronoun), (friend, _) = rng.sample(NAMES, 2)
     words = {"name": name, "pronoun": pronoun, "friend": friend, "things": rng.choice(OBJECTS)}
-    first = _draw_operand(rng)
+    first = rng.randint(*_OPERANDS)
     words["a"] = str(first)
-    steps = [_draw_start(rng, first)]
+    steps = [_draw_step(rng, _STARTS, first)]
     for _ in range(rng.choice((1, 2, 2))):
-        steps.append(_draw_change(rng, steps[-1].result))
+        steps.append(_draw_step(rng, _CHANGES, steps[-1].result))
     clauses = [f"{order} {step.clause.text.format(**words, n=step.operand)}." for order, step in zip(_ORDER, steps, strict=False)]
     clauses.append("How many {things} does {name} have now?".format(**words))
     lines = [_line(_ORDER[number], step, words) for number, step in enumerate(steps)]
@@ -146,26 +144,13 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
     return Problem(" ".join(clauses), " " + "\n".join(lines), str(answer))
 
 
-def _draw_operand(rng: random.Random) -> int:
-    return rng.randint(2, 9)
-
-
-def _draw_start(rng: random.Random, first: int) -> _Step:
-    clause, operand = rng.choice(_STARTS), _draw_operand(rng)
-    return _Step(clause, first, operand, _compute(first, clause.sign, operand))
-
-
-def _draw_change(rng: random.Random, value: int) -> _Step:
-    """A change after which the result lies between 1 and LARGEST."""
+def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _Step:
+    """A step after which the result lies between 1 and LARGEST."""
     while True:
-        clause, operand = rng.choice(_CHANGES), _draw_operand(rng)
-        result = _compute(value, clause.sign, operand)
+        clause, operand = rng.choice(clauses), rng.randint(*_OPERANDS)
+        result = left + operand if clause.sign == "+" else left - operand
         if 1 <= result <= LARGEST:
-            return _Step(clause, value, operand, result)
-
-
-def _compute(left: int, sign: str, right: int) -> int:
-    return left + right if sign == "+" else left - right
+            return _Step(clause, left, operand, result)
 
 
 def _line(order: str, step: _Step, words: dict[str, str]) -> str:
@@ -180,36 +165,29 @@ END = "<|endoftext|>"
 _WORDS_FROM = 4000
 """Problems whose words make the vocabulary; the templates have no word that is rarer."""
 
-
 _SPACE = "\u0120"
 """How the byte-level form writes a space."""
 
 _NUMBERS = 100
 """Numbers below are one token each; larger ones are spelled digit by digit."""
 
+_SPLITTER = pre_tokenizers.ByteLevel(add_prefix_space=False)
+"""Words and numbers with the space before them: then what to copy directly follows the word that it is found by."""
+
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, the same on every call."""
     vocabulary = {token: number for number, token in enumerate([END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words()])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = _pre_tokenizer()
+    tokenizer.pre_tokenizer = _SPLITTER
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False)
 
 
-def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Words and numbers with the space before them: then what to copy directly follows the word that it is found by."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
 def _words() -> list[str]:
     """All pieces of the task's text longer than one byte, sorted."""
-    splitter = _pre_tokenizer()
-    seen: set[str] = set()
-    for index in range(_WORDS_FROM):
-        found = problem(index, seed=0)
-        for text in (f"Question: {found.question}\nAnswer:", found.solution):
-            seen.update(piece for piece, _ in splitter.pre_tokenize_str(text))
+    texts = (text for index in range(_WORDS_FROM) for text in document(problem(index, seed=0)))
+    seen = {piece for text in texts for piece, _ in _SPLITTER.pre_tokenize_str(text)}
     words = {piece for piece in seen if len(piece) > 1 and not re.search(r"\d", piece)}
     return sorted(words) + [f"{_SPACE}{number}" for number in range(_NUMBERS)]

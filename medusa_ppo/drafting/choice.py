@@ -10,10 +10,10 @@ with their rows).
 A machine is fast and slow by turns (other programs, clocks). That pace is the same for all k, so it is estimated by itself and taken out:
 what remains tells the k apart.
 
-The k with the most tokens per second is taken, if it is faster than none beyond doubt (the standard error of what was measured): a step
-without drafts is never a mistake. Now and then one draft more, one less, or none is tried, so that no estimate goes stale, more often
-where it promises a gain, and all of them when the heads are new. How often follows from what the trial costs: trials of either kind take
-about half a percent of the time.
+The k with the most tokens per second is taken, of those that were measured at about so many sequences; drafts must be faster than none
+beyond the standard error. A number of sequences that is new begins without drafts, and then measures k after k, as long as the next one
+promises more than the best so far. Later on others are tried now and then, so that no estimate goes stale, more often where they promise
+a gain, and all drafts when the heads are new. How often follows from what the trial costs: trials take about half a percent of the time.
 
 All of this runs between any two steps, which may be 3 ms apart: what every step asks is plain floats, because numpy takes several times
 as long for five numbers, and what numpy does (the costs) waits a few steps.
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,30 +35,39 @@ MEMORY_RUNS = 200.0
 TRIAL_SHARE = 0.005
 TRIAL_STEPS = (12, 2000)
 PROMISING_TRIAL_STEPS = 6
-FIRST_STEPS = 6
-NEW_HEADS_RUNS = 10.0
+FIRST_STEPS = 4
+NEW_HEADS_RUNS = 4.0
 NEW_HEADS_TRIALS = 2
 RIDGE = 1e-6
 REVIEW_STEPS = 4
 """Steps of one kind between two looks at costs and choice: they hardly move in between."""
-CELL_MEMORY = 40.0
-CELL_PRIOR = 1.0
+CELL_MEMORY = 150.0
 FIRST_CLIP, CLIP = 1.5, 0.4
 """Largest step of an estimate of log seconds, while it is new and later: one slow step says little."""
-NEW_CELL = 3.0
+NEW_CELL, NEW_SHARE, FAR = 8.0, 0.5, 0.7
+"""Steps that make a kind known, and what one that is quicker by half counts for until then."""
 NEW_COSTS = 20.0
 """Observations up to which costs are solved after each."""
 PACE_MEMORY = 20.0
 NOISE_MEMORY = 50.0
 MEAN_TO_DEVIATION = 1.25
-UNSEEN = 0.35
-"""Standard error of the formula's log seconds where no step was seen."""
-SURE = 2.5
-"""Standard errors by which drafts must be faster than none."""
-NOT_SEEN = (0.0, 0.0)
-"""Mean and steps of a cell that no step was seen of."""
+UNSEEN, APART = 0.35, 0.08
+"""Standard error of log seconds where no step was seen: with nothing to compare with, and for each draft to the next one seen."""
+SURE, HOPE = 1.6, 0.5
+"""Standard errors by which drafts must be faster than none, and by which a trial may turn out faster than expected."""
+LEAST_SEEN = 4
+"""Steps of a kind before it may be chosen."""
+FINE = 4
 OUTLIER = 4.0
 MOST_OUTLIERS = 3
+
+
+class Cell(NamedTuple):
+    """Means over steps of one kind: log seconds at the machine's usual pace, sequences; and how many steps stand behind them."""
+
+    log_seconds: float = 0.0
+    batch: float = 1.0
+    steps: float = 0.0
 
 
 @dataclass
@@ -70,8 +79,8 @@ class StepCosts:
     weight: float = 0.0
     costs: list[float] = field(default_factory=lambda: [0.0] * 4)
     """c_0 .. c_3."""
-    cells: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    """(power of two of sequences, drafts) -> mean of log(seconds / formula), and how many steps stand behind it."""
+    cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
+    """By power of two of sequences, and drafts."""
     pace: float = 0.0
     """How much slower (log) the machine is now than the estimates."""
     noise: float = 0.1
@@ -80,10 +89,14 @@ class StepCosts:
     _unsolved: int = 0
 
     @staticmethod
-    def features(batch: int, drafts: int) -> tuple[float, float, float, float]:
+    def features(batch: float, drafts: int) -> tuple[float, float, float, float]:
         return 1.0, batch * (drafts + 1), batch * drafts, float(drafts > 0)
 
-    def _formula(self, batch: int, drafts: int) -> float:
+    def _of_cell(self, cell: Cell, batch: float, drafts: int) -> float:
+        """What such a step takes with another number of sequences."""
+        return math.exp(cell.log_seconds) * self._formula(batch, drafts) / self._formula(cell.batch, drafts)
+
+    def _formula(self, batch: float, drafts: int) -> float:
         return max(sum(map(mul, self.costs, self.features(batch, drafts))), 1e-6)
 
     def observe(self, batch: int, drafts: int, seconds: float) -> None:
@@ -92,14 +105,19 @@ class StepCosts:
         if key != self._last:
             self._solve()  # What is known of the next kind is compared with the formula of today.
         if self.weight >= 3:
-            mean, steps = self.cells.get(key, NOT_SEEN)
-            error = math.log(seconds / self._formula(batch, drafts)) - self.pace - mean
-            clip = FIRST_CLIP if steps < NEW_CELL else CLIP
-            if steps:
+            cell = self.cells.get(key, Cell())
+            own = math.log(seconds) - self.pace
+            if cell.steps:
+                error = own - math.log(self._of_cell(cell, batch, drafts))
                 self.pace += _clip(error, CLIP) / PACE_MEMORY
                 self.noise += (MEAN_TO_DEVIATION * min(abs(error), CLIP) - self.noise) / NOISE_MEMORY
-            steps = min(steps + 1.0, CELL_MEMORY)
-            self.cells[key] = (mean + _clip(error, clip) / steps, steps)
+                own -= error - _clip(error, FIRST_CLIP if cell.steps < NEW_CELL else CLIP)
+                own -= math.log(self._formula(batch, drafts) / self._formula(cell.batch, drafts))
+            steps = min(cell.steps + 1.0, CELL_MEMORY)
+            warmed_up = steps < NEW_CELL and own < cell.log_seconds - FAR  # What a process pays once made the first steps slower.
+            share = max(1.0 / steps, NEW_SHARE if warmed_up else 0.0)
+            log_seconds = cell.log_seconds + (own - cell.log_seconds) * share
+            self.cells[key] = Cell(log_seconds, cell.batch + (batch - cell.batch) / steps if cell.steps else batch, steps)
             seconds *= math.exp(-self.pace)
         row = [value / seconds for value in self.features(batch, drafts)]
         self.gram = [[FORGET_COST * old + a * b for old, b in zip(line, row, strict=True)] for line, a in zip(self.gram, row, strict=True)]
@@ -117,23 +135,51 @@ class StepCosts:
             self.costs, self._unsolved = (np.linalg.solve(scaled, self.moment / scale) / scale).tolist(), 0
 
     def predict(self, batch: int, drafts: Sequence[int]) -> list[float]:
-        """Seconds of a step for each number of drafts; more drafts never cost less."""
-        bits, most, seconds = batch.bit_length(), 0.0, []
+        """Seconds of a step for each number of drafts at the machine's pace of now; more drafts never cost less."""
+        most, seconds = 0.0, []
         for k in drafts:
-            mean, steps = self.cells.get((bits, k), NOT_SEEN)
-            most = max(most, self._formula(batch, k) * math.exp(mean * steps / (steps + CELL_PRIOR)))
-            seconds.append(most)
+            most = max(most, self._expected(batch, k))
+            seconds.append(most * math.exp(self.pace))
         return seconds
+
+    def _expected(self, batch: int, drafts: int) -> float:
+        """From the steps of this kind; else the formula, or a line through the two nearest kinds seen, whichever promises more."""
+        bits = batch.bit_length()
+        own = self.cells.get((bits, drafts))
+        if own is not None:
+            return self._of_cell(own, batch, drafts)
+        seen = sorted((k for size, k in self.cells if size == bits), key=lambda k: abs(k - drafts))
+        if not seen:
+            return self._formula(batch, drafts)
+        near, *others = seen  # Other numbers of drafts.
+        at_near = self._of_cell(self.cells[bits, near], batch, near)
+        expected = at_near * self._formula(batch, drafts) / self._formula(batch, near)
+        if not others:
+            return expected
+        slope = (self._of_cell(self.cells[bits, others[0]], batch, others[0]) - at_near) / (others[0] - near)
+        return min(expected, max(at_near + slope * (drafts - near), 0.5 * at_near))
 
     def doubt(self, batch: int, drafts: Sequence[int]) -> list[float]:
         """Standard error of the log seconds of each."""
-        bits = batch.bit_length()
-        seen = [self.cells.get((bits, k), NOT_SEEN)[1] for k in drafts]
-        return [math.hypot(UNSEEN / (1.0 + steps), self.noise / math.sqrt(max(steps, 1.0))) for steps in seen]
+        bits, doubts = batch.bit_length(), []
+        for k in drafts:
+            nearest = self._nearest(bits, k)
+            steps = self.cells.get((bits, nearest), Cell()).steps
+            own = math.hypot(UNSEEN / (1.0 + steps), self.noise / math.sqrt(max(steps, 1.0)))
+            # The formula alone says what the first draft costs; what more of them cost follows from that.
+            apart = APART * abs(nearest - k) if nearest else UNSEEN * (k > 0)
+            doubts.append(math.hypot(apart, own))
+        return doubts
 
-    def most_seen(self, batch: int) -> int:
-        """The most drafts that a step of about so many sequences has had."""
-        return max((k for bits, k in self.cells if bits == batch.bit_length()), default=0)
+    def _nearest(self, bits: int, drafts: int) -> int:
+        """The number of drafts itself where steps of it were seen, else that of the steps nearest to it."""
+        if (bits, drafts) in self.cells:
+            return drafts
+        return min((k for size, k in self.cells if size == bits), key=lambda k: abs(k - drafts), default=drafts)
+
+    def seen(self, batch: int, drafts: int) -> float:
+        """Steps of about so many sequences that had so many drafts."""
+        return self.cells.get((batch.bit_length(), drafts), Cell()).steps
 
 
 def _clip(value: float, limit: float) -> float:
@@ -143,13 +189,21 @@ def _clip(value: float, limit: float) -> float:
 class DraftChooser:
     """Chooses k for each step from the number of running sequences."""
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, allowed: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            allowed: what to choose from, 0 and `max_drafts` among them; None: every number up to 4, and then fewer and fewer.
+        """
         self.max_drafts = max_drafts
+        self.allowed = sorted(
+            allowed or {k for k in range(max_drafts + 1) if k <= FINE or (k % 2 == 0 and k <= 2 * FINE) or k % 4 == 0} | {max_drafts}
+        )
         self.costs = StepCosts()
         self.reached = [0.0] * max_drafts
         self.tried = [0.0] * max_drafts
         self._steps = 0
         self._next_trial: dict[int, int] = {}
+        self._last_trial: dict[int, int] = {}
         self._held: dict[int, tuple[int, int]] = {}
         self._trials = 0
         self._full_trials = 0
@@ -227,27 +281,38 @@ class DraftChooser:
             return self.max_drafts
         bits = batch.bit_length()
         held, review = self._held.get(bits, (0, 0))
-        trial_is_due = self._steps >= self._next_trial.get(bits, 0)
-        if self._steps < review and not trial_is_due:
+        if self._steps < review and self._steps < self._next_trial.get(bits, 0):
             return held
-        # The formula flatters what was never seen at so many sequences: one draft more at a time.
-        rates = self.tokens_per_second(batch)[: self.costs.most_seen(batch) + 2]
+        rates = self.tokens_per_second(batch)
         best = self._best(batch, rates)
         self._held[bits] = (best, self._steps + REVIEW_STEPS)
-        return self._trial(batch, rates, best) if trial_is_due else best
+        if self.costs.seen(batch, 0) < LEAST_SEEN:
+            return 0
+        promising = (
+            max(rates[k] for k in self.allowed) > rates[best] and self._steps >= self._last_trial.get(bits, 0) + PROMISING_TRIAL_STEPS
+        )
+        return self._trial(batch, rates, best) if promising or self._steps >= self._next_trial.get(bits, 0) else best
 
     def _trial(self, batch: int, rates: list[float], best: int) -> int:
-        """A neighbour of the best, or none: what they cost is learned from nothing else. The most promising one, else each in turn."""
-        others = [k for k in dict.fromkeys((best + 1, best - 1, 0)) if 0 <= k < len(rates) and k != best]
+        """Another one than the best: what they cost is learned from nothing else. The first that was not seen and may be better, step after
+        step until it was; else the most promising one, or each in turn where none is."""
+        hopes = self._hopes(batch, rates, best)
+        new = [k for k in self.allowed if self.costs.seen(batch, k) < LEAST_SEEN and hopes[k] > rates[best]]
+        if new:
+            return new[0]
+        others = [k for k in self.allowed if k != best and self.costs.seen(batch, k)]
         if not others:
             return best
-        hopes = [rate * math.exp(margin) for rate, margin in zip(rates, self._margins(batch, len(rates), best), strict=True)]
         trial = max(others, key=lambda k: hopes[k])
         if hopes[trial] <= rates[best]:
             trial = others[self._trials % len(others)]
         self._trials += 1
-        least = PROMISING_TRIAL_STEPS if rates[trial] > rates[best] else TRIAL_STEPS[0]
-        self._next_trial[batch.bit_length()] = self._steps + max(least, self._pause(rates, best, trial))
+        bits = batch.bit_length()
+        self._last_trial[bits] = self._steps
+        pause = self._pause(rates, best, trial)
+        if trial == 0:  # Its first steps may have been slow by bad luck, and to try it never costs much.
+            pause = min(pause, int(TRIAL_STEPS[0] * self.costs.seen(batch, 0) ** 2))
+        self._next_trial[bits] = self._steps + max(TRIAL_STEPS[0], pause)
         return trial
 
     @staticmethod
@@ -257,15 +322,19 @@ class DraftChooser:
         return min(int(loss / TRIAL_SHARE), TRIAL_STEPS[1])
 
     def _best(self, batch: int, rates: list[float]) -> int:
-        """The fastest of those that are faster than none beyond doubt."""
-        margins = self._margins(batch, len(rates), 0)
-        sure = [k for k, (rate, margin) in enumerate(zip(rates, margins, strict=True)) if rate * math.exp(-margin) > rates[0]]
+        """The fastest of those that were measured and are faster than none."""
+        doubt = self.costs.doubt(batch, range(len(rates)))
+        sure = [
+            k
+            for k in self.allowed
+            if self.costs.seen(batch, k) >= LEAST_SEEN and rates[k] * math.exp(-SURE * math.hypot(doubt[k], doubt[0])) > rates[0]
+        ]
         return max(sure, key=lambda k: rates[k], default=0)
 
-    def _margins(self, batch: int, count: int, other: int) -> list[float]:
-        """By how much (log) the rates with 0..count-1 drafts may differ from that with `other` by chance."""
-        doubt = self.costs.doubt(batch, range(count))
-        return [SURE * math.hypot(own, doubt[other]) for own in doubt]
+    def _hopes(self, batch: int, rates: list[float], best: int) -> list[float]:
+        """What the rates may be, if they are better than expected in comparison with the best."""
+        doubt = self.costs.doubt(batch, range(len(rates)))
+        return [rate * math.exp(HOPE * math.hypot(own, doubt[best])) for rate, own in zip(rates, doubt, strict=True)]
 
 
 def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

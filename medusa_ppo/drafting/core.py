@@ -7,17 +7,23 @@ Shape letters: B requests, K drafts of a step, D hidden, V vocabulary, W width o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.draft_vocabulary import LINEAR, LM_HEAD, PACK, plain_linear
 from medusa_ppo.drafting.fused import EMBED, FusedHeads
-from medusa_ppo.drafting.noise import draw
+from medusa_ppo.drafting.noise import cumulate, float32_below
+from medusa_ppo.drafting.slots import DraftSlots
 
+FEATURES = Callable[[int, torch.Tensor], torch.Tensor]
+"""Index of a head, and the last tokens `[B]`, to what lm_head reads `[B, D]`."""
 SHARPEST = 1e30
 """What logits of greedy requests are multiplied with: only the largest is left."""
 
@@ -44,12 +50,10 @@ class Drafted:
 
     Attributes:
         ids_BK: int64, tokens.
-        columns_BK: int64, their columns in q; the tokens themselves without a draft vocabulary.
-        q: float32 `[B, W]` for each draft; empty where all are one-hot.
+        q: float32 `[B, W]` for each draft, before the rounding of what it was drawn by; only of a sampled call that was given no slots.
     """
 
     ids_BK: torch.Tensor
-    columns_BK: torch.Tensor
     q: tuple[torch.Tensor, ...] = ()
 
 
@@ -66,20 +70,17 @@ class DraftingCore:
         heads: MedusaHeads,
         lm_head: LM_HEAD,
         embed: EMBED | None = None,
-        *,
         pack: PACK = plain_linear,
-        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
-            lm_head: the engine's product, rows `[N, D]` -> logits `[N, V]`; read where the heads share it.
+            lm_head: the engine's product, rows `[N, D]` of any dtype -> logits `[N, V]`; read where the heads share it.
             embed: the engine's lookup; kind hydra only.
             pack: how our own weights become products.
-            dtype: what these compute in; default: as the heads.
         """
         self.config = heads.config
         self.heads = heads
-        self.fused = FusedHeads(heads, embed, pack, dtype)
+        self.fused = (ContextHeads if heads.config.context else FusedHeads)(heads, embed, pack)
         device = heads.blocks[0].device
         self.temperatures_K = torch.ones(self.config.num_heads, device=device)
         self._whole_lm_head, self._pack = lm_head, pack
@@ -101,7 +102,7 @@ class DraftingCore:
                 "The draft vocabulary can't be truncated so.",
                 given="heads with lm_head=own",
                 expected="heads that share the actor's lm_head",
-                do="Leave engine.draft_vocab at 0.",
+                do="Set engine.draft_vocab=0.",
             )
         self.ids_W = ids_W
         self._lm_head: LM_HEAD = self._whole_lm_head if lm_head is None else lm_head
@@ -116,51 +117,47 @@ class DraftingCore:
 
     # ---- the call -----------------------------------------------------------------------------------------------------------
 
-    def draft(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling: Sampling | None = None) -> Drafted:
+    def draft(
+        self,
+        hidden_BD: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        count: int,
+        sampling: Sampling | None = None,
+        seen: Seen | None = None,
+        slots: DraftSlots | None = None,
+    ) -> Drafted:
         """`count` (1..K) drafts for each request.
 
         Args:
             hidden_BD: h_t of each request, the state from which its last token was sampled.
             last_ids_B: int64, that last token x_{t+1}; read by conditioned kinds only.
             sampling: None for one-hot drafts.
+            seen: what heads with a context attend to; None: the pair that each request stands at alone.
+            slots: where sampled drafts are drawn, and what verification needs of them stays; whose they are is for `slots.stamp` to say.
         """
-        drawing = None if sampling is None else _Drawing(sampling, self.temperatures_K, count)
-        if self.config.kind == "medusa":
-            return self._at_once(hidden_BD, count, drawing)
-        columns, ids, q = [], [], []
-        state = self.fused.start(hidden_BD, count) if self.config.kind == "hydra" else None
-        ahead = self._logits_ahead(hidden_BD, count) if state is None else []
+        drawing = None if sampling is None else _Drawing(sampling, self.temperatures_K, count, slots, self._width)
+        features = self._features(hidden_BD, last_ids_B, count, seen) if self.config.kind == "hydra" else None
+        ahead = self._logits_ahead(hidden_BD, count) if features is None else []
+        ids = []
         for k in range(count):
-            if state is not None:
-                logits_BW = self._multiply(self.fused.features(state, k, last_ids_B), k)
-            else:
-                logits_BW = ahead[k] + self._bias_out[k](F.embedding(last_ids_B, self.heads.markov_in[k])).float()
-            if drawing is None:
-                column_B = logits_BW.argmax(-1)
-            else:
-                q_BW, column_B = drawing.choose(logits_BW, k)
-                q.append(q_BW)
+            logits_BW = ahead[k] if features is None else self._multiply(features(k, last_ids_B), k)
+            if self._bias_out:
+                logits_BW = logits_BW + self._bias_out[k](F.embedding(last_ids_B, self.heads.markov_in[k])).float()
+            column_B = logits_BW.argmax(-1) if drawing is None else drawing.choose(logits_BW, k)
             last_ids_B = column_B if self.ids_W is None else self.ids_W.index_select(0, column_B)
-            columns.append(column_B)
             ids.append(last_ids_B)
-        ids_BK = torch.stack(ids, dim=1)
-        return Drafted(ids_BK, ids_BK if self.ids_W is None else torch.stack(columns, dim=1), tuple(q))
+        return Drafted(torch.stack(ids, dim=1), tuple(drawing.q or ()) if drawing is not None else ())
 
-    def _at_once(self, hidden_BD: torch.Tensor, count: int, drawing: _Drawing | None) -> Drafted:
-        """Kind medusa: no head waits for another."""
-        columns, q = [], []
-        for k, logits_BW in enumerate(self._logits_ahead(hidden_BD, count)):
-            if drawing is None:
-                column_B = logits_BW.argmax(-1)
-            else:
-                q_BW, column_B = drawing.choose(logits_BW, k)
-                q.append(q_BW)
-            columns.append(column_B)
-        columns_BK = torch.stack(columns, dim=1)
-        return Drafted(columns_BK if self.ids_W is None else self.ids_W[columns_BK], columns_BK, tuple(q))
+    def _features(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None) -> FEATURES:
+        """Kind hydra: what gives each head's features, asked for in order."""
+        fused = self.fused
+        if isinstance(fused, ContextHeads):
+            return partial(fused.features, fused.start(hidden_BD, seen or fused.alone(hidden_BD, last_ids_B)))
+        return partial(fused.features, fused.start(hidden_BD, count))
 
     def _logits_ahead(self, hidden_BD: torch.Tensor, count: int) -> list[torch.Tensor]:
         """lm_head's part of the logits `[B, W]` of each head, for kinds whose features do not depend on drafted tokens."""
+        assert isinstance(self.fused, FusedHeads), "kinds medusa and markov"
         features_BKD = self.fused.features_at_once(hidden_BD, count)
         if self._own:
             return [self._own[k](features_BKD[:, k]).float() for k in range(count)]
@@ -170,30 +167,43 @@ class DraftingCore:
     def _multiply(self, features_BD: torch.Tensor, k: int) -> torch.Tensor:
         return self._own[k](features_BD) if self._own else self._lm_head(features_BD)
 
+    @property
+    def _width(self) -> int:
+        return self.config.vocab_size if self.ids_W is None else len(self.ids_W)
+
 
 class _Drawing:
     """Draws columns of logits; what all heads have in common is made once."""
 
-    def __init__(self, sampling: Sampling, temperatures_K: torch.Tensor, count: int) -> None:
+    def __init__(self, sampling: Sampling, temperatures_K: torch.Tensor, count: int, slots: DraftSlots | None, width: int) -> None:
         temperature_B1 = sampling.temperature_B.clamp_min(0).unsqueeze(1)
         temperatures_K = temperatures_K if count == len(temperatures_K) else temperatures_K[:count]
-        scale_BK = (temperature_B1 * temperatures_K).reciprocal().clamp_max(SHARPEST)
+        self._scales = (temperature_B1 * temperatures_K).reciprocal_().clamp_max_(SHARPEST).split(1, dim=1)
         # Of equal logits a greedy request takes the first, as argmax does.
-        uniforms_BK = sampling.uniforms_BK * (temperature_B1 > 0)
-        self._scales = scale_BK.split(1, dim=1)
-        self._uniforms = uniforms_BK.split(1, dim=1)
+        uniforms_BK = float32_below(sampling.uniforms_BK) * (temperature_B1 > 0)
+        self._uniforms = uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
         self._sampling = sampling
+        batch = len(temperature_B1)
+        self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(count, batch)
+        self.q: list[torch.Tensor] | None = [] if slots is None else None
 
-    def choose(self, logits_BW: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """q `[B, W]` float32, and the columns `[B]` drawn from it.
+    def choose(self, logits_BW: torch.Tensor, k: int) -> torch.Tensor:
+        """Columns `[B]` drawn from the logits of the head with index k.
 
-        q is cut as the request's own top-k and top-p cut: any q is lossless, but what the target leaves out would only be refused.
+        They are cut as the request's own top-k and top-p cut: any q is lossless, but what the target leaves out would only be refused.
         """
-        scaled_BW = logits_BW * self._scales[k]
-        if self._sampling.top_k_B is not None or self._sampling.top_p_B is not None:
-            scaled_BW = cut(scaled_BW, self._sampling.top_k_B, self._sampling.top_p_B)
-        q_BW = scaled_BW.softmax(-1, dtype=torch.float32)
-        return q_BW, draw(q_BW, self._uniforms[k]).squeeze(1)
+        sampling, sums_BX = self._sampling, self._places.cumulative[k]
+        scaled_BW, mass_BW = self._places.scratch
+        torch.mul(logits_BW, self._scales[k], out=scaled_BW)
+        if sampling.top_k_B is not None or sampling.top_p_B is not None:
+            scaled_BW = cut(scaled_BW, sampling.top_k_B, sampling.top_p_B)
+        torch.softmax(scaled_BW, -1, out=mass_BW)
+        if self.q is not None:
+            self.q.append(mass_BW.clone())
+        cumulate(mass_BW, sums_BX)
+        column_B1 = self._places.columns[k]
+        torch.searchsorted(sums_BX, self._uniforms[k], right=True, out=column_B1)
+        return column_B1.squeeze(1)
 
 
 def cut(logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None) -> torch.Tensor:

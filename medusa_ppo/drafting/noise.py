@@ -1,13 +1,15 @@
 """Random numbers of drafting and verification: by counting, so that they depend on nothing but seed, position and purpose.
 
 A request's numbers are those of SplitMix64 (Steele, Lea and Flood, 2014) that started at its key: number n is mix(key + n * GOLDEN).
-A key is its seed, mixed once on the host, so streams of neighbouring seeds begin far apart. The counter n is position * LANES + lane: no
+A key is its seed, mixed once, so streams of neighbouring seeds begin far apart. The counter n is position * LANES + lane: no
 step, whatever shared its batch, moves another's. Requests without a seed take theirs from torch's generator, one draw for all.
 
 Shape letters: B requests, L lanes (numbers of one position), V tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -29,22 +31,24 @@ def _signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
-def key_of(seed: int) -> int:
-    """The key of a seed (any integer), as an int64."""
-    word = (seed + _GOLDEN) % _WORD
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
-        word = (word ^ (word >> shift)) * factor % _WORD
-    return _signed(word ^ (word >> _SHIFTS[-1]))
+def keys_of(seeds: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """The keys `[B]` of seeds (any integers; on a device int64)."""
+    if isinstance(seeds, torch.Tensor):
+        return _mix(seeds + _signed(_GOLDEN))
+    return _mix(torch.tensor([_signed(seed + _GOLDEN) for seed in seeds]))
 
 
 def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, lane: int, count: int) -> torch.Tensor:
     """Float64 uniforms in [0, 1) `[B, count]` of the lanes from `lane` on."""
     lanes_L = torch.arange(lane, lane + count, device=keys_B.device)
-    word_BL = (positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
-        word_BL = (word_BL ^ _shifted(word_BL, shift)) * _signed(factor)
-    word_BL = word_BL ^ _shifted(word_BL, _SHIFTS[-1])
+    word_BL = _mix((positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1))
     return _shifted(word_BL, 11).double() * UNIT
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        word = (word ^ _shifted(word, shift)) * _signed(factor)
+    return word ^ _shifted(word, _SHIFTS[-1])
 
 
 def _shifted(word: torch.Tensor, by: int) -> torch.Tensor:
@@ -75,6 +79,23 @@ def uniforms(
         return counted_BL
     drawn_BL = torch.rand(shape, dtype=torch.float64, device=positions_B.device, generator=generator)
     return torch.where(seeded_B.unsqueeze(1), counted_BL, drawn_BL)
+
+
+def float32_below(uniform: torch.Tensor) -> torch.Tensor:
+    """The largest float32 that is not above a float64 uniform: it lies below exactly those float32 numbers that the uniform lies below."""
+    return (uniform.view(torch.int64) & ~((1 << 29) - 1)).view(torch.float64).float()
+
+
+def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
+    """Cumulative sums of all columns but the last, X = W - 1, never falling: what draws columns by one uniform.
+
+    Column w is drawn, as the first whose sum exceeds the uniform, with probability C_w - C_{w-1} to the last bit, where C_{-1} = 0, the
+    last is 1, and sums above 1 count as 1. So that difference is what q is, and not the mass that was rounded on its way here.
+    """
+    if mass_BW.device.type == "cpu":
+        torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)  # One after the other, in double.
+    else:
+        out_BX[:] = mass_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values  # A parallel scan may fall by a rounding.
 
 
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,24 @@
-"""What drafting remembers of each request from one step to the next, by slot, in tensors that stand where they are.
+"""What drafting keeps by slot: who has which slot, and q of the drafts that the next step verifies.
 
-A draft is verified one step after it was drawn, against the q that it was drawn from. In between its request may have been preempted, its
-drafts replaced by placeholders, its slot given to another. So beside q stands a stamp of who drafted and at which position: what does not
-bear the stamp that verification expects was not drawn from this q, and is verified as a one-hot draft, which is right for any draft.
+All of it stands in tensors that stay where they are. A draft is verified one step after it was drawn, against the q that it was drawn
+from. In between its request may have been preempted, its drafts replaced by placeholders, its slot given to another. So beside q stands a
+stamp of who drafted and at which position: what does not bear the stamp that verification expects was not drawn from this q, and is
+verified as a one-hot draft, which is right for any draft.
 
-Shape letters: B requests, S slots, K drafts, W width of the draft vocabulary, T drafts of all requests one after the other, V vocabulary.
+Shape letters: B requests, R rows of a batch, S slots, K drafts, W width of the draft vocabulary, X = W - 1, T drafts of all requests one
+after the other, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from medusa_ppo.drafting.noise import keys_of
 
 POSITIONS = 1 << 24
 """Positions that a stamp tells apart; 2^39 requests beside them."""
@@ -24,18 +30,114 @@ def stamps(requests_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
     return requests_B * POSITIONS + positions_B
 
 
+# ---- who has which slot --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a request is throughout its life.
+
+    Attributes:
+        seed: None without one.
+        one_hot: its drafts are cut by their own values (a grammar removes what it forbids), so none may be verified against a q.
+    """
+
+    seed: int | None = None
+    one_hot: bool = False
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The requests of a batch, in its order.
+
+    Attributes:
+        slots_B: int64.
+        requests_B: int64, serial numbers; none is ever given twice.
+        keys_B: int64 noise keys; None where no request has a seed.
+        seeded_B: bool; None where all requests have a seed, or none.
+        drawn_B: float32, 0 for requests whose drafts must be one-hot, 1 for the others; None where there are only others.
+    """
+
+    slots_B: torch.Tensor
+    requests_B: torch.Tensor
+    keys_B: torch.Tensor | None
+    seeded_B: torch.Tensor | None
+    drawn_B: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Seat:
+    slot: int
+    serial: int
+    traits: Traits
+
+
+class Seating:
+    """Slots for `size` requests at a time. One that waits (preempted, not scheduled) keeps its slot until a running one needs it.
+
+    A batch that is the one of the step before costs nothing; a request that is new costs a few numbers that are copied to the device.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._free = list(range(size - 1, -1, -1))
+        self._seats: dict[str, _Seat] = {}
+        self._serials = itertools.count()
+        self._last: tuple[list[str], Seats] | None = None
+
+    def seat(self, request_ids: Sequence[str], traits: Callable[[str], Traits], live: Mapping[str, object]) -> Seats:
+        """
+        Args:
+            traits: asked once for each request.
+            live: requests that have not ended; the others' slots are free.
+        """
+        if self._last is not None and self._last[0] == request_ids:
+            return self._last[1]
+        new = [key for key in request_ids if key not in self._seats]
+        if new:
+            self._make_room(len(new), set(request_ids), live)
+            for key in new:
+                self._seats[key] = _Seat(self._free.pop(), next(self._serials), traits(key))
+        seats = self._tensors([self._seats[key] for key in request_ids])
+        self._last = (list(request_ids), seats)
+        return seats
+
+    def _make_room(self, count: int, running: set[str], live: Mapping[str, object]) -> None:
+        for gone in [key for key in self._seats if key not in live]:
+            self._free.append(self._seats.pop(gone).slot)
+        for waiting in [key for key in self._seats if key not in running][: max(count - len(self._free), 0)]:
+            self._free.append(self._seats.pop(waiting).slot)  # Its drafts are verified as one-hot ones, should it come back.
+
+    def _tensors(self, seats: list[_Seat]) -> Seats:
+        def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+        seeds = [seat.traits.seed for seat in seats]
+        seeded = [seed is not None for seed in seeds]
+        return Seats(
+            tensor([seat.slot for seat in seats]),
+            tensor([seat.serial for seat in seats]),
+            keys_of([seed or 0 for seed in seeds]).to(self._device, non_blocking=True) if any(seeded) else None,
+            tensor(seeded, torch.bool) if any(seeded) and not all(seeded) else None,
+            tensor([not seat.traits.one_hot for seat in seats], torch.float32) if any(seat.traits.one_hot for seat in seats) else None,
+        )
+
+
+# ---- q of the drafts -----------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class KeptDrafts:
     """q of the drafts that a step verifies.
 
     Attributes:
-        slots_B: where each request's q stands.
+        rows_B: where each request's drafts stand.
         sampled_BK: bool, drafts that were drawn from q; the others are one-hot.
         q_BK: float32, the probability of each draft under its q; 1 for one-hot ones.
         slots: where to look for whole rows.
     """
 
-    slots_B: torch.Tensor
+    rows_B: torch.Tensor
     sampled_BK: torch.Tensor
     q_BK: torch.Tensor
     slots: DraftSlots
@@ -46,8 +148,7 @@ class KeptDrafts:
 
     def rows(self, at_B1: torch.Tensor) -> torch.Tensor:
         """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was sampled."""
-        row_B = self.slots_B * self.slots.drafts + at_B1.squeeze(1)
-        return self.slots.q_NW.index_select(0, row_B)
+        return self.slots.q(self.rows_B, at_B1.squeeze(1))
 
     def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
         """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0.
@@ -62,56 +163,89 @@ class KeptDrafts:
         return left_BV.scatter(1, ids_B1, torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1)))
 
 
+class Places(NamedTuple):
+    """Where a batch is drawn: cumulative sums `[B, X]` and columns `[B, 1]` of each head, and room `[B, W]` for two things."""
+
+    cumulative: Sequence[torch.Tensor]
+    columns: Sequence[torch.Tensor]
+    scratch: Sequence[torch.Tensor]
+
+
 class DraftSlots:
-    """q, the columns that were drawn, and stamps of `slots` requests; one more slot takes what nobody reads (padding of a batch).
+    """What the drafts of the last step were drawn by, row by row of its batch, and stamps; `rows_S` says which row a slot had.
+
+    A request that sits out a step finds its row overwritten, and its stamp with it. One row and one slot more than requests are for
+    padding of a batch.
 
     Attributes:
-        q_NW: float32 `[(S + 1) K, W]`, row s K + k is q of draft k of slot s.
+        cumulative_KRX: float32, the W - 1 sums that `noise.cumulate` makes; what q is follows from them.
+        columns_KR: int64, what was drawn.
         ids_W: the tokens of the columns; None: all of them.
     """
 
     def __init__(self, slots: int, drafts: int, width: int, device: torch.device, ids_W: torch.Tensor | None = None) -> None:
         self.size, self.drafts = slots, drafts
         self.ids_W = ids_W
-        self.q_NW = torch.zeros((slots + 1) * drafts, width, device=device)
-        self.columns_SK = torch.full((slots + 1, drafts), NOTHING, device=device)
-        self.stamps_S = torch.full((slots + 1,), NOTHING, device=device)
-        self._drafts_K = torch.arange(drafts, device=device)
+        self.cumulative_KRX = torch.zeros(drafts, slots + 1, width - 1, device=device)
+        self.columns_KR = torch.full((drafts, slots + 1), NOTHING, device=device)
+        self.stamps_R = torch.full((slots + 1,), NOTHING, device=device)
+        self.rows_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._scratch_2RW = torch.empty(2, slots + 1, width, device=device)
+        self._views: dict[tuple[int, int], Places] = {}
+        self._numbers_R = torch.arange(max(slots + 1, drafts), device=device)
 
     @property
     def spare(self) -> int:
         """The slot for rows that pad a batch."""
         return self.size
 
+    def places(self, count: int, batch: int) -> Places:
+        """Where `count` heads draw for a batch."""
+        if (count, batch) not in self._views:
+            columns = self.columns_KR[:count, :batch].unsqueeze(2).unbind(0)
+            self._views[count, batch] = Places(
+                self.cumulative_KRX[:count, :batch].unbind(0), columns, self._scratch_2RW[:, :batch].unbind(0)
+            )
+        return self._views[count, batch]
+
     def forget(self) -> None:
         """Whatever was drafted is one-hot from here on (a draft vocabulary that changes; never because of what was drafted)."""
-        self.stamps_S.fill_(NOTHING)
+        self.stamps_R.fill_(NOTHING)
 
-    def keep(self, slots_B: torch.Tensor, stamps_B: torch.Tensor, columns_BK: torch.Tensor, q: Sequence[torch.Tensor]) -> None:
-        """
+    def stamp(self, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> None:
+        """Say whose the drafts are that were just drawn, `count` each.
+
         Args:
-            stamps_B: from `stamps`; NOTHING for requests whose drafts are one-hot. (Where all of a step are, nothing needs to be kept: what
+            stamps_B: from `stamps`; NOTHING for requests whose drafts are one-hot. (Where all of a step are, nothing needs to be said: what
                 stands here bears the stamp of an earlier position.)
-            columns_BK: int64, what was drawn; as many as there are q, at most `drafts`.
-            q: `[B, W]` for each draft.
         """
-        count = len(q)
-        rows_BK = slots_B.unsqueeze(1) * self.drafts + self._drafts_K[:count]
-        for row_B, q_BW in zip(rows_BK.unbind(1), q, strict=True):
-            self.q_NW.index_copy_(0, row_B, q_BW)
+        batch = slots_B.shape[0]
+        self.rows_S.index_copy_(0, slots_B, self._numbers_R[:batch])
+        self.stamps_R[:batch] = stamps_B
         if count < self.drafts:
-            columns_BK = torch.nn.functional.pad(columns_BK, (0, self.drafts - count), value=NOTHING)
-        self.columns_SK.index_copy_(0, slots_B, columns_BK)
-        self.stamps_S.index_copy_(0, slots_B, stamps_B)
+            self.columns_KR[count:, :batch].fill_(NOTHING)
 
     def look_up(self, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> KeptDrafts:
         """What is known of the first `count` drafts of each request."""
-        columns_BK = self.columns_SK.index_select(0, slots_B)[:, :count]
-        same_B = (self.stamps_S.index_select(0, slots_B) == stamps_B) & (stamps_B >= 0)
+        rows_B = self.rows_S.index_select(0, slots_B)
+        columns_BK = self.columns_KR[:count].index_select(1, rows_B).t()
+        same_B = (self.stamps_R.index_select(0, rows_B) == stamps_B) & (stamps_B >= 0)
         sampled_BK = same_B.unsqueeze(1) & (columns_BK >= 0)
-        rows_BK = slots_B.unsqueeze(1) * self.drafts + self._drafts_K[:count]
-        q_BK = self.q_NW[rows_BK, columns_BK.clamp_min(0)]
-        return KeptDrafts(slots_B, sampled_BK, torch.where(sampled_BK, q_BK, 1.0), self)
+        drafts_K, most = self._numbers_R[:count], self.cumulative_KRX.shape[2] - 1
+
+        def below(columns_BK: torch.Tensor) -> torch.Tensor:
+            """The sums before some columns, 0 before the first and 1 after the last."""
+            sums_BK = self.cumulative_KRX[drafts_K, rows_B.unsqueeze(1), (columns_BK - 1).clamp(0, most)].clamp_max(1)
+            return torch.where(columns_BK > most + 1, 1.0, torch.where(columns_BK > 0, sums_BK, 0.0))
+
+        q_BK = torch.where(sampled_BK, below(columns_BK + 1) - below(columns_BK), 1.0)
+        return KeptDrafts(rows_B, sampled_BK, q_BK, self)
+
+    def q(self, rows_N: torch.Tensor, drafts_N: torch.Tensor) -> torch.Tensor:
+        """q `[N, W]` of some drafts, by row and place among the drafts."""
+        sums_NX = self.cumulative_KRX[drafts_N, rows_N].clamp_max_(1)
+        ends_N1 = sums_NX.new_zeros(sums_NX.shape[0], 1)
+        return torch.diff(sums_NX, prepend=ends_N1, append=ends_N1 + 1)
 
     def whole_rows(
         self, kept: KeptDrafts, requests_T: torch.Tensor, drafts_T: torch.Tensor, draft_ids_T: torch.Tensor, vocab_size: int
@@ -122,8 +256,7 @@ class DraftSlots:
             requests_T: int64, the index in the batch of each draft's request.
             drafts_T: int64, its place among the drafts of that request.
         """
-        q_TW = self.q_NW.index_select(0, kept.slots_B[requests_T] * self.drafts + drafts_T)
-        q_TV = q_TW
+        q_TV = q_TW = self.q(kept.rows_B[requests_T], drafts_T)
         if self.ids_W is not None:
             q_TV = q_TW.new_zeros(q_TW.shape[0], vocab_size).index_copy_(1, self.ids_W, q_TW)
         ids_T1 = draft_ids_T.to(torch.int64).unsqueeze(1)

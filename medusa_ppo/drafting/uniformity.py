@@ -52,13 +52,13 @@ class Uniformity:
         logits_MV = truncate_logits(logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p)
         logp_MV = logits_MV.log_softmax(-1)
         p_MV = logp_MV.exp()
-        sorted_MV, order_MV = p_MV.sort(dim=-1, descending=True, stable=True)
-        rank_M1 = (order_MV == ids_M[:, None]).int().argmax(dim=-1, keepdim=True)
-        mass_M = sorted_MV.gather(1, rank_M1)[:, 0]
-        below_M = (sorted_MV.cumsum(-1) - sorted_MV).gather(1, rank_M1)[:, 0]
+        mass_M = p_MV.gather(1, ids_M[:, None])[:, 0]
+        # Ties stand in the order of their ids.
+        first_MV = torch.arange(p_MV.shape[1], device=p_MV.device) < ids_M[:, None]
+        below_M = (p_MV * ((p_MV > mass_M[:, None]) | (first_MV & (p_MV == mass_M[:, None])))).sum(-1)
         inside_M = mass_M > 0
         uniform_M = torch.rand(len(ids_M), generator=self._generator, dtype=torch.float64)
-        self._u.append((below_M + uniform_M * mass_M)[inside_M])
+        self._u.append((below_M + uniform_M.to(mass_M.device) * mass_M)[inside_M].cpu())
         self.outside += int((~inside_M).sum())
         finite_MV = torch.where(p_MV > 0, logp_MV, 0.0)
         mean_M = (p_MV * finite_MV).sum(-1)
@@ -123,15 +123,16 @@ def add_rollouts(test: Uniformity, model: Any, rollouts: Rollouts) -> None:
 def add_response(test: Uniformity, model: Any, prompt: Iterable[int], response: Response, sampling: Sampling) -> None:
     """One response, whose sampling may differ from its neighbours'."""
     prefix = list(prompt)
-    logits_MV = model(input_ids=torch.tensor([[*prefix, *response.token_ids]])).logits[0, len(prefix) - 1 : -1]
-    test.add(logits_MV, torch.tensor(response.token_ids), sampling)
+    row_1T = torch.tensor([[*prefix, *response.token_ids]], device=model.device)
+    test.add(model(input_ids=row_1T).logits[0, len(prefix) - 1 : -1], row_1T[0, len(prefix) :], sampling)
 
 
-def sentence(drafting: Uniformity, plain: Uniformity) -> str:
-    """The verdict. `plain` is of the same engine without drafts: what it fails too is not the drafts' doing."""
+def sentence(drafting: Uniformity, plain: Uniformity | None) -> str:
+    """The verdict. `plain` is of the same engine without drafts: what it fails too is not the drafts' doing. It is read only where
+    those with drafts fail."""
     if drafting.honest:
         return f"Honest: {drafting.tokens:,} tokens sampled with drafts fit the model's own distribution."
-    if not plain.honest:
+    if plain is not None and not plain.honest:
         return (
             "Not the drafts: without them the engine's tokens differ from the reference as well (its dtype, kernels or sampling settings)."
         )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,19 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from heads.checkpoint import save_state
 from heads.errors import RunError, SwapError
 from heads.tensorfile import StateWriter, tensorwise_checksum
-from medusa_ppo.actors.hf import Actor, embedding_weight, lm_head_weight
-from medusa_ppo.actors.seam import SpreadActor
+from medusa_ppo.actors import SpreadActor
+from medusa_ppo.actors.hf import DTYPES, Actor, embedding_weight, lm_head_weight
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pool import EnginePool, Seat
-from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.meeting import LOOPBACK
 from medusa_ppo.types import Checked, SwapReceipt
 from medusa_ppo.vllm_plugin import transfer
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group
+
+logger = logging.getLogger(__name__)
 
 
 class BroadcastPool(EnginePool):
@@ -38,6 +39,7 @@ class BroadcastPool(EnginePool):
     """
 
     timeout_s = transfer.TIMEOUT_S
+    streams = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `EnginePool`."""
@@ -154,11 +156,8 @@ def _lost(error: Exception) -> SwapError:
     return SwapError("An engine was lost before the actor was sent.", given=error, expected="all engines", do="Sync a file.")
 
 
-logger = logging.getLogger(__name__)
-
 BUCKET_BYTES = 256 * 1024**2
 """Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; one tensor at least."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ActorSync:
@@ -169,10 +168,10 @@ class ActorSync:
         collect_s: seconds until they were written, or that the broadcast waited for them; the engine's own seconds are in its receipt.
     """
 
-    def __init__(self, engine: RolloutEngine, dtype: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, engine: Any, dtype: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> None:
         """
         Args:
-            engine: where the weights go.
+            engine: where the weights go: a RolloutEngine, or what stands in its place (DraftingEngine).
             dtype: dtype of the engine's copy; weights are written or sent in it (`auto`: the actor's own).
             bucket_bytes: bytes that a broadcast sends at a time.
         """
@@ -187,25 +186,21 @@ class ActorSync:
         Raises:
             SwapError: the engine did not take them.
         """
-        if isinstance(self._engine, BroadcastPool):
+        stream = actor_stream(actor, self._dtype, self._bucket_bytes)
+        self.nbytes, self.collect_s = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()), 0.0
+        if self._engine.streams:
             try:
-                return self._send(self._engine, actor, version)
+                return self._engine.stream_actor(replace(stream, tensors=lambda: self._timed(stream.tensors())), version)
             except SwapError as error:
                 logger.warning("Actor %d goes to the engines as a file. %s", version, error)
         path = self._folder.path / "actor.safetensors"
         began = time.perf_counter()
-        actor_stream(actor, self._dtype, self._bucket_bytes).write(path)
-        self.nbytes, self.collect_s = path.stat().st_size, time.perf_counter() - began
+        stream.write(path)
+        self.collect_s = time.perf_counter() - began
         try:
             return self._engine.sync_actor(str(path), version)
         finally:
             path.unlink(missing_ok=True)
-
-    def _send(self, pool: BroadcastPool, actor: Actor, version: int) -> SwapReceipt:
-        stream = actor_stream(actor, self._dtype, self._bucket_bytes)
-        self.nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values())
-        self.collect_s = 0.0
-        return pool.stream_actor(replace(stream, tensors=lambda: self._timed(stream.tensors())), version)
 
     def _timed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         began = time.perf_counter()
@@ -225,32 +220,28 @@ class ActorSync:
         self.close()
 
 
-def write_spread(path: Path, actor: SpreadActor, dtype: torch.dtype) -> None:
-    """The actor's checkpoint as one file, at no time whole in memory."""
-    with StateWriter(path, {name: (dtype, shape) for name, shape in actor.shapes().items()}) as writer:
-        for name, tensor in actor.tensors(dtype):
-            writer.put(name, tensor)
-
-
 def actor_stream(actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> ActorStream:
-    """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own)."""
+    """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own), at no time whole in memory."""
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     if isinstance(actor, SpreadActor):
-        spread, kind = actor, dtype or torch.float32
-        entries = {name: (kind, tuple(shape)) for name, shape in spread.shapes().items()}
-        return ActorStream(entries, lambda: spread.tensors(kind), lambda path: write_spread(path, spread, kind), bucket_bytes)
-    assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
-    whole, own = actor, _own_tensors(actor)
-    entries = {name: (dtype if dtype and tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
-    return ActorStream(entries, own.items, lambda path: save_state(path, actor_state(whole, dtype)), bucket_bytes)
+        kind = dtype or torch.float32
+        entries, tensors = {name: (kind, tuple(shape)) for name, shape in actor.shapes().items()}, partial(actor.tensors, kind)
+    else:
+        assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
+        state = actor_state(actor)
+        entries = {name: (dtype if dtype and t.is_floating_point() else t.dtype, tuple(t.shape)) for name, t in state.items()}
+        tensors = state.items
+
+    def write(path: Path) -> None:
+        with StateWriter(path, entries) as writer:
+            for name, tensor in tensors():
+                writer.put(name, tensor)
+
+    return ActorStream(entries, tensors, write, bucket_bytes)
 
 
-def actor_state(actor: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The actor's weights by their names in a checkpoint, on the CPU; a tied lm_head is left out, as in files of tied models."""
-    own = _own_tensors(actor)
-    return {name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous() for name, tensor in own.items()}
-
-
-def _own_tensors(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
+def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The actor's live weights by their names in a checkpoint; a tied lm_head is left out, as in files of tied models."""
     output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
     alias = {f"{name}.weight" for name, module in actor.named_modules() if tied and module is output}
     return {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}

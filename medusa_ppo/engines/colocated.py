@@ -42,14 +42,10 @@ class ColocatedEngine(base.WorkerEngine):
             plan: a start that was planned elsewhere, in the place of what the other arguments would give.
         """
         self.plan = plan or plan_launch(model_path, heads_path, config, seed)
-        self._llm: LLM | None = _start(self.plan.engine_args)
-        self.max_drafts = self.plan.max_drafts
+        self._llm: LLM | None = _start(self.plan)
         self._asleep = self._actor_lost = False
         try:
-            self.plugin_report()
-            if self.max_drafts:
-                self._look_at_heads()
-                self.configure(**self.plan.drafting)
+            self._take_stock(self.plan.drafting, needs_heads=self.plan.max_drafts > 0)
         except MedusaError:
             self.close()
             raise
@@ -60,21 +56,12 @@ class ColocatedEngine(base.WorkerEngine):
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         llm = self._running()
         if self._actor_lost:
-            raise EngineError(
-                "The engine has no whole actor.",
-                given="generate() after a sleep of level 2, or after a broadcast that broke off",
-                expected="sync_actor() first",
-                do="Sync the actor.",
-            )
+            given = "generate() after a sleep of level 2, or after a broadcast that broke off"
+            raise EngineError("The engine has no whole actor.", given=given, expected="sync_actor() first", do="Sync the actor.")
         repeat = sampling.responses_per_prompt
-        params = [
-            SamplingParams(
-                **base.sampling_arguments(sampling, self.plan.stop_ids, base.request_seed(sampling, i)),
-                detokenize=False,
-                flat_logprobs=True,
-            )
-            for i in range(len(prompts) * repeat)
-        ]
+        seeds = [base.request_seed(sampling, i) for i in range(len(prompts) * repeat)]
+        arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
+        params = [SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments]
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
 
         def answer() -> list[Response]:
@@ -178,17 +165,7 @@ class AttachedEngine(base.WorkerEngine):
         self._kept_state = Path(kept_state)
         self._counters = counters
         self._reset_prompts = forget_prompts
-        report = self.plugin_report()
-        if not report["kind"]:
-            raise EngineError(
-                "The engine does not draft with native heads.",
-                given=f"drafter {report['drafter'] or 'none'}",
-                expected="an engine started with the heads' folder as the draft model, method medusa",
-                do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
-            )
-        self.max_drafts = int(report["max_drafts"])
-        self.heads_version = int(self._call("medusa_checksums")["heads_version"])
-        self.configure(**({"num_drafts": self.max_drafts} | (drafting or {})))
+        self._take_stock(drafting or {})
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         raise EngineError(
@@ -229,13 +206,14 @@ class AttachedEngine(base.WorkerEngine):
         return first_of(self._workers_call(method, args))
 
 
-def _start(engine_args: dict[str, Any]) -> LLM:
+def _start(plan: LaunchPlan) -> LLM:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(plan.environment)
     with _engine_errors("starting"):
         from vllm import LLM
 
-        return LLM(**engine_args)
+        return LLM(**plan.engine_args)
 
 
 @contextlib.contextmanager

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import logging
 import os
-import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import first_of
+from medusa_ppo.vllm_plugin.rpc import TOKEN, first_of, token_header
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +36,14 @@ START_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 25
-COUNTER_LINE = re.compile(
-    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total\{([^}]*)\} (\S+)$", re.MULTILINE
-)
-POSITION = re.compile(r'position="(\d+)"')
 CALL_TIMEOUT_S = 600.0
+TOKEN_S = 1.0
+"""A sequence of a running engine that is slower than this for each token counts as hanging."""
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""A connection for each request: what a server says twice would be taken for the answer to the next one."""
+MOST_ANSWER_BYTES = 256 << 20
+MOST_POSITIONS = 1024
+COUNTER = "vllm:spec_decode_num_"
 
 
 class ServerEngine(base.WorkerEngine):
@@ -47,21 +54,19 @@ class ServerEngine(base.WorkerEngine):
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = Path(os.devnull)
+        # On a node with other users loopback is no door: a server that is started here answers nobody else.
+        token = None if config.addresses else secrets.token_urlsafe(32)
         self._client = httpx.Client(
-            base_url=config.addresses[0] if config.addresses else self._start(config),
+            base_url=self._start(config, token) if token else config.addresses[0],
+            headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
-            limits=httpx.Limits(max_connections=None),
+            limits=LIMITS,
         )
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
             self._wait_until_healthy(started_here=not config.addresses)
-            report = self.plugin_report()
-            self._check_served(report, bool(heads_path))
-            self._model_name = self._get("/v1/models").json()["data"][0]["id"]
-            self.max_drafts = int(report["max_drafts"])
-            if self.max_drafts:
-                self.heads_version = int(self._call("medusa_checksums")["heads_version"])
-                self.configure(**self.plan.drafting | {"num_drafts": min(self.plan.drafting["num_drafts"], self.max_drafts)})
+            self._model_name = self._json("GET", "/v1/models", lambda body: str(body["data"][0]["id"]))
+            self._take_stock(self.plan.drafting, needs_heads=bool(heads_path))
         except BaseException:
             self.close()
             raise
@@ -71,13 +76,17 @@ class ServerEngine(base.WorkerEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
-        jobs: list[tuple[int, list[int], int | None]] = [
-            (i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i)) for i in range(len(prompts) * repeat)
-        ]
+        count = len(prompts) * repeat
+
+        # Requests beyond max_num_seqs wait for a turn.
+        longest_s = CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, self._workers // 2))
+
+        def complete(i: int) -> Response:
+            return self._complete(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i), sampling, longest_s)
 
         def answer() -> list[Response]:
-            with ThreadPoolExecutor(min(len(jobs), self._workers), thread_name_prefix="medusa-ppo-http") as pool:
-                return list(pool.map(lambda job: self._complete(job[0], job[1], job[2], sampling), jobs))
+            with ThreadPoolExecutor(min(count, self._workers), thread_name_prefix="medusa-ppo-http") as pool:
+                return list(pool.map(complete, range(count)))
 
         return self._answered(prompts, sampling, answer)
 
@@ -95,7 +104,8 @@ class ServerEngine(base.WorkerEngine):
         return True
 
     def counters(self) -> Counters:
-        return parse_counters(self._get("/metrics").text) if self.max_drafts else Counters()
+        page = self._request("GET", "/metrics").text if self.max_drafts else ""
+        return base.understood(lambda: parse_counters(page), page)
 
     def close(self) -> None:
         """End the process group that was started here; a server that was attached to runs on."""
@@ -118,11 +128,12 @@ class ServerEngine(base.WorkerEngine):
 
     # ---- the process ------------------------------------------------------------------------------------------------------
 
-    def _start(self, config: EngineConfig) -> str:
+    def _start(self, config: EngineConfig, token: str) -> str:
         port = free_port()
         handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
         self._log = Path(name)
-        env = os.environ | process_environment(config, has_gpu=torch.cuda.is_available()) | {"VLLM_SERVER_DEV_MODE": "1"}
+        env = os.environ | process_environment(config, has_gpu=torch.cuda.is_available()) | self.plan.environment
+        env |= {"VLLM_SERVER_DEV_MODE": "1", TOKEN: token, "VLLM_API_KEY": token}
         # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         command = [sys.executable, "-m", "medusa_ppo.engines.launch", *server_arguments(self.plan, port)]
@@ -148,8 +159,9 @@ class ServerEngine(base.WorkerEngine):
             try:
                 if self._client.get("/health", timeout=5.0).status_code == httpx.codes.OK:
                     return
-            except httpx.TransportError:
-                time.sleep(0.25)
+            except httpx.TransportError as error:
+                logger.debug("no server yet: %r", error)
+            time.sleep(0.25)
         raise EngineError(
             "No vLLM server answers.",
             given=f"{self._client.base_url}; {self._tail()}",
@@ -162,58 +174,59 @@ class ServerEngine(base.WorkerEngine):
             return "no log"
         return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
-    def _check_served(self, report: dict[str, Any], with_heads: bool) -> None:
-        if with_heads and not report["kind"]:
-            raise EngineError(
-                "The server does not draft with native heads.",
-                given=f"drafter {report['drafter'] or 'none'}",
-                expected="a server started with these heads",
-                do="Start it with --speculative-config method=medusa and the heads folder.",
-            )
-
     # ---- HTTP ---------------------------------------------------------------------------------------------------------------
 
-    def _complete(self, prompt_index: int, prompt: list[int], seed: int | None, sampling: Sampling) -> Response:
+    def _complete(self, prompt_index: int, prompt: list[int], seed: int | None, sampling: Sampling, longest_s: float) -> Response:
         body = base.sampling_arguments(sampling, self.plan.stop_ids, seed)
         body |= {"model": self._model_name, "prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        choice = self._post(
-            "/v1/completions", timeout=None, json={name: value for name, value in body.items() if value is not None}
-        ).json()["choices"][0]
-        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        return base.checked_response(prompt_index, token_ids, logprobs, choice["finish_reason"])
+        given = {name: value for name, value in body.items() if value is not None}
+
+        def response(body: Any) -> Response:
+            choice = body["choices"][0]
+            token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            strange = [token for token in token_ids if type(token) is not int or not 0 <= token < (self.plan.vocab_size or 1 << 31)]
+            if strange or len(token_ids) > sampling.max_new_tokens:
+                raise ValueError(f"{len(token_ids)} tokens for max_tokens {sampling.max_new_tokens}, {len(strange)} outside the vocabulary")
+            return base.checked_response(prompt_index, token_ids, logprobs, str(choice["finish_reason"]))
+
+        return self._json("POST", "/v1/completions", response, within_s=longest_s, json=given)
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
-        answers = self._post("/collective_rpc", json={"method": method, "args": list(args)}).json()["results"]
-        return first_of(answers)
+        return self._json("POST", "/collective_rpc", lambda body: first_of(body["results"]), json={"method": method, "args": list(args)})
 
-    def _get(self, path: str) -> httpx.Response:
-        return self._request("GET", path)
+    def _json(self, verb: str, path: str, take: Callable[[Any], Found], **kwargs: Any) -> Found:
+        """What `take` finds in the answer's JSON."""
+        answer = self._request(verb, path, **kwargs)
+        return base.understood(lambda: take(answer.json()), answer.content)
 
     def _post(self, path: str, **kwargs: Any) -> httpx.Response:
         return self._request("POST", path, **kwargs)
 
-    def _request(self, verb: str, path: str, **kwargs: Any) -> httpx.Response:
+    def _request(self, verb: str, path: str, *, within_s: float | None = None, **kwargs: Any) -> httpx.Response:
+        """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes."""
+        within_s = within_s or CALL_TIMEOUT_S
+        deadline, content = time.monotonic() + within_s, bytearray()
         try:
-            answer = self._client.request(verb, path, **kwargs)
-        except httpx.HTTPError as error:
+            with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
+                for part in stream.iter_bytes():
+                    content += part
+                    if len(content) > MOST_ANSWER_BYTES or time.monotonic() > deadline:
+                        raise httpx.ReadTimeout(f"{len(content)} bytes in {within_s:.0f} s and no end")
+                answer = httpx.Response(stream.status_code, content=bytes(content))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineError(
                 "The vLLM server can't be reached.",
                 given=f"{self._client.base_url}{path}: {error!r}",
-                expected="an answer",
+                expected=f"an answer within {within_s:.0f} s",
                 do=f"Its log ends:\n{self._tail()}",
             ) from error
         if answer.status_code != httpx.codes.OK:
-            hint = (
-                "Start the server with VLLM_SERVER_DEV_MODE=1 and our worker extension."
-                if answer.status_code == httpx.codes.NOT_FOUND
-                else "Read its log."
-            )
-            raise EngineError(
-                "The vLLM server refused a request.",
-                given=f"{verb} {path}: {answer.status_code} {answer.text[:500]}",
-                expected="200",
-                do=hint,
-            )
+            do = {
+                int(httpx.codes.NOT_FOUND): "Start the server with VLLM_SERVER_DEV_MODE=1 and our worker extension.",
+                int(httpx.codes.UNAUTHORIZED): f"Set {TOKEN} to the secret that the server was started with.",
+            }.get(answer.status_code, "Read its log.")
+            given = f"{verb} {path}: {answer.status_code} {answer.text[:500]}"
+            raise EngineError("The vLLM server refused a request.", given=given, expected="200", do=do)
         return answer
 
 
@@ -226,14 +239,13 @@ def free_port() -> int:
 
 def parse_counters(text: str) -> Counters:
     """Acceptance counters of the Prometheus page, summed over engines."""
-    totals = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    positions: dict[int, int] = {}
-    for name, labels, value in COUNTER_LINE.findall(text):
-        if name == "accepted_tokens_per_pos":
-            found = POSITION.search(labels)
-            if found:
-                positions[int(found[1])] = positions.get(int(found[1]), 0) + int(float(value))
-        else:
-            totals[name] += int(float(value))
-    width = max(positions, default=-1) + 1
-    return Counters(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], tuple(positions.get(i, 0) for i in range(width)))
+    totals, positions = collections.Counter[str](), collections.Counter[int]()
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        if sample.name == f"{COUNTER}accepted_tokens_per_pos_total":
+            positions[int(sample.labels["position"])] += int(sample.value)
+        elif sample.name.startswith(COUNTER):
+            totals[sample.name] += int(sample.value)
+    drafts, drafted, accepted = (totals[f"{COUNTER}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    if any(not 0 <= position < MOST_POSITIONS for position in positions):
+        raise ValueError(f"position {max(positions)}")
+    return Counters(drafts, drafted, accepted, tuple(positions[i] for i in range(max(positions, default=-1) + 1)))

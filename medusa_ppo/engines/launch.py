@@ -20,8 +20,17 @@ from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, U
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.hardware import settled_engine
-from medusa_ppo.vllm_plugin.registration import is_cpu_build, require_transfer, require_vllm
-from medusa_ppo.vllm_plugin.rpc import TRANSFER, WORKER_EXTENSION
+from medusa_ppo.vllm_plugin.registration import (
+    FIRST_V2,
+    V2_SWITCH,
+    has_v2,
+    is_cpu_build,
+    require_transfer,
+    require_vllm,
+    v2_asked,
+    vllm_version,
+)
+from medusa_ppo.vllm_plugin.rpc import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION
 
 if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
     from medusa_ppo.vllm_plugin.rpc import Drafting
@@ -30,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
+LARGE_VOCABULARY, DRAFT_VOCABULARY = 32_768, 8_192
+"""From so many tokens on drafts come from the most frequent ones alone, where nobody says otherwise; and so many of them."""
 LOSSLESS_METHODS = ("standard",)
 HOST = "127.0.0.1"  # Of a server that is started here: only this process asks it.
 ENVIRONMENT = {
@@ -66,6 +77,7 @@ class LaunchPlan:
         drafting: what it is configured to begin with.
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
+        runner: vLLM's model runner; empty: whichever vLLM takes.
     """
 
     engine_args: dict[str, Any]
@@ -74,6 +86,12 @@ class LaunchPlan:
     drafting: Drafting
     max_model_len: int
     vocab_size: int
+    runner: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that must stand before vLLM is started."""
+        return {V2_SWITCH: "1"} if self.runner == "v2" else {}
 
 
 def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int) -> LaunchPlan:
@@ -106,9 +124,10 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}
-    max_drafts = 0
+    max_drafts, heads, runner = 0, None, ""
     if heads_path:
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
+        runner = checked_runner(config, heads)
         max_drafts = heads.num_heads
         if (config.num_drafts or 0) > max_drafts:
             raise ConfigError(
@@ -118,7 +137,8 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
                 do="Draft fewer tokens or train more heads.",
             )
         args["speculative_config"] = {"method": "medusa", "model": str(heads_path), "num_speculative_tokens": max_drafts}
-        _refuse_with_heads(config.extra)
+        args["additional_config"] = {SAMPLED: config.draft_temperature > 0}
+        _refuse_with_heads(config.extra, runner)
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
     if config.sleep_level:
@@ -127,19 +147,43 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         else:
             args["enable_sleep_mode"] = True
     args.update(config.extra)
-    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, _drafting(config, max_drafts), args["max_model_len"], vocab_size)
+    drafting = _drafting(config, heads, runner)
+    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, drafting, args["max_model_len"], vocab_size, runner)
 
 
-def _drafting(config: EngineConfig, max_drafts: int) -> Drafting:
-    sampled = config.draft_temperature > 0
+def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
+    """`engine.runner`. UnsupportedVersionError or ConfigError when it is V2 and something here can't have it."""
+    if config.runner == "v1":
+        return "v1"
+    version, first = vllm_version(), ".".join(map(str, FIRST_V2))
+    lacks: list[tuple[type[UnsupportedVersionError | ConfigError], str, str]] = []
+    if not has_v2(version):
+        lacks.append((UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested"))
+    if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
+        lacks.append((UnsupportedVersionError, "vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"))
+    for name in ("choose_drafts", "draft_vocab"):
+        if getattr(config, name):
+            lacks.append((ConfigError, f"engine.{name}={getattr(config, name)}", "unset: V2 tells a drafter no tokens on the host"))
+    if heads.context:
+        lacks.append((ConfigError, f"heads with a context of {heads.context}", "heads without one (heads.context=0)"))
+    if lacks:
+        error, given, expected = lacks[0]
+        raise error("vLLM's V2 model runner can't be had.", given=given, expected=expected, do="Set engine.runner=v1, or leave it out.")
+    return "v2"
+
+
+def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> Drafting:
+    sampled, most = config.draft_temperature > 0, heads.num_heads if heads else 0
     drafting: Drafting = {
-        "num_drafts": max_drafts if config.num_drafts is None else min(config.num_drafts, max_drafts),
+        "num_drafts": most if config.num_drafts is None else min(config.num_drafts, most),
         "sampled": sampled,
         "draft_temperature": config.draft_temperature if sampled else 1.0,
         "choose": config.choose_drafts,
     }
-    if config.draft_vocab:
+    if config.draft_vocab is not None:
         drafting["draft_vocab"] = config.draft_vocab
+    elif heads and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared" and runner != "v2":
+        drafting["draft_vocab"] = DRAFT_VOCABULARY
     return drafting
 
 
@@ -245,27 +289,40 @@ def refuse_lossy(extra: dict[str, Any]) -> None:
     raise _refused("speculative_config", speculative, "set: the engine builds it from the heads", "heads.path and engine.num_drafts")
 
 
-def _refuse_with_heads(extra: dict[str, Any]) -> None:
+def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
     for name, reason in WITHOUT_MEDUSA.items():
         if extra.get(name):
             raise _refused(name, extra[name], f"combined with draft heads: {reason}")
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if int(extra.get(name, 1)) > 1:
             raise _refused(name, extra[name], "combined with draft heads in this version; use tensor parallelism", 1)
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
-        raise UnsupportedVersionError(
-            "vLLM's V2 model runner has no Medusa.", given="VLLM_USE_V2_MODEL_RUNNER=1", expected="unset", do="Unset the variable."
+    if v2_asked() and runner != "v2":
+        do = "Unset the variable, or set engine.runner=v2."
+        raise ConfigError(
+            "The environment asks for another model runner.", given=f"{V2_SWITCH}=1", expected=f"engine.runner={runner}", do=do
         )
 
 
 def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of generation_config.json and config.json, so that a response ends where transformers would end it."""
+    """End-of-text ids of generation_config.json, config.json and the tokenizer: a response ends at whatever any of them calls an end."""
     found: list[int] = []
     path = Path(model_path) / "generation_config.json"
     first = [_read_json(path).get("eos_token_id")] if path.is_file() else []
     for value in [*first, text_config.get("eos_token_id")]:
         found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(int(v) for v in found))
+    return tuple(dict.fromkeys(int(v) for v in [*found, *_tokenizer_end(Path(model_path))]))
+
+
+def _tokenizer_end(folder: Path) -> list[int]:
+    """The tokenizer's end token, from its files: the engine has no tokenizer."""
+    settings, tokens = (
+        _read_json(path) if path.is_file() else {} for path in (folder / "tokenizer_config.json", folder / "tokenizer.json")
+    )
+    end = settings.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    listed = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    listed |= {int(token["id"]): token for token in tokens.get("added_tokens", [])}
+    return [i for i, token in listed.items() if end is not None and token.get("content") == end]
 
 
 # ---- the process -------------------------------------------------------------------------------------------------------------
@@ -286,18 +343,24 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
 
 def server_arguments(plan: LaunchPlan, port: int) -> list[str]:
     """Command line of the server: the engine's arguments as flags."""
-    arguments = ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
+    arguments = ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log", "--middleware", GUARD]
     if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
         arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
-    for name, value in plan.engine_args.items():
+    return arguments + engine_flags(plan.engine_args)
+
+
+def engine_flags(engine_args: dict[str, Any]) -> list[str]:
+    """Arguments of vLLM's engine as flags of its server."""
+    found: list[str] = []
+    for name, value in engine_args.items():
         flag = name.replace("_", "-")
         if name == "disable_log_stats":
             continue  # This flag has no negative form, and statistics are on without it.
         if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
-    return arguments
+            found += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return found
 
 
 def end_with_parent() -> None:

@@ -1,8 +1,9 @@
-"""Proof that this machine's engine samples honestly while it drafts: `python -m medusa_ppo.engines.probe` prints one line of JSON.
+"""Proof that an engine samples honestly while it drafts: this machine's (`python -m medusa_ppo.engines.probe` prints one line of JSON), or
+any engine with any model, heads and settings (`sample`, `judge`).
 
-A tiny random model is served with drafting at temperature < 1. If its tokens x_t come from p_t, then log p_t(x_t) + H(p_t) has mean 0
-given the past, so the sum over all tokens, divided by the root of the summed variances, is a standard normal z. vLLM's CPU build
-without our mend gives |z| above 50 here.
+For the machine a tiny random model is served with drafting at temperature < 1. If its tokens x_t come from p_t, then log p_t(x_t) + H(p_t)
+has mean 0 given the past, so the sum over all tokens, divided by the root of the summed variances, is a standard normal z. vLLM's CPU
+build without our mend gives |z| above 50 here.
 
 Shape letters: B rows, T positions, M sampled tokens, V vocabulary.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.vocabulary import truncate_logits
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 from medusa_ppo.types import Rollouts, Sampling
 
 TEMPERATURE = 0.7
@@ -34,20 +36,10 @@ PROMPTS, NEW_TOKENS = 64, 32
 
 
 def honesty_z(logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> float:
-    """Standard errors between the sampled tokens' log-probs and the model's own expectation of them.
-
-    Args:
-        logits_MV: the model's raw logits at each sampled position.
-        ids_M: the sampled tokens.
-        sampling: temperature, top-p and top-k they were sampled with.
-    """
-    logp_MV = torch.log_softmax(truncate_logits(logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
-    p_MV = logp_MV.exp()
-    safe_MV = torch.where(p_MV > 0, logp_MV, torch.zeros_like(logp_MV))
-    mean_M = (p_MV * safe_MV).sum(-1)
-    variance_M = (p_MV * safe_MV.square()).sum(-1) - mean_M.square()
-    seen_M = logp_MV.gather(1, ids_M[:, None])[:, 0]
-    return float((seen_M - mean_M).sum() / variance_M.sum().sqrt())
+    """Standard errors between the sampled tokens' log-probs and the model's own expectation; arguments as of `Uniformity.add`."""
+    test = Uniformity()
+    test.add(logits_MV, ids_M, sampling)
+    return test.z
 
 
 @torch.no_grad()
@@ -63,9 +55,9 @@ def sampled_rows(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Te
     return torch.cat(logits), torch.tensor(ids)
 
 
-def tiny_model(folder: Path, seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(folder: Path) -> LlamaForCausalLM:
     """A random Llama with peaked next-token distributions, saved as a transformers folder."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -83,9 +75,45 @@ def tiny_model(folder: Path, seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
-def prompts(count: int, seed: int = 0) -> Sequence[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (count, 8), generator=generator).tolist()
+def sample(
+    engine: RolloutEngine, asked: Prompts, sampling: Sampling, tokens: int, advance: Callable[[float], object]
+) -> tuple[list[Rollouts], list[Rollouts]]:
+    """At least so many tokens with the engine's drafts, and as many without, call by call in turn. It drafts afterwards as before."""
+    drafts = engine.num_drafts
+    runs: tuple[list[Rollouts], list[Rollouts]] = ([], [])
+    try:
+        while min(sum(rollouts.generated_tokens for rollouts in run) for run in runs) < tokens:
+            for run, count in zip(runs, (drafts, 0), strict=True):
+                engine.configure(num_drafts=count)
+                run.append(engine.generate(asked, sampling))
+                advance(run[-1].generated_tokens)
+    finally:
+        engine.configure(num_drafts=drafts)
+    return runs
+
+
+def judge(
+    model: Any, runs: tuple[list[Rollouts], list[Rollouts]], advance: Callable[[float], object]
+) -> tuple[Uniformity, Uniformity | None]:
+    """What `sample` gave, against the model's own distribution; those without drafts only where those with drafts fail."""
+    found = []
+    for run in runs:
+        found.append(Uniformity())
+        for rollouts in run:
+            add_rollouts(found[-1], model, rollouts)
+            advance(rollouts.generated_tokens)
+        if found[-1].honest:
+            break
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def beginnings(config: Any) -> list[list[int]]:
+    """Prompts for any model: the token that begins its texts, or one that ends them, and one at random."""
+    config = config.get_text_config()
+    begin = next(token for token in (config.bos_token_id, config.eos_token_id, 0) if token is not None)
+    begin = begin[0] if isinstance(begin, list) else begin
+    generator = torch.Generator().manual_seed(0)
+    return [[begin, token] for token in torch.randint(config.vocab_size, (PROMPTS,), generator=generator).tolist()]
 
 
 def run_probe() -> dict[str, Any]:
@@ -99,7 +127,7 @@ def run_probe() -> dict[str, Any]:
         sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
         with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
             report = engine.plugin_report()
-            rollouts = engine.generate(prompts(PROMPTS), sampling)
+            rollouts = engine.generate(torch.randint(VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)).tolist(), sampling)
         logits_MV, ids_M = sampled_rows(model, rollouts)
     return {
         "vllm": report["vllm"],

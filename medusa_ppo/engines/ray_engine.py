@@ -6,6 +6,7 @@ store: they are put there once, and nodes that have them pass them on, so that m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import COLOCATED, EngineConfig
@@ -26,52 +27,45 @@ from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environme
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
 from medusa_ppo.hardware import settled_engine
-from medusa_ppo.processes import TOKEN, bundle, in_bundle, release, reserve
+from medusa_ppo.processes import TOKEN, bundle, in_bundle, ray_errors, release, reserve
 from medusa_ppo.types import Checked, SwapReceipt
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version")
+Answer = tuple[Any, dict[str, int]]
 
 
 class EngineHost:
-    """Runs in the Ray actor. Our own errors are returned, not raised, so that they arrive as they are."""
+    """Runs in the Ray actor. It answers with a value or an error of ours (returned, to arrive as it is), and the engine's numbers."""
 
-    def __init__(self, model_path: str, heads_path: str | None, config: dict[str, Any], seed: int, plan: LaunchPlan | None) -> None:
-        self._start = (model_path, heads_path, EngineConfig(**config), seed)
-        self._plan = plan
+    def __init__(self, *start: Any) -> None:
+        """As `ColocatedEngine`, the plan last."""
+        self._start = start
         self._engine: ColocatedEngine | None = None
 
-    def start(self) -> tuple[str, object, dict[str, int]]:
+    def start(self) -> Answer:
+        """Start vLLM; the answer is the id of the Ray node that this runs on."""
         try:
-            self._engine = ColocatedEngine(*self._start, plan=self._plan)
+            self._engine = ColocatedEngine(*self._start[:-1], plan=self._start[-1])
         except MedusaError as error:
-            return "error", error, {}
+            return error, {}
         finally:
             forget_registration()  # Workers of its own (tensor parallelism) do so themselves.
-        return "result", None, self._state()
+        return ray.get_runtime_context().get_node_id(), self._state()
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, object, dict[str, int]]:
-        """Call a method of the engine: (`result` or `error`, value, the engine's public numbers)."""
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
+        """Call a method of the engine."""
         try:
-            return "result", getattr(self._engine, method)(*args, **kwargs), self._state()
+            return getattr(self._engine, method)(*args, **kwargs), self._state()
         except MedusaError as error:
-            return "error", error, self._state()
+            return error, self._state()
 
-    def call_with_bytes(
-        self, method: str, content: np.ndarray, version: int, checked: Checked | None
-    ) -> tuple[str, object, dict[str, int]]:
+    def call_with_bytes(self, method: str, content: np.ndarray, version: int, checked: Checked | None) -> Answer:
         """Call a method that reads a file, with the file's bytes, which come from another node."""
-        folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
-        try:
+        with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
             content.tofile(folder.path / "state.safetensors")
-            return self.call(method, (str(folder.path / "state.safetensors"), version, checked), {})
-        finally:
-            folder.close()
-
-    def node(self) -> str:
-        """Id of the Ray node that this runs on."""
-        return str(ray.get_runtime_context().get_node_id())
+            return self.call(method, str(folder.path / "state.safetensors"), version, checked)
 
     def _state(self) -> dict[str, int]:
         return {name: getattr(self._engine, name) for name in STATE}
@@ -145,11 +139,9 @@ class RayEngine(base.RolloutEngine):
         heads = str(Path(heads_path).resolve()) if heads_path else None
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
-        self._host: Any = actor.remote(model, heads, config.model_dump(), seed, given)
-        self.elsewhere = False
+        self._host: Any = actor.remote(model, heads, config, seed, given)
         try:
-            self._unpack(self._get(self._host.start.remote(), "starting", START_TIMEOUT_S))
-            self.elsewhere = self._get(self._host.node.remote(), "starting") != ray.get_runtime_context().get_node_id()
+            self.elsewhere = self._ask("starting", "start", timeout=START_TIMEOUT_S) != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise
@@ -178,13 +170,13 @@ class RayEngine(base.RolloutEngine):
         if host is None or not ray.is_initialized():
             return
         try:
-            ray.get(host.call.remote("close", (), {}), timeout=CLOSE_TIMEOUT_S)
-        except (RayError, GetTimeoutError, AttributeError):
+            ray.get(host.call.remote("close"), timeout=CLOSE_TIMEOUT_S)
+        except (RayError, AttributeError):
             base.logger.debug("the engine's actor was gone or busy at close", exc_info=True)
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._unpack(self._get(self._running(method).call.remote(method, args, kwargs), f"calling {method}"))
+        return self._ask(f"calling {method}", "call", method, *args, **kwargs)
 
     def _send(self, method: str, path: str, version: int, checked: Checked | None) -> Any:
         """Call a method that reads a file, wherever the engine is."""
@@ -192,32 +184,18 @@ class RayEngine(base.RolloutEngine):
             return self._call(method, path, version, checked)
         status, session = os.stat(path), ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
-        return self._unpack(self._get(self._running(method).call_with_bytes.remote(method, content, version, checked), f"calling {method}"))
+        return self._ask(f"calling {method}", "call_with_bytes", method, content, version, checked)
 
-    def _running(self, method: str) -> Any:
+    def _ask(self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """What a method of `EngineHost` answers; Ray's failures as EngineError."""
         if self._host is None:
-            raise EngineError("The engine is closed.", given=f"{method} after close()", expected="a running engine", do="Start a new one.")
-        return self._host
-
-    def _unpack(self, answer: tuple[str, Any, dict[str, int]]) -> Any:
-        status, value, state = answer
-        for name, number in state.items():
-            setattr(self, name, number)
-        if status == "error":
-            raise value
-        return value
-
-    @staticmethod
-    def _get(reference: Any, doing: str, timeout: float | None = None) -> Any:
-        try:
-            return ray.get(reference, timeout=timeout)
-        except GetTimeoutError:
-            problem, given = f"The engine's process did not answer while {doing}.", f"no answer in {timeout:.0f} s"
-        except RayActorError as error:
-            problem, given = f"The engine's process died while {doing}.", str(error).strip().splitlines()[-1]
-        except RayTaskError as error:
-            problem, given = f"The engine's process failed while {doing}.", repr(error.cause)
-        raise EngineError(problem, given=given, expected="a running engine", do="Read the log of Ray's worker, and mind the memory.")
+            raise EngineError("The engine is closed.", given=f"{doing} after close()", expected="a running engine", do="Start a new one.")
+        with ray_errors(EngineError, f"The engine's process, {doing},", "Read the log of Ray's worker, and mind the memory."):
+            answer, state = ray.get(getattr(self._host, entry).remote(*args, **kwargs), timeout=timeout)
+        vars(self).update(state)
+        if isinstance(answer, MedusaError):
+            raise answer
+        return answer
 
 
 # ---- the choice between the forms ----------------------------------------------------------------------------------------------
@@ -238,7 +216,10 @@ def make_engine(
     kind = RayEngine if config.backend == COLOCATED else ServerEngine
     if config.replicas == 1 and not supervised and config.transfer == "file":
         return kind(model_path, heads_path, config, seed)
-    group = _room(config) if config.replicas > 1 and config.backend == COLOCATED else None
+    group = None
+    if config.replicas > 1 and config.backend == COLOCATED:  # Room for all engines at once.
+        gpus = gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1)))
+        group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
 
     def start(index: int) -> base.RolloutEngine:
         section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
@@ -248,12 +229,6 @@ def make_engine(
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     return pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
-
-
-def _room(config: EngineConfig) -> Any:
-    """Room for all engines at once."""
-    asked = bundle(gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1))), config.resource)
-    return reserve([asked] * config.replicas, "engines")
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+import reprlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from medusa_ppo.vllm_plugin.rpc import Drafting
 logger = logging.getLogger(__name__)
 
 Prompts = Sequence[Sequence[int]]
+Found = TypeVar("Found")
 
 
 class RolloutEngine(ABC):
@@ -34,6 +37,7 @@ class RolloutEngine(ABC):
             some are swapped in.
         restarts: times that it was lost and started again.
         elsewhere: it runs on another node.
+        streams: it takes a broadcast actor too (`stream_actor` of `medusa_ppo.engines.actor_sync.BroadcastPool`).
     """
 
     max_drafts: int = 0
@@ -42,6 +46,7 @@ class RolloutEngine(ABC):
     heads_version: int = 0
     restarts: int = 0
     elsewhere: bool = False
+    streams: bool = False
 
     @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
@@ -193,27 +198,67 @@ class WorkerEngine(RolloutEngine):
         self.policy_version = version
 
     def checksums(self) -> dict[str, str]:
-        answer = self._call("medusa_checksums")
-        return {"heads": answer["heads"], "actor": answer["actor"]}
+        return self._asked("medusa_checksums", lambda answer: {"heads": str(answer["heads"]), "actor": str(answer["actor"])})
 
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
     def choices(self) -> list[dict[str, Any]]:
-        return self._call("medusa_choices")["rows"] if self.max_drafts else []
+        return self._asked("medusa_choices", lambda answer: list(answer["rows"])) if self.max_drafts else []
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
         """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
-        return self._call("medusa_probe", hidden, last_ids)["drafts"]
+        return self._asked("medusa_probe", lambda answer: list(answer["drafts"]), hidden, last_ids)
+
+    def _take_stock(self, drafting: Drafting, *, needs_heads: bool = True) -> None:
+        """See what was started: our plug-in, and heads where they are needed; and say how to draft.
+
+        Raises:
+            UnsupportedVersionError: our plug-in is not active in a worker.
+            EngineError: the engine does not draft with native heads.
+        """
+        report = self.plugin_report()
+        kind, drafter, most = understood(lambda: (report["kind"], report["drafter"], int(report["max_drafts"])), report)
+        if needs_heads and not kind:
+            raise EngineError(
+                "The engine does not draft with native heads.",
+                given=f"drafter {drafter or 'none'}",
+                expected="an engine started with the heads' folder as the draft model, method medusa",
+                do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
+            )
+        self.max_drafts = most
+        self._look_at_heads()
+        if self.max_drafts:
+            self.configure(**drafting | {"num_drafts": min(drafting.get("num_drafts", self.max_drafts), self.max_drafts)})
 
     def _look_at_heads(self) -> None:
         """Ask the workers which heads they really hold."""
         if self.max_drafts:
-            self.heads_version = int(self._call("medusa_checksums")["heads_version"])
+            self.heads_version = self._asked("medusa_checksums", lambda answer: int(answer["heads_version"]))
 
     def _receipt(self, method: str, path: str, version: int, checked: Checked | None = None) -> SwapReceipt:
-        answer = self._call(method, path, version, *([[checked.checksum, checked.crc]] if checked else []))
-        return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
+        def receipt(answer: dict[str, Any]) -> SwapReceipt:
+            return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
+
+        return self._asked(method, receipt, path, version, *([[checked.checksum, checked.crc]] if checked else []))
+
+    def _asked(self, method: str, take: Callable[[dict[str, Any]], Found], *args: Any) -> Found:
+        """What `take` finds in a worker's answer."""
+        answer = self._call(method, *args)
+        return understood(lambda: take(answer), answer)
+
+
+def understood(take: Callable[[], Found], answer: object) -> Found:
+    """What `take` finds in an answer. EngineError when it is not there."""
+    try:
+        return take()
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise EngineError(
+            "An engine's answer does not hold what was asked for.",
+            given=f"{type(error).__name__} {str(error)[:100]} in {reprlib.repr(answer)}",
+            expected="vLLM's answer, with our worker extension",
+            do="Check that engine.backend is such a server, or report this with the versions of `medusa-ppo doctor`.",
+        ) from error
 
 
 def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int) -> None:
@@ -238,13 +283,8 @@ def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, voca
                 expected=f"0..{vocab_size - 1}",
                 do="Use the model's own tokenizer.",
             )
-    if (
-        sampling.temperature < 0
-        or not 0 < sampling.top_p <= 1
-        or sampling.top_k < 0
-        or sampling.responses_per_prompt < 1
-        or sampling.max_new_tokens < 1
-    ):
+    counts = min(sampling.responses_per_prompt, sampling.max_new_tokens)
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0 or counts < 1:
         raise ConfigError(
             "These sampling settings are not possible.",
             given=sampling,
@@ -282,12 +322,12 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
 
 
 def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Response:
-    """EngineError when there is not one log-prob for each token."""
-    if len(token_ids) != len(logprobs):
+    """EngineError when there is not one log-prob, a number, for each token."""
+    if len(token_ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise EngineError(
             "vLLM's log-probs do not belong to its tokens.",
-            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens",
-            expected="one per sampled token",
+            given=f"{len(logprobs)} log-probs, {len(token_ids)} tokens, {sum(map(math.isfinite, logprobs))} finite",
+            expected="one number per sampled token",
             do="Report this with the versions of `medusa-ppo doctor`.",
         )
     return Response(prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason)

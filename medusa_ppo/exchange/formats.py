@@ -133,81 +133,58 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
     Raises:
         CheckpointError: a name that the format doesn't have, one that is missing, or sizes that contradict each other.
     """
-    patterns = {BLOCK: _pattern(table.block), BIAS: _pattern(table.bias), OWN: _pattern(table.own) if table.own else None}
-    found: dict[str, dict[tuple[int, int], str]] = {BLOCK: {}, BIAS: {}, OWN: {}}
-    unknown = []
-    for name in header:
-        for kind, pattern in patterns.items():
-            match = pattern.fullmatch(name) if pattern and len(name) < 100 else None
-            if match:
-                groups = match.groupdict()
-                found[kind][int(groups["k"]), int(groups.get("l") or groups.get("n") or 0)] = name
-                break
-        else:
-            unknown.append(name)
-    if unknown and unknown != [table.shared]:
-        raise _wrong(where, f"unknown tensors {[name[:60] for name in unknown[:3]]}", f"names like {table.block}")
-    K, L, notes = _counts(found, table, claims, where)
-    names = _names(found, table, K, L, where)
-    if table.shared in header:
+    blocks, biases, own = (_indices(template, header) for template in (table.block, table.bias, table.own))
+    if not blocks:
+        raise _wrong(where, "no residual block", f"names like {table.block}")
+    K, present = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
+    L = max(n for _, n in own) if own and "{n}" in table.own else present
+    notes = _check_counts(K, L, present, claims, bool(own), where)
+    names: dict[str, tuple[str, ...]] = {}
+    for k in range(K):
+        for layer in range(present):
+            copies = range(L) if present == 1 else (layer,)
+            names[table.block.format(k=k, l=layer)] = tuple(BLOCK.format(k=k, l=copy) for copy in copies)
+            if biases:
+                names[table.bias.format(k=k, l=layer)] = tuple(BIAS.format(k=k, l=copy) for copy in copies)
+        if own:
+            names[table.own.format(k=k, n=L)] = (OWN.format(k=k),)
+    if table.shared and table.shared in header:
         names[table.shared] = (SHARED,)
+    missing, unknown = sorted(set(names) - set(header)), sorted(set(header) - set(names))
+    if unknown:
+        raise _wrong(where, f"unknown tensors {[name[:60] for name in unknown[:3]]}", f"names like {table.block}")
+    if missing:
+        raise _wrong(where, f"{missing[0]} is missing", f"{K} heads of {L} layers, alike in all tensors")
     return _sized(header, names, K, L, claims, notes, where)
 
 
-def _pattern(template: str) -> re.Pattern[str]:
+def _indices(template: str, header: Header) -> list[tuple[int, int]]:
+    """Head, and layer (or 0), of every name that a template makes."""
     text = re.escape(template)
     for letter in "kln":
-        text = text.replace(re.escape("{" + letter + "}"), f"(?P<{letter}>{INDEX})")
-    return re.compile(text)
+        text = text.replace(re.escape("{" + letter + "}"), INDEX)
+    found = [re.fullmatch(text, name) for name in header if template and len(name) < 100]
+    return [(int(match[1]), int(match[2]) if match.re.groups > 1 else 0) for match in found if match]
 
 
-def _counts(found: dict[str, dict[tuple[int, int], str]], table: KeyTable, claims: Claims, where: str) -> tuple[int, int, list[str]]:
-    """K and L as the tensors have them, and where the configuration says something else."""
-    if not found[BLOCK]:
-        raise _wrong(where, "no residual block", f"names like {table.block}")
-    K = max(k for k, _ in found[BLOCK]) + 1
-    present = max(layer for _, layer in found[BLOCK]) + 1
-    L, notes = present, []
-    if "{n}" in table.own and found[OWN]:
-        L = max(n for _, n in found[OWN])
+def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where: str) -> list[str]:
+    """Refuse what can't be, and note where the configuration says something else than the tensors."""
+    notes = []
     if K > MAX_HEADS or L > MAX_LAYERS:
         raise _wrong(where, f"{K} heads of {L} layers", f"at most {MAX_HEADS} heads of {MAX_LAYERS} layers")
     if L < 1 or present not in (1, L):
-        raise _wrong(
-            where, f"{present} layers, and lm_heads after layer {L}", "as many layers as come before the lm_head, or one tied layer"
-        )
+        expected = "as many layers as come before the lm_head, or one tied layer"
+        raise _wrong(where, f"{present} layers, and lm_heads after layer {L}", expected)
     if L > 1 and present == 1:
         notes.append(f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and are written as {L} copies.")
-    elif claims.num_layers not in (None, L) and present == 1 and not found[OWN]:
-        raise _wrong(
-            where, f"1 layer in the tensors, {claims.num_layers} in the configuration", "the same number: tied layers look like this"
-        )
+    elif claims.num_layers not in (None, L) and present == 1 and not own:
+        given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
+        raise _wrong(where, given, "the same number: tied layers look like this")
     elif claims.num_layers not in (None, L):
         notes.append(f"The configuration says {claims.num_layers} layers, the tensors have {L}: {L} it is.")
     if claims.num_heads not in (None, K):
         notes.append(f"The configuration says {claims.num_heads} heads, the tensors have {K}: {K} it is.")
-    return K, L, notes
-
-
-def _names(found: dict[str, dict[tuple[int, int], str]], table: KeyTable, K: int, L: int, where: str) -> dict[str, tuple[str, ...]]:
-    """Every name that there must be; biases and own lm_heads are there for all or for none."""
-    present = max(layer for _, layer in found[BLOCK]) + 1
-    copies = L if present == 1 else 1
-    expected = {(k, layer) for k in range(K) for layer in range(present)}
-    ends = {(k, L if "{n}" in table.own else 0) for k in range(K)}
-    for kind, keys in ((BLOCK, expected), (BIAS, expected), (OWN, ends)):
-        odd = sorted(set(found[kind]) ^ keys) if found[kind] else []
-        if odd:
-            template = {BLOCK: table.block, BIAS: table.bias, OWN: table.own}[kind]
-            k, layer = odd[0]
-            state = "too many" if odd[0] in found[kind] else "missing"
-            raise _wrong(where, f"{template.format(k=k, l=layer, n=layer)} is {state}", f"{K} heads of {L} layers, alike in all tensors")
-    names: dict[str, tuple[str, ...]] = {}
-    for kind in (BLOCK, BIAS):
-        for (k, layer), name in sorted(found[kind].items()):
-            names[name] = tuple(kind.format(k=k, l=layer + copy) for copy in range(copies))
-    names.update({name: (OWN.format(k=k),) for (k, _), name in sorted(found[OWN].items())})
-    return names
+    return notes
 
 
 def _sized(header: Header, names: dict[str, tuple[str, ...]], K: int, L: int, claims: Claims, notes: list[str], where: str) -> Layout:

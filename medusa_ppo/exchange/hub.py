@@ -12,19 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import jinja2
+
 from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, save_heads
 from heads.errors import ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.exchange.foreign import HEADS_FILES, base_model_of
+from medusa_ppo.reports.store import without_secrets
 
 logger = logging.getLogger(__name__)
 
+CARD = Path(__file__).with_name("card.md.jinja")
 PREFIX = "hf://"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
 PULLED = ["config.json", "model.safetensors", "model-*.safetensors", *HEADS_FILES, "pytorch_model*.bin"]
 PUSHED = ["config.json", "model.safetensors", "README.md"]
-TOKENS = re.compile(r"hf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+")
 NEEDED = ("mean_acceptance_length", "acceptance_per_position", "confidence_interval", "drafts", "generated_tokens", "settings")
 SHOWN_SETTINGS = ("draft", "draft_temperature", "temperature", "top_p", "top_k", "max_new_tokens", "limit", "seed", "data")
 
@@ -52,99 +55,60 @@ def render_card(repo: str, config: HeadsConfig, metadata: HeadsMetadata, figures
     Raises:
         DataError: a file of figures is not what `medusa-ppo eval --json` writes.
     """
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")
     base = shareable(base_model_of(metadata))
-    parts = [
-        _front_matter(base),
-        f"# Draft heads for {base or 'a language model'}",
-        _what(config, metadata),
-        "## Measured acceptance",
-        _measured(metadata, [_read_figures(path) for path in figures]),
-        "## How they were trained",
-        _trained(metadata),
-        "## Use",
-        _use(repo, config, metadata, base),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _front_matter(base: str) -> str:
-    lines = ["---", "library_name: medusa-ppo", "tags: [medusa, speculative-decoding, draft-heads, vllm]"]
-    if NAME.fullmatch(base):
-        lines.append(f"base_model: {base}")
-    return "\n".join([*lines, "---"])
-
-
-def _what(config: HeadsConfig, metadata: HeadsMetadata) -> str:
     numbers = sum(math.prod(shape) for shape in config.tensor_shapes().values())
-    lm_head = "shared with the model" if config.lm_head == "shared" else "one of its own for each head"
-    rows = {
+    heads = {
         "kind": config.kind,
         "heads": config.num_heads,
         "layers per head": config.num_layers,
-        "lm_head": lm_head,
+        "lm_head": "shared with the model" if config.lm_head == "shared" else "one of its own for each head",
         "hidden size, vocabulary": f"{config.hidden_size}, {config.vocab_size}",
         "parameters": f"{numbers:,} ({metadata.dtype})",
         "version": metadata.version,
         "checksum (SHA-256)": f"`{metadata.checksum}`",
     }
-    sentence = "Head k reads the model's final hidden state h_t and drafts token x_{t+1+k}. Every draft is verified by the model: what it"
-    return f"{sentence} writes has the same distribution as without drafts.\n\n{_table(('', ''), rows.items())}"
+    return environment.from_string(CARD.read_text(encoding="utf-8")).render(
+        repo=repo,
+        config=config,
+        base=base,
+        base_on_hub=bool(NAME.fullmatch(base)),
+        has_lm_head=config.lm_head == "own" or metadata.has_lm_head,
+        heads=heads,
+        replayed=_replayed(metadata.metadata),
+        measured=[_measured(_read_figures(path)) for path in figures],
+        trained=_trained(metadata.metadata),
+    )
 
 
-def _measured(metadata: HeadsMetadata, figures: Sequence[Mapping[str, Any]]) -> str:
-    """The figures there are, each with how it came about; a sentence where there are none."""
-    parts = []
-    notes = metadata.metadata
-    length = notes.get("replay_mean_acceptance_length")
-    if isinstance(length, int | float):
-        tokens = notes.get("trained_tokens")
-        after = f", after {tokens:,} training tokens" if isinstance(tokens, int) else ""
-        parts.append(f"Mean acceptance length {length:.3f} by replay on responses held out of training{after}.")
-    for one in figures:
-        low, high = one["confidence_interval"]
-        settings = one["settings"]
-        how = "vLLM's own counters" if settings.get("engine") == "vllm" else "replay of rollouts"
-        rows = {
-            "mean acceptance length": f"**{one['mean_acceptance_length']:.3f}** (95 % interval {low:.3f} to {high:.3f})",
-            "accepted per step, by position": ", ".join(f"{value:.3f}" for value in one["acceptance_per_position"]),
-            "measured by": how,
-            "draft steps, tokens": f"{one['drafts']:,}, {one['generated_tokens']:,}",
-            **{name.replace("_", " "): shareable(settings[name]) for name in SHOWN_SETTINGS if name in settings},
-        }
-        parts.append(_table(("figure", "value"), rows.items()))
-    if not parts:
-        return "Nothing was measured when these heads were pushed. `medusa-ppo eval` measures them on your prompts."
-    parts.append("Mean acceptance length = 1 + accepted drafts / draft steps. It depends on the text: measure on your own prompts.")
-    return "\n\n".join(parts)
+def _replayed(notes: Mapping[str, Any]) -> str:
+    """What the training measured, as a sentence, or nothing."""
+    length, tokens = notes.get("replay_mean_acceptance_length"), notes.get("trained_tokens")
+    if not isinstance(length, int | float):
+        return ""
+    after = f", after {tokens:,} training tokens" if isinstance(tokens, int) else ""
+    return f"Mean acceptance length {length:.3f} by replay on responses held out of training{after}."
 
 
-def _trained(metadata: HeadsMetadata) -> str:
-    notes = {key: value for key, value in metadata.metadata.items() if key not in ("replay_mean_acceptance_length", "trained_tokens")}
-    options = notes.pop("options", None)
-    rows = {**(options if isinstance(options, Mapping) else {}), **notes}
-    plain = {key: shareable(value) for key, value in rows.items() if isinstance(value, str | int | float | bool) and value != ""}
-    return _table(("setting", "value"), plain.items()) if plain else "The heads don't say."
+def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of `eval`, and how they came about."""
+    (low, high), settings = figures["confidence_interval"], figures["settings"]
+    return {
+        "mean acceptance length": f"**{figures['mean_acceptance_length']:.3f}** (95 % interval {low:.3f} to {high:.3f})",
+        "accepted per step, by position": ", ".join(f"{value:.3f}" for value in figures["acceptance_per_position"]),
+        "measured by": "vLLM's own counters" if settings.get("engine") == "vllm" else "replay of rollouts",
+        "draft steps, tokens": f"{figures['drafts']:,}, {figures['generated_tokens']:,}",
+        **{name.replace("_", " "): shareable(settings[name]) for name in SHOWN_SETTINGS if name in settings},
+    }
 
 
-def _use(repo: str, config: HeadsConfig, metadata: HeadsMetadata, base: str) -> str:
-    options = f"--model {base or 'MODEL'} --heads hf://{repo} --data prompts.jsonl --template '{{question}}' --engine vllm"
-    evaluate = f"```\nmedusa-ppo eval {options}\n```"
-    if config.kind != "medusa":
-        return f"{evaluate}\n\nHeads of kind {config.kind} need the vLLM plug-in of medusa-ppo; stock vLLM can't serve them."
-    if config.lm_head == "own" or metadata.has_lm_head:
-        stock = f'speculative_config={{"method": "medusa", "model": "{repo}", "num_speculative_tokens": {config.num_heads}}}'
-        return f"{evaluate}\n\nStock vLLM up to 0.32 serves them too: `{stock}`."
-    convert = f"medusa-ppo convert hf://{repo} heads-vllm --to vllm --model {base or 'MODEL'}"
-    return f"{evaluate}\n\nFor stock vLLM up to 0.32 the model's lm_head has to be added: `{convert}`."
-
-
-def _table(head: tuple[str, str], rows: Any) -> str:
-    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows)])
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "\\n")
+def _trained(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the heads remember."""
+    rest = {key: value for key, value in notes.items() if key not in ("options", "replay_mean_acceptance_length", "trained_tokens")}
+    options = notes.get("options")
+    rows = {**(options if isinstance(options, Mapping) else {}), **rest}
+    return {key: shareable(value) for key, value in rows.items() if isinstance(value, str | int | float | bool) and value != ""}
 
 
 def _read_figures(path: Path) -> dict[str, Any]:
@@ -228,7 +192,7 @@ def scrubbed(text: str, secrets: Mapping[str, Any] | Sequence[str] = ()) -> str:
     """The text with tokens replaced by ***."""
     for secret in secrets:
         text = text.replace(secret, "***") if secret else text
-    return TOKENS.sub("***", text)
+    return str(without_secrets(text))
 
 
 def _check_repo(repo: str) -> None:

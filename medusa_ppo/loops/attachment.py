@@ -1,17 +1,25 @@
-"""What a foreign trainer in this process holds of ours: heads, companion, plugin, tap, run folder. Imports no framework."""
+"""What a loop in this process holds of ours: heads, companion, plugin, tap, run folder. Imports no framework.
+
+`Attachment` hangs on a foreign trainer that has its own vLLM. `DraftingEngine` calls the plug-in's hooks by itself, in the place of the
+engine that a loop of one's own had:
+
+    generate       newer heads go in before; tokens and behaviour log-probs go to the plug-in afterwards
+    the actor      tapped by hooks on it wherever the loop scores the last rollouts; rows are known by their tokens
+    sync_actor     the plug-in learns that the actor has changed
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
+import functools
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -19,33 +27,26 @@ from torch import nn
 from heads.checkpoint import save_state
 from heads.errors import ConfigError
 from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import HFActor
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.config import RunConfig, build_config, load_config
-from medusa_ppo.engines.colocated import AttachedEngine, read_counters
+from medusa_ppo.engines.actor_sync import ActorStream, BroadcastPool
+from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch
-from medusa_ppo.engines.rollout_engine import RolloutEngine, WorkerEngine
+from medusa_ppo.engines.ray_engine import make_engine
+from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine, WorkerEngine
 from medusa_ppo.files import OwnedFolder
-from medusa_ppo.loops.passes import ForwardTap
+from medusa_ppo.loops.passes import ForwardTap, Generated, RowShare, as_rollouts
+from medusa_ppo.loops.ranks import Found, Ranks, Serve, no_engine, serve_llm
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.processes import local_ray
 from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
-
-logger = logging.getLogger(__name__)
+from medusa_ppo.types import Counters, RolloutBatch, Rollouts, Sampling, SwapReceipt
 
 OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
 """Of the arguments that our own engines start with, those that a foreign engine needs as well."""
 FINAL_HEADS = "heads-final"
-PREFIX = "medusa/"
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What one generate call of a foreign loop gave: a prompt, a completion and its behaviour log-probs for each row."""
-
-    prompts: list[list[int]]
-    completions: list[list[int]]
-    logprobs: list[list[float | None]]
 
 
 def as_config(medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> RunConfig | None:
@@ -61,26 +62,41 @@ def as_config(medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | N
 class Attachment:
     """One trainer's share: engine arguments before it is built, the plugin while it trains, a run folder when it is done.
 
+    Of several processes each has one, and comes to every call. The first has the plugin; each its engine (or part of one), tap and rows.
+
     Attributes:
         folder: the run's folder, as of `medusa-ppo report`.
-        engine: the trainer's vLLM; None until it is attached.
-        plugin: None outside of the training.
+        engine: the trainer's vLLM, of all processes; None until it is attached, and on all processes but the first.
+        plugin: None outside of the training, and on all processes but the first.
+        ranks: the training's processes.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
+        if config.engine.transfer != "file":
+            raise ConfigError(
+                "A loop with an engine of its own carries the actor into it by itself.",
+                given=f"engine.transfer={config.engine.transfer}",
+                expected="engine.transfer=file",
+                do="Leave engine.transfer out; the loop's own settings say how its weights travel.",
+            )
         self.config = config
+        self.ranks = ranks or Ranks()
         self.folder = config.run_dir
         self.engine: RolloutEngine | None = None
         self.plugin: MedusaPlugin | None = None
         folder = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
         weakref.finalize(self, folder.close)
-        self._home = folder.path
+        self._home, self._kept_state = folder.path, folder.path / "heads.safetensors"
         self._stack = contextlib.ExitStack()
         self._plan: LaunchPlan | None = None
+        self._actor: HFActor | None = None
         self._tap: ForwardTap | None = None
+        self._share: RowShare | None = None
         self._writer: RunWriter | None = None
         self._rollouts: Rollouts | None = None
+        self._more: dict[str, Any] = {}
         self._figures: dict[str, float] = {}
+        self._serve: Serve = no_engine
         self._policy_version = 0
         self._steps = 0
         self._began = time.monotonic()
@@ -88,29 +104,43 @@ class Attachment:
     # ---- the engine ---------------------------------------------------------------------------------------------------------
 
     def engine_arguments(self, model: Any) -> dict[str, Any]:
-        """What the trainer's vLLM needs beside the trainer's own arguments. Writes the heads that it starts with.
+        """What the trainer's vLLM needs beside the trainer's own arguments. Writes the heads it starts with. Raises as `plan_launch`."""
+        actor = self._view(model)
 
-        Raises:
-            UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as `plan_launch`.
-        """
-        heads = MedusaPlugin.prepare_heads(self.config, model, self._home / "heads")
-        save_state(self._kept_state, initial_heads(self.config, model).trainable_state())
+        def write() -> str:
+            save_state(self._kept_state, initial_heads(self.config, actor).trainable_state())
+            return str(MedusaPlugin.prepare_heads(self.config, actor, self._home / "heads"))
+
+        heads = self.ranks.share(self._led(write))
         self._plan = plan_launch(model.name_or_path, heads, self.config.engine, self.config.seed)
         return {name: self._plan.engine_args[name] for name in OURS} | self.config.engine.extra
 
-    def attach_llm(self, llm: Any) -> None:
-        """Take hold of a `vllm.LLM` that was started with `engine_arguments`."""
-        assert self._plan is not None, "engine_arguments() comes first"
-        self.engine = AttachedEngine(
-            lambda method, args: llm.collective_rpc(method, args=args),
-            self._kept_state,
-            counters=lambda: read_counters(llm.get_metrics()),
-            forget_prompts=llm.reset_prefix_cache,
-            drafting=self._plan.drafting,
-        )
+    def attach_llm(self, llm: Any, *, counts: bool = True) -> None:
+        """Take hold of a `vllm.LLM` that was started with `engine_arguments`, one in each process.
 
-    def attach_server(self, model: Any, url: str) -> None:
-        """Take hold of a vLLM server that somebody started with our heads (docs/hooks.md has the command).
+        Args:
+            counts: its counters are to be added; of a tensor-parallel engine, which has one in each of several processes, only once.
+        """
+        assert self._plan is not None, "engine_arguments() comes first"
+        self._serve = functools.partial(serve_llm, llm, counts)
+        drafting = self._plan.drafting
+
+        def every(method: str, *arguments: Any) -> list[Any]:
+            return [answer for answers in self.ranks.call(method, arguments, self._serve) for answer in answers]
+
+        def attach() -> None:
+            self.engine = AttachedEngine(
+                lambda method, args: every("workers", method, args),
+                self._kept_state,
+                counters=lambda: sum(every("counters"), Counters()),
+                forget_prompts=lambda: False not in every("forget"),
+                drafting=drafting,
+            )
+
+        self._led(attach)
+
+    def attach_server(self, model: Any, url: Callable[[], str]) -> None:
+        """Take hold of a vLLM server that somebody started with our heads (docs/hooks.md has the command). Only the first process does.
 
         Raises:
             ConfigError: no heads are named: the server must have been started with the same.
@@ -123,18 +153,30 @@ class Attachment:
                 expected="the folder that the server drafts with",
                 do="Set heads.path (docs/hooks.md says how to make it).",
             )
-        settings = self.config.engine.model_copy(update={"backend": url})
-        self.engine = ServerEngine(model.name_or_path, self.config.heads.path, settings, self.config.seed)
 
-    def sync_by_file(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Carry the actor into the engine through one file, where the trainer's own way does not work."""
-        assert self.engine is not None, "the engine is attached when the trainer is built"
+        def attach() -> None:
+            settings = self.config.engine.model_copy(update={"backend": url()})
+            self.engine = ServerEngine(model.name_or_path, self.config.heads.path, settings, self.config.seed)
+
+        self._led(attach)
+
+    def sync_by_file(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Carry the actor into the engine through one file, where the trainer's own way does not work. Every process walks its weights."""
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:  # Where they are cut over processes each is put together as it is walked to.
+            if self.ranks.leads:
+                own[name] = tensor.detach().to("cpu", copy=True).contiguous()
         path = self._home / "actor.safetensors"
-        save_state(path, {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()})
-        try:
-            self.engine.sync_actor(path, self._policy_version)
-        finally:
-            path.unlink(missing_ok=True)
+
+        def carry() -> None:
+            assert self.engine is not None, "the engine is attached when the trainer is built"
+            save_state(path, own)
+            try:
+                self.engine.sync_actor(path, self._policy_version)
+            finally:
+                path.unlink(missing_ok=True)
+
+        self._led(carry)
 
     def weights_synced(self, *, lost_heads: bool) -> None:
         """The trainer has put the actor's weights into the engine by itself.
@@ -142,64 +184,105 @@ class Attachment:
         Args:
             lost_heads: the engine had slept and thrown its weights away, the heads among them.
         """
-        if isinstance(self.engine, AttachedEngine) and lost_heads:
-            self.engine.feed_again()
-        if isinstance(self.engine, WorkerEngine):
-            self.engine.target_changed(self._policy_version)
+
+        def tell() -> None:
+            if isinstance(self.engine, AttachedEngine) and lost_heads:
+                self.engine.feed_again()
+            if isinstance(self.engine, WorkerEngine):
+                self.engine.target_changed(self._policy_version)
+
+        self._led(tell)
 
     @contextlib.contextmanager
     def generation(self, sampling: Sampling) -> Iterator[list[Generated]]:
         """Around one generate call of the trainer. What the block puts into the list goes to the plugin."""
         generated: list[Generated] = []
-        plugin, engine = self.plugin, self.engine
-        if plugin is None or engine is None:
+        if self._tap is None:
             yield generated
             return
-        plugin.before_generation()
-        before, began = engine.counters(), time.perf_counter()
+        before, began = self._led(self._before_generation), time.perf_counter()
         yield generated
         seconds = time.perf_counter() - began
-        counters = engine.counters() - before
-        for part in generated:
-            rollouts = replace(as_rollouts(part, sampling, counters, seconds), heads_version=engine.heads_version)
-            rollouts = replace(rollouts, policy_version=self._policy_version, num_drafts=engine.num_drafts)
-            plugin.rollout_ready(rollouts)
-            self._rollouts = rollouts
-            if self._tap is not None:
-                self._tap.expect(rollouts)
+        facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
+        every = [Generated.join(own) for own in self.ranks.all(generated)]
+        if not any(part.prompts for part in every) or facts is None:
+            return
+        first = sum(part.known for part in every[: self.ranks.rank])
+        self._rollouts = rollouts = replace(as_rollouts(Generated.join(every), sampling), **facts)
+        wanted = self.ranks.share(self._led(lambda: self._sample_of(rollouts)))
+        if self._share is not None and wanted:
+            self._share.expect(rollouts, wanted[0])
+        self._tap.expect(rollouts, range(first, first + every[self.ranks.rank].known))
+
+    def _sample_of(self, rollouts: Rollouts) -> list[EarlySample | None]:
+        """Tells the plugin; which sample of the states it wants (None: all of them). Empty: it wants none."""
+        assert self.plugin is not None, "between begin() and end()"
+        collector = self.plugin.rollout_ready(rollouts)
+        return [] if collector is None else [collector.sample]
+
+    def _before_generation(self) -> Counters:
+        assert self.plugin is not None and self.engine is not None, "between begin() and end()"
+        self.plugin.before_generation()
+        return self.engine.counters()
+
+    def _facts(self, before: Counters, seconds: float) -> dict[str, Any]:
+        """Of the rollouts what only the first process knows."""
+        engine = self.engine
+        assert engine is not None, "the engine is attached when the trainer is built"
+        versions = {"heads_version": engine.heads_version, "policy_version": self._policy_version, "num_drafts": engine.num_drafts}
+        return {"counters": engine.counters() - before, "seconds": seconds, **versions}
 
     # ---- the trainer's events -----------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module) -> None:
         """Training begins: Ray (if there is none), companion, plugin, tap, run folder."""
-        assert self.engine is not None, "the engine is attached when the trainer is built"
         atexit.register(self._stack.close)  # A training that fails does not come to end().
-        companion = self.config.companion
-        self._stack.enter_context(local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes))
-        self.plugin = MedusaPlugin.start(self.config, model, self.engine, self.folder)
-        self._stack.callback(self.plugin.close)
-        self._tap = ForwardTap(model, self.plugin)
+        self._actor = actor = self._view(model)
+        plugin = self._led(lambda: self._start(actor))
+        self._share = RowShare() if self.ranks.size > 1 else None
+        sink = self._share or plugin
+        assert sink is not None, "a process alone has the plugin"
+        self._tap = ForwardTap(model, sink)
         self._stack.callback(self._tap.close)
-        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
         self._steps, self._began = 0, time.monotonic()
 
-    def updated(self, model: nn.Module, version: int) -> None:
+    def _start(self, actor: HFActor) -> MedusaPlugin:
+        assert self.engine is not None, "the engine is attached when the trainer is built"
+        companion = self.config.companion
+        self._stack.enter_context(local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes))
+        self.plugin = MedusaPlugin.start(self.config, actor, self.engine, self.folder)
+        self._stack.callback(self.plugin.close)
+        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        return self.plugin
+
+    def updated(self, version: int) -> None:
         """The actor has made an optimizer step."""
         self._policy_version = version
-        if self.plugin is None:
+        if self._actor is None or self._tap is None:
             return
-        self.plugin.policy_updated(model, version)
+        actor, gathered = self._actor, self._actor.gathered_bytes
+        changed = actor.refresh()
+        self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + actor.gathered_bytes - gathered
+        parts = self.ranks.first_gets(self._share.take()) if self._share else []
+        self._led(lambda: self._tell(actor if changed else None, version, parts or []))
+
+    def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch | None]) -> None:
+        """The rows of all processes (of one alone the plugin has them), and the tables if they have changed."""
+        assert self.plugin is not None, "between begin() and end()"
+        if batches := [batch for batch in parts if batch is not None]:
+            self.plugin.batch_ready(RolloutBatch.join(batches))
+        self.plugin.policy_updated(actor, version)
         self._write_step()
 
     def _write_step(self) -> None:
         """One line for each rollout batch: a loop may update more often than it generates."""
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None and self._writer is not None and self.plugin is not None:
-            values = {names.STEP: self._steps, **_rollout_values(rollouts), **self.plugin.metrics()}
+            values = {names.STEP: self._steps, **names.rollout_figures(rollouts), **self.plugin.metrics(), **self._more}
             values[names.WALL_S] = time.monotonic() - self._began
             self._writer.step(values)
             self._steps += 1
-            self._figures = {PREFIX + name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+            self._figures, self._more = names.logged(values), {}
 
     def figures(self) -> dict[str, float]:
         """The last step's figures for the trainer's own log, under names of their own."""
@@ -208,52 +291,110 @@ class Attachment:
 
     def end(self) -> None:
         """Training is over: the heads are saved, the report is written, and what was started in `begin` is closed."""
-        if self.plugin is None or self._writer is None:
+        if self._tap is None and self._writer is None:
             return
-        heads = self.plugin.save_heads(self.folder / FINAL_HEADS)
-        self._writer.finish()
+        heads = self.ranks.share(self._led(self._finish))
         self._stack.close()
         atexit.unregister(self._stack.close)
-        self.plugin, self._tap, self._writer = None, None, None
+        self.plugin, self._tap, self._writer, self._share = None, None, None, None
         # Should the trainer train again, it goes on with these.
-        self.config = self.config.model_copy(update={"heads": self.config.heads.model_copy(update={"path": str(heads)})})
+        self.config = self.config.model_copy(update={"heads": self.config.heads.model_copy(update={"path": heads})})
+
+    def _finish(self) -> str:
+        assert self.plugin is not None and self._writer is not None, "begin() has made them"
+        heads = self.plugin.save_heads(self.folder / FINAL_HEADS)
+        self._writer.finish()
+        return str(heads)
+
+    def _view(self, model: nn.Module) -> HFActor:
+        """The actor with its tables gathered, if they are cut over processes."""
+        needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
+        actor = HFActor(model, reports=self.ranks.leads, with_embedding=needs_embedding)
+        actor.refresh()
+        return actor
+
+    def _led(self, action: Callable[[], Found]) -> Found | None:
+        return self.ranks.led(action, self._serve)
+
+
+class DraftingEngine:
+    """An engine of ours with the plug-in behind its calls. Without drafts and companion it is the plain engine.
+
+    Attributes:
+        engine: the engine itself.
+        plugin: None where the settings ask for neither drafts nor a companion.
+    """
+
+    def __init__(self, config: RunConfig, actor: nn.Module, model_path: str | Path, run_dir: str | Path) -> None:
+        """Start Ray (if there is none), the engine and the companion.
+
+        Args:
+            config: read are `heads`, `companion`, `engine` and `seed`.
+            actor: a transformers causal LM; the loop scores with `actor(input_ids=..., attention_mask=...)`.
+            model_path: the actor's folder, for vLLM.
+            run_dir: what the plug-in measures and publishes; the last heads are left in `heads-final`.
+
+        Raises:
+            UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError, EngineError: what can't be started.
+        """
+        Ranks.refuse_several("DraftingEngine")
+        self.plugin: MedusaPlugin | None = None
+        self._actor, self._folder = actor, Path(run_dir)
+        self._tap: ForwardTap | None = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
+            wanted = as_config(config) is not None
+            heads = MedusaPlugin.prepare_heads(config, actor, self._folder / "heads") if wanted else None
+            self.engine: RolloutEngine = stack.enter_context(make_engine(model_path, heads, config.engine, config.seed))
+            if wanted:
+                self.plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)
+                stack.callback(self.plugin.close)
+                self._tap = ForwardTap(actor, self.plugin)
+                stack.callback(self._tap.close)
+            self._stack = stack.pop_all()
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """As of RolloutEngine; newer heads go in before, if there are any."""
+        if self.plugin is None or self._tap is None:
+            return self.engine.generate(prompts, sampling)
+        self.plugin.before_generation()
+        rollouts = self.engine.generate(prompts, sampling)
+        self.plugin.rollout_ready(rollouts)
+        self._tap.expect(rollouts)
+        return rollouts
+
+    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+        """As of RolloutEngine; `medusa_ppo.engines.actor_sync.ActorSync` writes the file and calls it."""
+        return self._synced(self.engine.sync_actor(path, version))
 
     @property
-    def _kept_state(self) -> Path:
-        return self._home / "heads.safetensors"
+    def streams(self) -> bool:
+        """As of RolloutEngine: with `engine.transfer=broadcast`."""
+        return self.engine.streams
 
+    def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
+        """As of BroadcastPool; ActorSync calls it."""
+        assert isinstance(self.engine, BroadcastPool), "streams says so"
+        return self._synced(self.engine.stream_actor(stream, version))
 
-def as_rollouts(part: Generated, sampling: Sampling, counters: Counters, seconds: float) -> Rollouts:
-    """A foreign loop's rows as rollouts; equal prompts count as one. Rows with an unknown log-prob are left out."""
-    prompts = list(dict.fromkeys(tuple(prompt) for prompt in part.prompts))
-    index = {prompt: i for i, prompt in enumerate(prompts)}
-    responses = []
-    for prompt, completion, logprobs in zip(part.prompts, part.completions, part.logprobs, strict=True):
-        known = tuple(value for value in logprobs if value is not None)
-        if len(known) == len(completion):
-            reason = "length" if len(completion) >= sampling.max_new_tokens else "stop"
-            responses.append(Response(index[tuple(prompt)], tuple(completion), known, reason))
-    return Rollouts(tuple(prompts), tuple(responses), counters, seconds, sampling)
+    def _synced(self, receipt: SwapReceipt) -> SwapReceipt:
+        if self.plugin is not None:
+            self.plugin.policy_updated(self._actor, receipt.version)
+        return receipt
 
+    def metrics(self) -> dict[str, Any]:
+        """The plug-in's figures since the last call, under the names of medusa_ppo/metrics.py; none without a plug-in."""
+        return self.plugin.metrics() if self.plugin is not None else {}
 
-@contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another object under a module's name for the time of the block: some loops have no seam where their engine is built."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    def close(self) -> None:
+        """Save the heads, and end what was started here."""
+        if self.plugin is not None:
+            self.plugin.save_heads(self._folder / FINAL_HEADS)
+            self.plugin = None
+        self._stack.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-def _rollout_values(rollouts: Rollouts) -> dict[str, Any]:
-    """What the rollouts say by themselves."""
-    count = max(1, len(rollouts.responses))
-    return {
-        names.POLICY_VERSION: rollouts.policy_version,
-        names.GENERATE_S: rollouts.seconds,
-        names.TOKENS_PER_S: rollouts.tokens_per_s,
-        names.RESPONSE_LENGTH: rollouts.generated_tokens / count,
-        names.TRUNCATED_FRAC: sum(r.finish_reason == "length" for r in rollouts.responses) / count,
-    }
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,36 +1,82 @@
-"""A worker's half of the plugin: taps the log-prob pass that the loop makes there, and packs what the companion trains on.
+"""Rows of a foreign loop: what it generated, and its log-prob passes over them, tapped and packed for the companion.
 
-For loops whose actor lives in other processes than the plugin. Shape letters: B rows, T tokens (padded), N tokens of rows packed one
-after the other, D hidden, M response tokens.
+`ForwardTap` for actors in the plugin's process (or in each process of a training), `RowTap` for a worker's half of the plugin elsewhere.
+Shape letters: B rows, T tokens (padded), N tokens of rows packed one after the other, D hidden, M response tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from heads.errors import ConfigError
+from heads.errors import ConfigError, DataError
+from medusa_ppo.actors.actor_tables import adapters_in_use, plain_model
+from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one generate call of a foreign loop gave: a prompt, a completion and its behaviour log-probs for each row."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    logprobs: list[list[float | None]]
+
+    @property
+    def known(self) -> int:
+        """Rows that have a log-prob for each token; the others are left out of the rollouts."""
+        return sum(
+            None not in logprobs and len(logprobs) == len(row) for row, logprobs in zip(self.completions, self.logprobs, strict=True)
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Generated]) -> Generated:
+        """The rows of all, in order."""
+        return cls(*(list(itertools.chain.from_iterable(getattr(part, field.name) for part in parts)) for field in fields(cls)))
+
+
+def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
+    """A foreign loop's rows as rollouts; equal prompts count as one. Rows with an unknown or infinite log-prob are left out.
+
+    Raises:
+        DataError: not as many prompts as completions and log-probs.
+    """
+    counts = len(part.prompts), len(part.completions), len(part.logprobs)
+    if len(set(counts)) > 1:
+        raise DataError("A loop's rows do not fit together.", given=counts, expected="as many of each", do="Report this with its version.")
+    prompts = list(dict.fromkeys(tuple(prompt) for prompt in part.prompts))
+    index = {prompt: i for i, prompt in enumerate(prompts)}
+    responses = []
+    for prompt, completion, logprobs in zip(part.prompts, part.completions, part.logprobs, strict=True):
+        known = tuple(value for value in logprobs if value is not None and math.isfinite(value))
+        if len(known) == len(completion):
+            reason = "length" if len(completion) >= sampling.max_new_tokens else "stop"
+            responses.append(Response(index[tuple(prompt)], tuple(completion), known, reason))
+    return Rollouts(tuple(prompts), tuple(responses), Counters(), 0.0, sampling)
 
 
 class RowFinder:
     """Finds the responses of one `Rollouts` among rows of token ids, each response once."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: Rollouts, own: range | None = None) -> None:
+        """`own`: indices of the responses that may come; None: all."""
         self._lengths = [len(response.token_ids) for response in rollouts.responses]
         self._waiting: dict[tuple[int, ...], deque[int]] = {}
         for index, response in enumerate(rollouts.responses):
-            if response.token_ids:
+            if response.token_ids and (own is None or index in own):
                 row = (*rollouts.prompts[response.prompt_index], *response.token_ids)
                 self._waiting.setdefault(row, deque()).append(index)
 
@@ -76,14 +122,15 @@ class ForwardTap:
     Works on the model's own hooks, so it needs nothing of the trainer that calls the model. The hooks read and return nothing.
     """
 
-    def __init__(self, model: nn.Module, plugin: MedusaPlugin) -> None:
+    def __init__(self, model: nn.Module, plugin: MedusaPlugin | RowShare) -> None:
         """
         Args:
             model: the actor; called with `input_ids` and `attention_mask`, each `[B, T]`.
-            plugin: whose `rollout_ready` was called with what `expect` gets.
+            plugin: that was told of the rollouts that `expect` gets.
         """
         self._model = model
         self._plugin = plugin
+        self._adapters = adapters_in_use(model)
         self._finder: RowFinder | None = None
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._handles = [
@@ -91,9 +138,9 @@ class ForwardTap:
             model.register_forward_hook(self._after),
         ]
 
-    def expect(self, rollouts: Rollouts) -> None:
-        """The next passes are over these."""
-        self._finder = RowFinder(rollouts)
+    def expect(self, rollouts: Rollouts, own: range | None = None) -> None:
+        """The next passes are over these, or over some of them: equal rows of other processes are theirs to score."""
+        self._finder = RowFinder(rollouts, own)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -103,8 +150,8 @@ class ForwardTap:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_failed()
-        if self._finder is None or self._finder.done:
-            return
+        if self._finder is None or self._finder.done or adapters_in_use(module) != self._adapters:
+            return  # With an adapter off or another one it is the reference policy's pass.
         ids, attention = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if not isinstance(ids, torch.Tensor) or not isinstance(attention, torch.Tensor) or ids.dim() != 2 or ids.shape != attention.shape:
             return  # A decoding step, or a layout of the caller's own.
@@ -124,6 +171,32 @@ class ForwardTap:
         if opened is not None:
             error = GeneratorExit()
             opened.__exit__(GeneratorExit, error, None)
+
+
+class RowShare:
+    """In the plug-in's place on each of several processes: keeps the states of the rows that it scores until all hand theirs in."""
+
+    def __init__(self) -> None:
+        self._collector: BatchCollector | None = None
+
+    def expect(self, rollouts: Rollouts, sample: EarlySample | None) -> None:
+        """The rows of all processes, of which this one sees a part; and the sample that the companion wants of them."""
+        self._collector = BatchCollector(rollouts, sample)
+
+    @contextlib.contextmanager
+    def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None]) -> Iterator[None]:
+        """As of MedusaPlugin."""
+        if self._collector is None:
+            yield
+            return
+        with as_view(model).tap() as tap:
+            yield
+        self._collector.add(tap.hidden_BTD, response_mask_BT, sequences)
+
+    def take(self) -> RolloutBatch | None:
+        """What was seen since `expect`."""
+        collector, self._collector = self._collector, None
+        return collector.batch() if collector is not None and collector.seen else None
 
 
 Row = tuple[Sequence[int], Sequence[int]]
@@ -227,10 +300,7 @@ class PassTap(RowTap):
             sampling, max_bytes: as of RowTap.
         """
         super().__init__(sampling, max_bytes)
-        inner: Any = model
-        while isinstance(getattr(inner, "module", None), nn.Module):
-            inner = inner.module
-        self._base: Any = getattr(inner, "base_model", inner)
+        self._base: Any = plain_model(model).base_model
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:

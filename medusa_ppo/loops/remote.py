@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,21 @@ from typing import Any
 import ray
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
-from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
+from medusa_ppo.actors.hf import HFActor, embedding_weight, lm_head_weight, load_actor, table_names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.colocated import AttachedEngine, Call
-from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
 from medusa_ppo.loops.attachment import OURS, Attachment
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Counters, RolloutBatch, Rollouts, Sampling
+from medusa_ppo.vllm_plugin.rpc import GUARD, TOKEN
+
+logger = logging.getLogger(__name__)
 
 
 def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -36,10 +42,6 @@ def sum_counters(engines: list[Any]) -> Counters:
     return total
 
 
-logger = logging.getLogger(__name__)
-
-LM_HEAD = "lm_head.weight"
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -98,8 +100,8 @@ class RemoteAttachment(Attachment):
             return
         plugin.batch_ready(batch)
 
-    def tables_changed(self, tables: Tables, version: int) -> None:
-        """The actor was updated."""
+    def tables_changed(self, tables: Tables | None, version: int) -> None:
+        """The actor was updated; None: its tables are what they were."""
         self._policy_version = version
         if self.plugin is not None:
             self.plugin.tables_updated(tables, version)
@@ -112,18 +114,63 @@ class RemoteAttachment(Attachment):
             self.plugin.before_generation()
 
 
+class WorkerTables:
+    """A worker's end of bringing the actor's two tables to the driver; every rank has one, and calls it when the others do."""
+
+    def __init__(self, model: nn.Module, *, reports: bool) -> None:
+        """`reports`: this rank hands them to the driver."""
+        self._actor = HFActor(model, reports=reports)
+
+    def changed(self) -> Tables | None:
+        """The tables, on the rank that reports, if they may have changed since the last call."""
+        changed = self._actor.refresh()
+        if not (changed and self._actor.reports):
+            return None
+        return self._actor.lm_head_VD.detach().to("cpu", copy=True), self._actor.embedding_VD.detach().to("cpu", copy=True)
+
+
 def read_tables(model_path: str) -> Tables:
-    """lm_head and embedding of an actor, from its files alone where they are a folder of safetensors; else the actor is loaded."""
-    folder, found = Path(model_path), {}
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+    """lm_head and embedding of an actor: from its files alone where they are a folder of safetensors with the model's own names, else the
+    actor is loaded. Raises as `load_actor`."""
+    folder = Path(model_path)
+    found: dict[str, torch.Tensor] = {}
+    names = table_names(model_path) if folder.is_dir() else None
+    for path in sorted(folder.glob("*.safetensors")) if names else []:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name == LM_HEAD or name.endswith(EMBEDDINGS):
-                    found[LM_HEAD if name == LM_HEAD else "embedding"] = file.get_tensor(name)
-    if "embedding" in found:
-        return found.get(LM_HEAD, found["embedding"]), found["embedding"]
+            found |= {name: file.get_tensor(name) for name in set(names or ()) & set(file.keys())}
+    if names and found.keys() >= set(names):
+        return found[names[0]], found[names[1]]
     actor = load_actor(model_path)
     return lm_head_weight(actor).detach(), embedding_weight(actor).detach()
+
+
+def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str]) -> None:
+    """Become vLLM's own server, for a loop's server mode. The heads are made when their folder does not exist yet.
+
+    Raises:
+        ConfigError: an address that is not loopback, and no token in the environment: whoever reaches it could replace the actor.
+    """
+    if host not in (HOST, "localhost", "::1") and not os.environ.get(TOKEN):
+        raise ConfigError(
+            "A server that other machines reach needs a token: its control routes replace the actor's weights.",
+            given=f"--host {host}, no {TOKEN}",
+            expected=f"{TOKEN}, the same for the server and the trainer",
+            do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
+        )
+    if not (Path(heads) / "config.json").is_file():
+        MedusaPlugin.prepare_heads(config, load_actor(model), heads)
+    flags = server_flags(model, str(Path(heads).resolve()), config)
+    # The server keeps its API in one process and the model in another; the route that reaches our workers is one of development mode.
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    os.execvpe(
+        sys.executable, [sys.executable, "-m", SERVER_MODULE, *flags, "--host", host, *more], environment | {"VLLM_SERVER_DEV_MODE": "1"}
+    )
+
+
+def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
+    """vLLM's flags for drafting and swapping. Raises as `plan_launch`."""
+    arguments = plan_launch(model, heads, config.engine, config.seed).engine_args
+    return ["--model", model, "--middleware", GUARD, *engine_flags({name: arguments[name] for name in (*OURS, "logprobs_mode")})]
 
 
 def refuse(loop: str, reasons: dict[str, bool]) -> None:

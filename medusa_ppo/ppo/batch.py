@@ -9,14 +9,14 @@ positions are 0, 1, 2, ... for every row, in training as in the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from heads.errors import DataError
-from medusa_ppo.types import Rollouts
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class PPOBatch:
         mask_SR: bool, real response tokens; they come first in each row.
         behaviour_SR: float32 log-probs that the engine reported, 0 on padding.
         lengths_S: int64 response tokens of each sequence.
+        prompts_S: int64, the prompt that each answers.
+        cut_S: bool, the response was cut at the length limit.
         total_lengths: prompt plus response tokens of each sequence.
     """
 
@@ -72,6 +74,8 @@ class PPOBatch:
         self._prompts = [rollouts.prompts[r.prompt_index] for r in rollouts.responses]
         self._responses = [r.token_ids for r in rollouts.responses]
         self.lengths_S = torch.tensor([len(ids) for ids in self._responses])
+        self.prompts_S = torch.tensor([r.prompt_index for r in rollouts.responses])
+        self.cut_S = torch.tensor([r.finish_reason == "length" for r in rollouts.responses])
         self.total_lengths = [len(p) + len(r) for p, r in zip(self._prompts, self._responses, strict=True)]
         columns_R = torch.arange(int(self.lengths_S.max()))
         self.mask_SR = columns_R[None] < self.lengths_S[:, None]
@@ -80,11 +84,6 @@ class PPOBatch:
 
     def __len__(self) -> int:
         return len(self._responses)
-
-    @property
-    def tokens(self) -> int:
-        """Response tokens of the batch."""
-        return int(self.lengths_S.sum())
 
     def micro_batches(self, sequences: list[int], size: int) -> Iterator[MicroBatch]:
         """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest."""
@@ -116,6 +115,12 @@ class PPOBatch:
             length = int(self.lengths_S[s])
             into_SR[s, :length] = values_M[start : start + length]
             start += length
+
+
+def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: int) -> PPOBatch:
+    """Whole texts, of two tokens and more: all but the first token of each is a response."""
+    responses = tuple(Response(i, ids[1:], (0.0,) * (len(ids) - 1), "stop") for i, ids in enumerate(texts))
+    return PPOBatch(Rollouts(tuple(ids[:1] for ids in texts), responses, Counters(), 0.0, Sampling()), device, pad_id)
 
 
 def _check(rollouts: Rollouts) -> None:

@@ -15,42 +15,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
-from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.plugin import MedusaPlugin
-from medusa_ppo.ppo.generation import sampling_of
-from medusa_ppo.ppo.learner import PPOLearner
-from medusa_ppo.ppo.prompts import PromptStream
+from medusa_ppo.ppo.generation import pair_figures, sampling_of
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.summary import STEP_S
+
+if TYPE_CHECKING:  # It calls `compare`.
+    from medusa_ppo.ppo.loop import PPOLoop
 
 WARM_UP_PROMPTS = 4
 """Prompts that each engine answers before anything is timed."""
 TIMED = (names.GENERATE_S, names.SCORE_S, names.UPDATE_S, names.SYNC_S)
 
 
-class Loop(Protocol):
-    """What is asked of a `PPOLoop`."""
-
-    position: RunPosition
-    prompts: PromptStream
-    learner: PPOLearner
-    engine: RolloutEngine
-    sync: ActorSync
-    plugin: MedusaPlugin | None
-
-    def step(self, step: int) -> dict[str, Any]: ...
-
-
 def compare(
     config: RunConfig,
-    make_loop: Callable[[RunConfig, Parts, ProgressSink, RunPosition], Loop],
+    make_loop: Callable[[RunConfig, Parts, ProgressSink, RunPosition], PPOLoop],
     parts: Parts,
     plain: Parts,
     progress: ProgressSink,
@@ -60,7 +46,7 @@ def compare(
     pairs = config.report.compare_pairs or 0
     report = config.report.model_copy(update={"keep_rollouts": None, "speed_every": None})  # These steps are no part of the run.
     quiet = config.model_copy(update={"report": report})
-    loops = [make_loop(quiet, given, progress, position) for given in (parts, plain)]
+    loops = [make_loop(quiet, replace(given, evaluation=None), progress, position) for given in (parts, plain)]
     comparison = Comparison(quiet, *loops)
     return {"rollouts": comparison.rollouts(pairs), "steps": comparison.steps(pairs)}
 
@@ -68,7 +54,7 @@ def compare(
 class Comparison:
     """Takes turns between a run's own loop and the same without the plugin. The run's files are written before."""
 
-    def __init__(self, config: RunConfig, loop: Loop, plain: Loop) -> None:
+    def __init__(self, config: RunConfig, loop: PPOLoop, plain: PPOLoop) -> None:
         """
         Args:
             loop: the run's own, at its end.
@@ -89,13 +75,7 @@ class Comparison:
         for pair in range(pairs):
             order = [self._with, self._without] if pair % 2 else [self._without, self._with]
             rates = {loop is self._with: self._generate(loop, self._first + pair) for loop in order}
-            found.append(
-                {
-                    names.PAIR_DRAFTING_TOKENS_PER_S: rates[True],
-                    names.PAIR_PLAIN_TOKENS_PER_S: rates[False],
-                    names.PAIR_SPEEDUP: rates[True] / rates[False],
-                }
-            )
+            found.append(pair_figures(rates[True], rates[False]))
         return found
 
     def steps(self, pairs: int) -> list[dict[str, dict[str, float]]]:
@@ -107,11 +87,11 @@ class Comparison:
             found.append({"with": times[True], "without": times[False]})
         return found
 
-    def _generate(self, loop: Loop, step: int, most: int | None = None) -> float:
+    def _generate(self, loop: PPOLoop, step: int, most: int | None = None) -> float:
         prompts = loop.prompts.batch(step, self._config.ppo.prompts_per_step)[:most]
         return loop.engine.generate([p.token_ids for p in prompts], sampling_of(self._config, step)).tokens_per_s
 
-    def _step(self, loop: Loop, step: int) -> dict[str, float]:
+    def _step(self, loop: PPOLoop, step: int) -> dict[str, float]:
         """One step, timed, from the state that it would find if all steps were of its kind."""
         if loop is self._without:
             self._settle()
@@ -124,7 +104,7 @@ class Comparison:
         seconds = time.perf_counter() - began
         return {STEP_S: seconds, **{name: float(values[name]) for name in TIMED}}
 
-    def _take(self, loop: Loop, step: int) -> dict[str, Any]:
+    def _take(self, loop: PPOLoop, step: int) -> dict[str, Any]:
         loop.position = RunPosition(step, self._version)
         values = loop.step(step)
         self._version += 1

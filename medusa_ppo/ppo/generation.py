@@ -1,17 +1,129 @@
-"""A step's rollouts, and on paired steps the same prompts without drafting, timed in turn on the same engine."""
+"""What a step generates: its prompts, in an order that only the seed decides, and its rollouts; on paired steps also without drafting."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import DataError
 from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig
+from medusa_ppo.config import DataConfig, RunConfig
+from medusa_ppo.data import Row, load_rows, render_prompts, require_column
+from medusa_ppo.demo import demo_rows
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import write_atomic
-from medusa_ppo.reports.records import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
+from medusa_ppo.reports import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
 from medusa_ppo.types import Rollouts, Sampling
+
+logger = logging.getLogger(__name__)
+
+DEMO = "demo"
+ANSWER = "answer"
+DEMO_ROWS = 2048
+DEMO_EVAL_ROWS = 128
+TEXT = "text"
+FIRST_ROWS = re.compile(r"(?P<split>\w+)\[:(?P<limit>\d+)\]")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its text, its tokens, and the row it came from (the reference answer under `answer`)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    row: Row
+
+
+class PromptStream:
+    """Usable prompts in passes over the data, each pass in an order of its own.
+
+    Attributes:
+        prompts: all usable prompts, in the order of the data.
+        left_out: rows whose prompt is longer than allowed.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, left_out: int = 0) -> None:
+        if not prompts:
+            raise DataError(
+                "No prompt is usable.", given=f"0 prompts, {left_out} left out", expected="at least one", do="Raise data.max_prompt_tokens."
+            )
+        self.prompts = list(prompts)
+        self.left_out = left_out
+        self._seed = seed
+
+    @classmethod
+    def load(cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, needs_answer: bool = True) -> PromptStream:
+        """Read, render and tokenize the data of a run.
+
+        Args:
+            needs_answer: the reward may read the answer column, so it must be there.
+
+        Raises:
+            DataError: see medusa_ppo.data; also when the answer column is missing or every prompt is too long.
+        """
+        rows = _rows(config)
+        texts = render_prompts(rows, template=config.template)
+        if config.answer_column and (needs_answer or all(config.answer_column in row for row in rows)):
+            require_column(rows, config.answer_column)
+            rows = [{**row, ANSWER: row[config.answer_column]} for row in rows]
+        every = [Prompt(text, tuple(ids), row) for text, ids, row in zip(texts, tokenizer(texts)["input_ids"], rows, strict=True)]
+        usable = [prompt for prompt in every if 0 < len(prompt.token_ids) <= config.max_prompt_tokens]
+        if len(usable) < len(every):
+            logger.warning(
+                "%d of %d prompts are longer than %d tokens and left out", len(every) - len(usable), len(every), config.max_prompt_tokens
+            )
+        return cls(usable, seed=seed, left_out=len(every) - len(usable))
+
+    @classmethod
+    def load_evaluation(cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, needs_answer: bool = True) -> PromptStream:
+        """The prompts of the evaluation. Raises DataError, also where they would be those of the training."""
+        path = config.eval_path or config.path
+        if path == config.path and path != DEMO and Path(path).is_file():
+            do = "Set data.eval_path to another file."
+            raise DataError("A file has no splits.", given=f"{path}, {config.eval_split}", expected="other prompts", do=do)
+        other = config.model_copy(update={"path": path, "split": config.eval_split})
+        return cls.load(other, tokenizer, seed=0, needs_answer=needs_answer)
+
+    @classmethod
+    def load_texts(cls, path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, longest: int) -> PromptStream:
+        """Texts to learn by heart beside PPO, each cut to so many tokens. Raises DataError."""
+        rows = load_rows(path)
+        require_column(rows, TEXT)
+        texts = render_prompts(rows, column=TEXT)
+        every = [Prompt(text, tuple(ids[:longest]), row) for text, ids, row in zip(texts, tokenizer(texts)["input_ids"], rows, strict=True)]
+        return cls([prompt for prompt in every if len(prompt.token_ids) > 1], seed=seed)
+
+    def batch(self, step: int, size: int) -> list[Prompt]:
+        """The prompts of a step: positions step * size ... of the endless stream. A function of seed and step alone."""
+        total = len(self.prompts)
+        chosen: list[Prompt] = []
+        while len(chosen) < size:
+            turn, offset = divmod(step * size + len(chosen), total)
+            order = self._order(turn)[offset : offset + size - len(chosen)]
+            chosen += [self.prompts[i] for i in order]
+        return chosen
+
+    def _order(self, turn: int) -> list[int]:
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + turn) % 2**63)
+        return torch.randperm(len(self.prompts), generator=generator).tolist()
+
+
+def _rows(config: DataConfig) -> list[dict[str, Any]]:
+    """The rows; `SPLIT[:N]` are the first N of any source, and what else stands in brackets is the hub's to read."""
+    first = FIRST_ROWS.fullmatch(config.split)
+    split, limit = (first["split"], int(first["limit"])) if first else (config.split, 0)
+    if config.path == DEMO:
+        split = "eval" if split == "test" else split  # What others call so.
+        return list(demo_rows(split, limit=limit or (DEMO_ROWS if split == "train" else DEMO_EVAL_ROWS)))
+    return load_rows(config.path, split=split, limit=limit)
 
 
 class RolloutFiles:
@@ -54,9 +166,6 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
         )
 
 
-Prompts = Sequence[Sequence[int]]
-
-
 def sampling_of(config: RunConfig, step: int) -> Sampling:
     """How the responses of a step are sampled; the seed is a function of the run's seed and the step."""
     section = config.sampling
@@ -92,7 +201,7 @@ class SpeedPairs:
         """The last step of every n is paired, so that heads have had time to learn before the first pair."""
         return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
 
-    def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
         """The step's rollouts, and the figures of the pair (empty on steps without one)."""
         if not self.due(step):
             return self._engine.generate(prompts, sampling), {}
@@ -103,9 +212,9 @@ class SpeedPairs:
         drafting = rollouts if len(subset) == len(prompts) else self._engine.generate(subset, sampling)
         if plain is None:
             plain = self._plain(subset, sampling)
-        return rollouts, _figures(drafting, plain)
+        return rollouts, pair_figures(drafting.tokens_per_s, plain.tokens_per_s)
 
-    def _plain(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+    def _plain(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         self._engine.configure(num_drafts=0)
         try:
             return self._engine.generate(prompts, sampling)
@@ -113,9 +222,7 @@ class SpeedPairs:
             self._engine.configure(num_drafts=self._drafts)
 
 
-def _figures(drafting: Rollouts, plain: Rollouts) -> dict[str, float]:
-    return {
-        names.PAIR_DRAFTING_TOKENS_PER_S: drafting.tokens_per_s,
-        names.PAIR_PLAIN_TOKENS_PER_S: plain.tokens_per_s,
-        names.PAIR_SPEEDUP: drafting.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else float("nan"),
-    }
+def pair_figures(drafting: float, plain: float) -> dict[str, float]:
+    """Tokens/s of a pair with and without drafting, and their ratio."""
+    speedup = drafting / plain if plain else float("nan")
+    return {names.PAIR_DRAFTING_TOKENS_PER_S: drafting, names.PAIR_PLAIN_TOKENS_PER_S: plain, names.PAIR_SPEEDUP: speedup}

@@ -5,12 +5,14 @@ Shape letters: S sequences, R response positions, M response tokens of a micro b
 The "old" log-probs of the ratio are the actor's own, recomputed here before the update, not the engine's. The engine computes the
 same policy with other kernels (and perhaps another dtype), so its log-probs differ from ours by rounding even when nothing was
 learned; in the ratio this noise would be clipped, and its mean would pull on the policy. With our own the ratio starts at exactly 1.
-How far the two are apart is logged as `logprob_gap`: it is the one number that shows a broken sync.
+How far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a broken sync. What the engine's rounding costs all the same,
+`ppo.importance_bound` mends: it weighs each token by how much likelier it is to the actor than to the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +23,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.checkpoint import load_state, save_state
-from heads.errors import RunError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo import objective
+from medusa_ppo.ppo import models
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
-from medusa_ppo.ppo.models import Critic, TokenStats, frozen_copy, load_moments, load_weights, moments_of, token_stats, weights_of
+from medusa_ppo.ppo.models import Critic, Support, TokenStats, load_trained, save_trained, token_stats
+from medusa_ppo.ppo.shaping import GradientNorms, Shaping, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
@@ -36,31 +37,41 @@ Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManag
 
 ADAM_BETAS = (0.9, 0.95)
 ADAM_EPSILON = 1e-8
+IMPORTANCE_BOUND = 2.0
+"""Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known about a rollout batch before the update. All float32, on the CPU, zero on padding."""
+    """What is known about a rollout batch before the update. All float32, on the CPU, zero on padding.
+
+    Attributes:
+        weights_SR: importance of each token; None: 1.
+        sequences: those that are learned from.
+        kl_coefficient: of the penalty where it is a part of the loss.
+    """
 
     logprobs_SR: Tensor
     reference_SR: Tensor
     values_SR: Tensor
     advantages_SR: Tensor
     returns_SR: Tensor
+    weights_SR: Tensor | None
+    sequences: tuple[int, ...]
+    kl_coefficient: float
 
 
 @dataclass(frozen=True)
 class PolicyScores:
-    """What actor and reference say about a rollout batch. All float32, on the CPU, zero on padding."""
+    """What actor and reference say about a rollout batch; fields as in `TokenStats`. All float32, on the CPU, zero on padding."""
 
     logprobs_SR: Tensor
     reference_SR: Tensor
     entropy_SR: Tensor
-    kept_SR: Tensor
 
     @classmethod
     def zeros(cls, batch: PPOBatch) -> PolicyScores:
-        return cls(*(torch.zeros(batch.mask_SR.shape) for _ in range(4)))
+        return cls(*(torch.zeros(batch.mask_SR.shape) for _ in range(3)))
 
     def add(self, other: PolicyScores) -> None:
         """Those of other sequences of the same batch."""
@@ -69,17 +80,13 @@ class PolicyScores:
 
     def put(self, batch: PPOBatch, micro: MicroBatch, stats: TokenStats) -> None:
         """What the actor says about a micro batch."""
-        for values_M, into_SR in (
-            (stats.logprobs_M, self.logprobs_SR),
-            (stats.entropy_M, self.entropy_SR),
-            (stats.log_kept_M, self.kept_SR),
-        ):
-            assert values_M is not None, "asked for with entropy and kept"
-            batch.unpack(values_M, micro, into_SR)
+        assert stats.entropy_M is not None, "asked for"
+        batch.unpack(stats.logprobs_M, micro, self.logprobs_SR)
+        batch.unpack(stats.entropy_M, micro, self.entropy_SR)
 
 
 class PPOLearner(ABC):
-    """The critic, PPO's arithmetic, and what is asked of whoever holds the actor.
+    """The critic (where advantages need one), PPO's arithmetic, and what is asked of whoever holds the actor.
 
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
@@ -89,84 +96,125 @@ class PPOLearner(ABC):
     actor: Actor
     device: torch.device
 
-    def __init__(self, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
         """
         Args:
-            critic: value network.
+            critic: value network; None: the advantages need none.
             config: hyper-parameters.
             seed: seed of the minibatch order.
             autocast: run products in bfloat16 (weights, optimizer and losses stay float32).
         """
         self.critic = critic
         self.config = config
+        self.shaping = Shaping(config)
         self.micro_batch_size = config.micro_batch_size or config.minibatch_size
         self.seed = seed
         self.autocast = autocast
-        self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate)
+        self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
 
     @torch.no_grad()
-    def score(self, batch: PPOBatch, rewards_S: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
+    def score(self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
         """Log-probs, values, advantages of a rollout batch, and what the log should say about it.
 
         Args:
-            rewards_S: float32 reward of each response.
+            rewards: float32 reward of each response (S), or of each token (S, R).
             sampling: how the rollouts were sampled.
             tap: context put around each of the actor's forward passes, e.g. MedusaPlugin.actor_forward.
         """
+        config, mask_SR, trained_S = self.config, batch.mask_SR, self.shaping.trained(batch)
         policy = self._begin_scoring(batch, sampling, tap)
-        values_SR = torch.zeros(batch.mask_SR.shape)
-        for micro in batch.micro_batches(list(range(len(batch))), self.micro_batch_size):
-            batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
-        found, mask_SR = policy(), batch.mask_SR
-        rewards_SR = objective.token_rewards(rewards_S, found.logprobs_SR, found.reference_SR, mask_SR, self.config.kl_coefficient)
-        advantages_SR, returns_SR = objective.generalized_advantages(rewards_SR, values_SR, mask_SR, self.config.gamma, self.config.lam)
-        scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, objective.whiten(advantages_SR, mask_SR), returns_SR)
-        report = {
-            names.KL_REFERENCE: objective.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item(),
-            names.ENTROPY: objective.masked_mean(found.entropy_SR, mask_SR).item(),
-            names.LOGPROB_GAP: objective.masked_mean((batch.behaviour_SR - (found.logprobs_SR - found.kept_SR)).abs(), mask_SR).item(),
-        }
-        return scores, report
+        values_SR = torch.zeros(mask_SR.shape)
+        if self.critic is not None:
+            for micro in batch.micro_batches(list(range(len(batch))), self.micro_batch_size):
+                batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
+        found, coefficient = policy(), self.shaping.kl_coefficient
+        earned = self.shaping.rewards(batch, rewards)
+        penalty = 0.0 if config.kl_in_loss else coefficient
+        rewards_SR = models.token_rewards(earned, found.logprobs_SR, found.reference_SR, mask_SR, penalty, config.kl_estimator)
+        advantages_SR, returns_SR = self._advantages(batch, rewards_SR, values_SR, trained_S)
+        gap_SR, gaps = _engine_gap(batch, found, config.importance_bound)
+        weights_SR = None if config.importance_bound is None else models.importance_weights(gap_SR, config.importance_bound)
+        sequences = tuple(trained_S.nonzero()[:, 0].tolist())
+        scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, advantages_SR, returns_SR, weights_SR, sequences, coefficient)
+        kl = models.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item()
+        self.shaping.adapt(kl)
+        entropy = models.masked_mean(found.entropy_SR, mask_SR).item()
+        return scores, {names.KL_REFERENCE: kl, names.KL_COEFFICIENT: coefficient, names.ENTROPY: entropy, **gaps}
 
-    def update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int) -> dict[str, float]:
+    def _advantages(self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor) -> tuple[Tensor, Tensor]:
+        """advantages_SR and returns_SR: GAE, whitened over what is learned from, or those of groups."""
+        config, mask_SR = self.config, batch.mask_SR
+        if config.advantages == "gae":
+            advantages_SR, returns_SR = models.generalized_advantages(rewards_SR, values_SR, mask_SR, config.gamma, config.lam)
+            return models.whiten(advantages_SR, mask_SR & trained_S[:, None]), returns_SR
+        totals_S = rewards_SR.sum(dim=1)
+        advantages_S = models.group_advantages(totals_S, batch.prompts_S, trained_S, config.advantages)
+        return torch.where(mask_SR, advantages_S[:, None], 0.0), torch.where(mask_SR, totals_S[:, None], 0.0)
+
+    def update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None = None) -> dict[str, float]:
         """Passes of clipped PPO over the batch; returns the means of the update.
 
-        Raises:
-            RunError: a loss or gradient is not finite; the weights are those before the optimizer step that would have spoiled them.
-        """
-        policy = self._begin_update(batch, scores, sampling, step)
-        value_loss, tokens = 0.0, 0
-        for sequences in minibatches(len(batch), self.config, self.seed, step):
-            value_loss += self._critic_minibatch(batch, scores, sequences)
-            tokens += int(batch.lengths_S[sequences].sum())
-        return {**policy().report(), names.VALUE_LOSS: value_loss / tokens}
+        Optimizer steps with a gradient that is not finite are left out.
 
-    def _critic_minibatch(self, batch: PPOBatch, scores: Scores, sequences: list[int]) -> float:
+        Args:
+            step: it decides the order of the minibatches and the step sizes.
+            texts: to learn by heart beside it, with ppo.ptx_coefficient.
+
+        Raises:
+            RunError: no gradient of the actor or of the critic was finite; the weights are those before the update.
+        """
+        share = learning_rate_share(self.config, step)
+        policy = self._begin_update(batch, scores, sampling, step, texts)
+        value, skipped = ({}, 0) if self.critic is None else self._update_critic(batch, scores, step, share)
+        report = {**policy().report(), **value, names.LEARNING_RATE: share * self.config.actor_learning_rate}
+        report[names.STEPS_SKIPPED] += skipped
+        return report
+
+    def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
+        assert self.critic is not None and self.critic_optimizer is not None, "only asked for where there is one"
+        return self.critic, self.critic_optimizer
+
+    def _update_critic(self, batch: PPOBatch, scores: Scores, step: int, share: float) -> tuple[dict[str, float], int]:
+        """All optimizer steps of the critic: what the log says about them, and how many were left out."""
+        config, loss, tokens, norms = self.config, 0.0, 0, GradientNorms()
+        clip_range = config.value_clip_range
+        if clip_range is not None and config.value_clip_unit == "returns":
+            clip_range *= models.masked_deviation(scores.returns_SR, batch.mask_SR)
+        set_learning_rate(self._trained_critic()[1], share * config.critic_learning_rate)
+        for sequences in minibatches(scores.sequences, config, self.seed, step):
+            loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
+            tokens += int(batch.lengths_S[sequences].sum())
+        norms.mean("critic")
+        return {names.VALUE_LOSS: loss / max(1, tokens)}, norms.skipped
+
+    def _critic_minibatch(
+        self, batch: PPOBatch, scores: Scores, sequences: list[int], clip_range: float | None, norms: GradientNorms
+    ) -> float:
         """One optimizer step of the critic; its summed loss."""
-        config, total, tokens = self.config, 0.0, int(batch.lengths_S[sequences].sum())
+        (critic, optimizer), total, tokens = self._trained_critic(), 0.0, int(batch.lengths_S[sequences].sum())
         for micro in batch.micro_batches(sequences, self.micro_batch_size):
             old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
-            value_loss = objective.clipped_value_loss(self.critic(micro, self.autocast), old_M, returns_M, config.value_clip_range)
+            value_loss = models.clipped_value_loss(critic(micro, self.autocast), old_M, returns_M, clip_range)
             (value_loss / (2 * tokens)).backward()  # Half of the squared error; its scale only matters to the clip.
             total += value_loss.item()
-        parameters = list(self.critic.parameters())
-        require_finite(torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm).item(), "critic")
-        self.critic_optimizer.step()
-        self.critic_optimizer.zero_grad(set_to_none=True)
+        if norms.sound(torch.nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         return total
 
     def save(self, folder: Path) -> None:
         """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors)."""
         self._save_policy(folder)
-        save_state(folder / "critic.safetensors", weights_of(self.critic))
-        save_state(folder / "critic_optimizer.safetensors", moments_of(self.critic_optimizer, self.critic))
+        self.shaping.save(folder)
+        if self.critic is not None:
+            save_trained(folder, "critic", *self._trained_critic())
 
     def load(self, folder: Path) -> None:
         """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or does not fit."""
-        critic, optimizer = (load_state(folder / f"{name}.safetensors") for name in ("critic", "critic_optimizer"))
         self._load_policy(folder)
-        load_weights(self.critic, critic, "critic")
-        load_moments(self.critic_optimizer, self.critic, optimizer, "critic_optimizer")
+        self.shaping.load(folder)
+        if self.critic is not None:
+            load_trained(folder, "critic", *self._trained_critic())
 
     @abstractmethod
     def save_actor(self, folder: Path) -> None:
@@ -177,7 +225,9 @@ class PPOLearner(ABC):
         """Begin with the actor's and the reference's passes; the function waits for the end of what goes on elsewhere."""
 
     @abstractmethod
-    def _begin_update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int) -> Callable[[], UpdateTotals]:
+    def _begin_update(
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
+    ) -> Callable[[], UpdateTotals]:
         """Begin with all optimizer steps of the actor; the function waits for the end of what goes on elsewhere."""
 
     @abstractmethod
@@ -194,7 +244,7 @@ class Learner(PPOLearner):
 
     actor: PreTrainedModel
 
-    def __init__(self, actor: PreTrainedModel, critic: Critic, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(self, actor: PreTrainedModel, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
         """
         Args:
             actor: transformers causal LM, float32; the reference is copied from it now.
@@ -203,54 +253,90 @@ class Learner(PPOLearner):
         super().__init__(critic, config, seed=seed, autocast=autocast)
         self.actor = actor.eval()
         self.actor.requires_grad_(True)
-        self.reference = frozen_copy(actor)
+        self.reference = copy.deepcopy(actor).eval().requires_grad_(False)
         self.device = next(self.actor.parameters()).device
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
+        self._support = Support(Sampling())  # Of the batch that was scored last.
 
     def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
-        found = PolicyScores.zeros(batch)
+        found, self._support = PolicyScores.zeros(batch), Support(sampling)
         micros = list(batch.micro_batches(list(range(len(batch))), self.micro_batch_size))
         for micro in micros:  # The actor first: whoever taps it can start while reference and critic still run.
             with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
-                stats = token_stats(self.actor, micro, sampling, entropy=True, kept=True, autocast=self.autocast)
+                stats = token_stats(self.actor, micro, sampling, entropy=True, support=self._support, autocast=self.autocast)
             found.put(batch, micro, stats)
         for micro in micros:
-            batch.unpack(token_stats(self.reference, micro, sampling, autocast=self.autocast).logprobs_M, micro, found.reference_SR)
+            stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
+            batch.unpack(stats.logprobs_M, micro, found.reference_SR)
         return lambda: found
 
-    def _begin_update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int) -> Callable[[], UpdateTotals]:
-        totals, bonus = UpdateTotals(), self.config.entropy_coefficient
-        for sequences in minibatches(len(batch), self.config, self.seed, step):
-            tokens = int(batch.lengths_S[sequences].sum())
+    def _begin_update(
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
+    ) -> Callable[[], UpdateTotals]:
+        config, totals = self.config, UpdateTotals()
+        set_learning_rate(self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
+        for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
+            tokens, kl_before = int(batch.lengths_S[sequences].sum()), totals.kl
             for micro in batch.micro_batches(sequences, self.micro_batch_size):
-                stats = token_stats(self.actor, micro, sampling, entropy=bonus > 0, autocast=self.autocast)
-                (totals.policy_loss_of(batch, scores, micro, stats, self.config) / tokens).backward()
+                stats = token_stats(
+                    self.actor, micro, sampling, entropy=config.entropy_coefficient > 0, support=self._support, autocast=self.autocast
+                )
+                (totals.policy_loss_of(batch, scores, micro, stats, config) / tokens).backward()
             totals.tokens += tokens
-            norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), self.config.clip_norm).item()
-            totals.grad_norms.append(require_finite(norm, "actor"))
-            self.actor_optimizer.step()
+            if config.kl_stop is not None and (totals.kl - kl_before) / tokens > config.kl_stop:
+                self.actor_optimizer.zero_grad(set_to_none=True)
+                break
+            if texts is not None:
+                totals.text_losses.append(self._learn_texts(texts, number * config.minibatch_size, len(sequences)))
+            norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
+            if totals.norms.sound(norm):
+                self.actor_optimizer.step()
             self.actor_optimizer.zero_grad(set_to_none=True)
         return lambda: totals
+
+    def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
+        """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
+        chosen = sorted({(first + n) % len(texts) for n in range(count)})
+        total, tokens = 0.0, int(texts.lengths_S[chosen].sum())
+        for micro in texts.micro_batches(chosen, self.micro_batch_size):
+            loss = -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum() / tokens
+            ((self.config.ptx_coefficient or 0.0) * loss).backward()
+            total += loss.item()
+        return total
 
     def save_actor(self, folder: Path) -> None:
         self.actor.save_pretrained(folder)
 
     def _save_policy(self, folder: Path) -> None:
-        save_state(folder / "actor.safetensors", weights_of(self.actor))
-        save_state(folder / "actor_optimizer.safetensors", moments_of(self.actor_optimizer, self.actor))
+        save_trained(folder, "actor", self.actor, self.actor_optimizer)
 
     def _load_policy(self, folder: Path) -> None:
-        actor, optimizer = (load_state(folder / f"{name}.safetensors") for name in ("actor", "actor_optimizer"))
-        load_weights(self.actor, actor, "actor")
-        load_moments(self.actor_optimizer, self.actor, optimizer, "actor_optimizer")
+        load_trained(folder, "actor", self.actor, self.actor_optimizer)
 
 
-def minibatches(count: int, config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
-    """The sequences of each optimizer step of an update. Seeded by the step and by nothing else, so that a resumed run draws the same."""
+def minibatches(trained: Sequence[int], config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
+    """Of the sequences that are learned from, those of each optimizer step of an update.
+
+    Seeded by the step and by nothing else, so that a resumed run draws the same.
+    """
     order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     for _ in range(config.epochs):
-        for sequences in torch.randperm(count, generator=order).split(config.minibatch_size):
-            yield sequences.tolist()
+        for places in torch.randperm(len(trained), generator=order).split(config.minibatch_size):
+            if len(places):
+                yield [trained[place] for place in places.tolist()]
+
+
+def _engine_gap(batch: PPOBatch, found: PolicyScores, bound: float | None) -> tuple[Tensor, dict[str, float]]:
+    """log pi - log pi_engine of each token, 0 on padding, and what the log says about it."""
+    mask_SR = batch.mask_SR
+    gap_SR = torch.where(mask_SR, found.logprobs_SR - batch.behaviour_SR, 0.0)
+    ratio_SR = gap_SR.exp()
+    return gap_SR, {
+        names.LOGPROB_GAP: models.masked_mean(gap_SR.abs(), mask_SR).item(),
+        names.LOGPROB_GAP_MAX: gap_SR.abs().max().item(),
+        names.ENGINE_KL: models.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
+        names.IMPORTANCE_CUT: models.masked_mean((ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR).item(),
+    }
 
 
 class UpdateTotals:
@@ -259,13 +345,14 @@ class UpdateTotals:
     def __init__(self) -> None:
         self.tokens = 0
         self.policy_loss = self.clipped = self.kl = 0.0
-        self.grad_norms: list[float] = []
+        self.norms = GradientNorms()
+        self.text_losses: list[float] = []
 
     @classmethod
     def over(cls, shares: Sequence[UpdateTotals]) -> UpdateTotals:
         """Of replicas that took the same steps, each on its own sequences; tokens and norms are those of all already."""
         total = cls()
-        total.tokens, total.grad_norms = shares[0].tokens, shares[0].grad_norms
+        total.tokens, total.norms = shares[0].tokens, shares[0].norms
         for share in shares:
             total.policy_loss += share.policy_loss
             total.clipped += share.clipped
@@ -275,33 +362,31 @@ class UpdateTotals:
     def policy_loss_of(self, batch: PPOBatch, scores: Scores, micro: MicroBatch, stats: TokenStats, config: PPOConfig) -> Tensor:
         """The loss of a micro batch, summed over its tokens; its figures are added up. Every token weighs the same, wherever it stands."""
         old_M, advantages_M = batch.pack(scores.logprobs_SR, micro), batch.pack(scores.advantages_SR, micro)
-        terms = objective.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, config.clip_range)
+        weights_M = None if scores.weights_SR is None else batch.pack(scores.weights_SR, micro)
+        terms = models.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, config.clip_range, weights_M)
         self.policy_loss += terms.loss.item()
         self.clipped += terms.clipped.item()
         self.kl += terms.kl.item()
-        return terms.loss if stats.entropy_M is None else terms.loss - config.entropy_coefficient * stats.entropy_M.sum()
+        loss = terms.loss
+        if config.kl_in_loss:
+            estimates_M = models.kl_estimates(stats.logprobs_M, batch.pack(scores.reference_SR, micro), config.kl_estimator)
+            loss = loss + scores.kl_coefficient * estimates_M.sum()
+        return loss if stats.entropy_M is None else loss - config.entropy_coefficient * stats.entropy_M.sum()
 
     def report(self) -> dict[str, float]:
+        """Means over tokens and steps. RunError when no gradient was finite."""
+        tokens, texts = max(1, self.tokens), self.text_losses
         return {
-            names.POLICY_LOSS: self.policy_loss / self.tokens,
-            names.CLIP_FRAC: self.clipped / self.tokens,
-            names.KL_UPDATE: self.kl / self.tokens,
-            names.ACTOR_GRAD_NORM: sum(self.grad_norms) / len(self.grad_norms),
+            names.POLICY_LOSS: self.policy_loss / tokens,
+            names.CLIP_FRAC: self.clipped / tokens,
+            names.KL_UPDATE: self.kl / tokens,
+            names.ACTOR_GRAD_NORM: self.norms.mean("actor"),
+            names.ACTOR_STEPS: float(len(self.norms.norms)),
+            names.STEPS_SKIPPED: float(self.norms.skipped),
+            **({names.PTX_LOSS: sum(texts) / len(texts)} if texts else {}),
         }
 
 
 def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
     # No weight decay: it would pull the policy towards zero and away from the reference.
     return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)
-
-
-def require_finite(norm: float, who: str) -> float:
-    """A gradient's norm, or RunError."""
-    if norm != norm or norm == float("inf"):
-        raise RunError(
-            f"The gradient of the {who} is not finite.",
-            given=f"norm {norm}",
-            expected="a finite norm",
-            do=f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and go on with --resume.",
-        )
-    return norm

@@ -6,9 +6,9 @@ loop is plain PPO, and the actor's weights come out bit for bit the same from th
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.hardware import settled
 from medusa_ppo.ppo import run_progress as phases
-from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
-from medusa_ppo.ppo.generation import RolloutFiles, SpeedPairs, sampling_of
-from medusa_ppo.ppo.prompts import Prompt
+from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.run_progress import ProgressSink
-from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, try_save
+from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
 from medusa_ppo.ppo.session import Parts, RunSession
+from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Rollouts
 
@@ -37,17 +38,12 @@ class PPOLoop:
         self.config = config
         self.progress = progress or ProgressSink()
         self.position = position or RunPosition()
-        self.prompts, self.tokenizer, self.learner, self.reward, self.sync = (
-            parts.prompts,
-            parts.tokenizer,
-            parts.learner,
-            parts.reward,
-            parts.sync,
-        )
+        self.prompts, self.tokenizer, self.learner = parts.prompts, parts.tokenizer, parts.learner
+        self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
+        self.evaluation, self.texts = parts.evaluation, parts.texts
         self.plugin = parts.plugin  # medusa
-        self.trackers = parts.trackers
-        self.engine = parts.engine
         self.speed = SpeedPairs(parts.engine, config)
+        self.alarmed = False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
     def run(self, writer: RunWriter) -> None:
@@ -63,7 +59,7 @@ class PPOLoop:
             self.trackers.log(values)
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
-                with self._phase(phases.SAVE, step):
+                with self.progress.phase(phases.SAVE, step):
                     if self.plugin is not None and config.companion.wait:  # medusa
                         self.plugin.save(config.run_dir / COMPANION_FOLDER)  # medusa
                     try_save(config.run_dir, self.learner, self.position, config)
@@ -76,7 +72,7 @@ class PPOLoop:
         values: Metrics = {names.STEP: step, names.POLICY_VERSION: version}
 
         # (1) GENERATE: the engine writes the responses, with the actor's weights of this version.
-        with self._phase(phases.GENERATE, step):
+        with self.progress.phase(phases.GENERATE, step):
             if self.plugin is not None:  # medusa
                 self.plugin.before_generation()  # medusa
             rollouts, pair = self.speed.generate([p.token_ids for p in prompts], sampling, step)
@@ -84,32 +80,41 @@ class PPOLoop:
                 self.plugin.rollout_ready(rollouts)  # medusa
             if config.engine.sleep_level:
                 self.engine.sleep(config.engine.sleep_level)
-        values |= rollout_metrics(rollouts) | pair
+        values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
-        with self._phase(phases.SCORE, step) as score_s:
+        with self.progress.phase(phases.SCORE, step) as score_s:
             batch = PPOBatch(rollouts, learner.device, self.tokenizer.pad_token_id or 0)
-            rewards_S = self._rewards(rollouts, prompts)
+            rewards = self._rewards(rollouts, prompts)
             tap = None
             if self.plugin is not None:  # medusa
                 tap = self.plugin.actor_forward  # medusa
-            scores, report = learner.score(batch, rewards_S, sampling, tap)
-        values |= report | self._reward_metrics(rewards_S)
+            scores, report = learner.score(batch, rewards, sampling, tap)
+        values |= report | self._reward_metrics(rewards)
+        self._alarm(report[names.LOGPROB_GAP])
 
         # (3) UPDATE: epochs of clipped PPO on actor and critic.
-        with self._phase(phases.UPDATE, step) as update_s:
-            values |= learner.update(batch, scores, sampling, step)
+        with self.progress.phase(phases.UPDATE, step) as update_s:
+            texts = None
+            if self.texts is not None:
+                drawn = self.texts.batch(step, len(batch))
+                texts = text_batch([text.token_ids for text in drawn], learner.device, batch.pad_id)
+            values |= learner.update(batch, scores, sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
-        with self._phase(phases.SYNC, step) as sync_s:
+        with self.progress.phase(phases.SYNC, step) as sync_s:
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
             if config.engine.sleep_level:
                 self.engine.wake()
             self.sync(learner.actor, version + 1)
 
-        # (5) REPORT
+        # (5) EVALUATE, on some steps: other prompts, the new actor; the best so far is kept.
+        if self.evaluation is not None and (step + 1) % (config.ppo.eval_every or 1) == 0:
+            values |= self._evaluate(self.evaluation, step)
+
+        # (6) REPORT
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts
@@ -118,48 +123,47 @@ class PPOLoop:
         return values
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
-        asked = [prompts[r.prompt_index] for r in rollouts.responses]
-        texts = self.tokenizer.batch_decode([list(r.token_ids) for r in rollouts.responses], skip_special_tokens=True)
-        return self.reward.score([p.text for p in asked], texts, [p.row for p in asked])
+        """Of each response (S), or with steps of each token (S, R)."""
+        asked, separator = [prompts[r.prompt_index] for r in rollouts.responses], self.config.ppo.step_separator
+        texts, rows = [p.text for p in asked], [p.row for p in asked]
+        if separator is not None:
+            pieces = [self.tokenizer.batch_decode([[i] for i in r.token_ids], skip_special_tokens=True) for r in rollouts.responses]
+            return earned_by_steps(self.reward, pieces, texts, rows, separator)
+        responses = self.tokenizer.batch_decode([list(r.token_ids) for r in rollouts.responses], skip_special_tokens=True)
+        return self.reward.score(texts, responses, rows)
 
-    def _reward_metrics(self, rewards_S: torch.Tensor) -> Metrics:
+    def _evaluate(self, prompts: PromptStream, step: int) -> Metrics:
+        with self.progress.phase(phases.EVALUATE, step) as evaluate_s:
+            sampling = replace(sampling_of(self.config, 0), responses_per_prompt=1)
+            found = self.engine.generate([p.token_ids for p in prompts.prompts], sampling)
+            means = self._reward_metrics(self._rewards(found, prompts.prompts))
+            values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}
+            if names.CORRECT_FRAC in means:
+                values[names.EVAL_CORRECT] = means[names.CORRECT_FRAC]
+            keep_best(self.config.run_dir, {names.STEP: step, **values}, self.learner, self.tokenizer)
+        return {**values, names.EVALUATE_S: evaluate_s()}
+
+    def _alarm(self, gap: float) -> None:
+        """Said once: engine and actor are not the same policy."""
+        if gap > LOGPROB_GAP_NATS and not self.alarmed:
+            self.alarmed = True
+            self.progress.note(f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, see ppo.importance_bound.")
+
+    def _reward_metrics(self, rewards: torch.Tensor) -> Metrics:
+        rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
         correct_S = self.reward.correct(rewards_S)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
         return {names.REWARD_MEAN: rewards_S.mean().item(), **known}
 
-    @contextlib.contextmanager
-    def _phase(self, phase: str, step: int) -> Iterator[Callable[[], float]]:
-        """Tell the progress, and give a function that says how long the phase took."""
-        began, taken = time.monotonic(), 0.0
-        self.progress.phase_started(phase, step)
-        yield lambda: taken
-        taken = time.monotonic() - began
-        self.progress.phase_finished(phase, taken)
 
-
-def rollout_metrics(rollouts: Rollouts) -> Metrics:
-    """What a step's rollouts say by themselves: length, speed, and vLLM's acceptance counters."""
-    responses, counters = rollouts.responses, rollouts.counters
-    return {
-        names.GENERATE_S: rollouts.seconds,
-        names.TOKENS_PER_S: rollouts.tokens_per_s,
-        names.RESPONSE_LENGTH: rollouts.generated_tokens / len(responses),
-        names.TRUNCATED_FRAC: sum(r.finish_reason == "length" for r in responses) / len(responses),
-        names.NUM_DRAFTS: rollouts.num_drafts,
-        names.DRAFTS: counters.drafts,
-        names.ACCEPTED: counters.accepted,
-        names.MAL_SERVING: counters.mean_acceptance_length,
-        names.ACCEPTANCE_PER_POSITION: list(counters.acceptance_per_position),
-    }
-
-
-def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: bool = False) -> dict[str, Any]:
+def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: bool = False, allow: Sequence[str] = ()) -> dict[str, Any]:
     """Run PPO as configured, from nothing to the report; Ray, engine and companion are started here and closed here.
 
     Args:
         config: what to run; its files go to config.run_dir.
         progress: listener; None: silent.
         resume: go on from run_dir/checkpoint.
+        allow: keys of the configuration, or sections of it, that may have changed since then.
 
     Returns:
         The summary, as written to summary.json.
@@ -170,7 +174,7 @@ def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: 
     """
     config, progress = settled(config), progress or ProgressSink()
     with RunSession(config, progress) as session:
-        parts, position, writer = session.prepare(resume)
+        parts, position, writer = session.prepare(resume, allow)
         loop = PPOLoop(config, parts, progress, position)
         loop.run(writer)
         session.save(parts, loop.position)

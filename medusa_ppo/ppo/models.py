@@ -1,8 +1,12 @@
-"""The networks of PPO: what the actor says about response tokens, the critic, and the frozen reference.
+"""The networks of PPO (what the actor says about response tokens, the critic, the frozen reference), and its formulas, a function each.
 
-Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, M response tokens of a micro batch, packed row after row.
+Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, M response tokens of a micro batch, packed row after row,
+S sequences, R response positions (padded to the longest; mask_SR is True at real tokens). What the formulas take is float32.
 
 All networks stay in eval mode: dropout would make log-probs of unchanged weights differ, and the ratio of PPO with them.
+
+Position r of a sequence belongs to response token y_r: `logprobs_SR[s, r]` = log pi(y_r | prompt, y_<r), `values_SR[s, r]` = the
+critic's value of the state *before* y_r was chosen, `rewards_SR[s, r]` = what choosing y_r earned.
 """
 
 from __future__ import annotations
@@ -11,61 +15,57 @@ import contextlib
 import copy
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
+from heads.vocabulary import WHOLE, Vocabulary
 from medusa_ppo.actors.hf import lm_head_weight
 from medusa_ppo.ppo.batch import MicroBatch
 from medusa_ppo.types import Sampling
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+NEVER = -1e30
+"""A logit whose probability is 0, with log-probs that 0 can be multiplied with."""
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Weights by name; of tied ones the first name only (safetensors holds no aliases). Buffers are rebuilt, not saved."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+def save_trained(folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write `NAME.safetensors`, the weights, and `NAME_optimizer.safetensors`, AdamW's moments as `weight/moment` (none before a step).
 
-
-def load_weights(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Fill a module from what `weights_of` gave. CheckpointError when it does not fit."""
+    Of tied weights the first name only (safetensors holds no aliases). Buffers are rebuilt, not saved.
+    """
     own = dict(module.named_parameters())
-    wrong = [name for name in own.keys() | state.keys() if name not in own or name not in state or own[name].shape != state[name].shape]
+    moments = {f"{weight}/{key}": optimizer.state[own[weight]][key] for weight in own for key in MOMENTS if own[weight] in optimizer.state}
+    save_state(folder / f"{name}.safetensors", {weight: parameter.detach() for weight, parameter in own.items()})
+    save_state(folder / f"{name}_optimizer.safetensors", moments)
+
+
+def load_trained(folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill both from what `save_trained` wrote. CheckpointError when a file is missing, damaged, or does not fit."""
+    own = dict(module.named_parameters())
+    weights, moments = (load_state(folder / f"{file}.safetensors") for file in (name, f"{name}_optimizer"))
+    split = {full: full.rpartition("/")[::2] for full in moments}
+    wrong = [n for n in own.keys() | weights.keys() if n not in own or n not in weights or own[n].shape != weights[n].shape]
+    for full, (weight, key) in split.items():
+        if key not in MOMENTS or weight not in own or (key != "step" and own[weight].shape != moments[full].shape):
+            wrong.append(full)
     if wrong:
-        given = f"{what}: {', '.join(sorted(wrong)[:3])}"
+        given = f"{name}: {', '.join(sorted(wrong)[:3])}"
         raise CheckpointError(
             "The saved weights do not fit the model.", given=given, expected="the same names and shapes", do="Check model.path."
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
-
-
-def moments_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
-    """AdamW's moments as `weight/moment`; empty before the first step."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        for key in MOMENTS:
-            if parameter in optimizer.state:
-                found[f"{name}/{key}"] = optimizer.state[parameter][key]
-    return found
-
-
-def load_moments(optimizer: torch.optim.Optimizer, module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Fill an optimizer from what `moments_of` gave. CheckpointError when it does not fit."""
-    own = dict(module.named_parameters())
     optimizer.state.clear()
-    for full, tensor in state.items():
-        name, _, key = full.rpartition("/")
-        if key not in MOMENTS or name not in own or (key != "step" and own[name].shape != tensor.shape):
-            given = f"{what}: {full} {tuple(tensor.shape)}"
-            raise CheckpointError(
-                "The saved optimizer does not fit the model.", given=given, expected="moments of its weights", do="Check model.path."
-            )
+    with torch.no_grad():
+        for weight, parameter in own.items():
+            parameter.copy_(weights[weight])
+    for full, (weight, key) in split.items():
         # Without a dtype or device of its own: AdamW keeps moments beside the weight, and its step counter there too when fused.
-        optimizer.state[own[name]][key] = tensor.to(own[name].device)
+        optimizer.state[own[weight]][key] = moments[full].to(own[weight].device)
 
 
 @dataclass(frozen=True)
@@ -73,46 +73,63 @@ class TokenStats:
     """What the actor says about the response tokens of a micro batch. All float32.
 
     Attributes:
-        logprobs_M: log-prob of each response token at the sampling temperature, full vocabulary.
+        logprobs_M: log-prob of each response token at the sampling temperature, under the distribution that was sampled from.
         entropy_M: entropy of the same distribution in nats; None when not asked for.
-        log_kept_M: log of the probability mass that top-k and top-p keep (0 without them), so that
-            `logprobs_M - log_kept_M` is the log-prob under the distribution that was sampled from; None when not asked for.
     """
 
     logprobs_M: Tensor
     entropy_M: Tensor | None = None
-    log_kept_M: Tensor | None = None
+
+
+class Support:
+    """Which tokens top-k and top-p left to the actor that wrote the rollouts, at each of their positions; nothing where neither is on.
+
+    Old and new policy and the reference are all taken over these: the distribution that was sampled from, and what the same choice leaves
+    of the others. Each policy's own choice would give tokens that were sampled a probability of 0 after an update.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self.cuts = sampling.top_k > 0 or sampling.top_p < 1.0
+        self._bits: dict[int, np.ndarray] = {}
+
+    def cut(self, logits_MV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE) -> Tensor:
+        """The logits with next to minus infinity for all other tokens. The first to ask for a sequence is the actor that wrote it."""
+        if not self.cuts:
+            return logits_MV
+        lengths = micro.response_mask_BT.sum(dim=1).tolist()
+        if micro.sequences[0] not in self._bits:
+            kept_MV = vocabulary.truncate(logits_MV.detach(), self._sampling.top_k, self._sampling.top_p) > -torch.inf
+            # The engine rounds in its own way, and what it sampled is kept.
+            sampled_MV = vocabulary.add_at(torch.zeros_like(logits_MV), micro.response_ids_M, torch.ones_like(logits_MV[:, 0])) > 0
+            bits_MV = np.packbits((kept_MV | sampled_MV).cpu().numpy(), axis=1)
+            self._bits.update(zip(micro.sequences, np.split(bits_MV, np.cumsum(lengths)[:-1]), strict=True))
+        bits_MV = np.concatenate([self._bits[s] for s in micro.sequences])
+        kept_MV = torch.from_numpy(np.unpackbits(bits_MV, axis=1, count=logits_MV.shape[1])).to(logits_MV.device).bool()
+        return logits_MV.masked_fill(~kept_MV, NEVER)
 
 
 def token_stats(
-    actor: nn.Module, micro: MicroBatch, sampling: Sampling, *, entropy: bool = False, kept: bool = False, autocast: bool = False
+    actor: nn.Module,
+    micro: MicroBatch,
+    sampling: Sampling,
+    *,
+    entropy: bool = False,
+    support: Support | None = None,
+    autocast: bool = False,
 ) -> TokenStats:
     """Run the actor over a micro batch; keeps the graph when gradients are on.
 
-    The logits are divided by the sampling temperature, as the engine's sampler does: the policy that PPO improves is the one
-    that wrote the rollouts. With `autocast` products run in bfloat16 while weights and log-probs stay float32.
+    The logits are divided by the sampling temperature, as the engine's sampler does, and cut to `support`: the policy that PPO improves is
+    the one that wrote the rollouts. With `autocast` products run in bfloat16 while weights and log-probs stay float32.
     """
     logits_MV = _response_logits(actor, micro, autocast).float() / sampling.temperature
+    if support is not None:
+        logits_MV = support.cut(logits_MV, micro)
     logprobs_MV = logits_MV.log_softmax(dim=-1)
     logprobs_M = logprobs_MV.gather(1, micro.response_ids_M[:, None]).squeeze(1)
     entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(dim=-1) if entropy else None
-    log_kept_M = log_kept_mass(logprobs_MV.detach(), sampling.top_k, sampling.top_p) if kept else None
-    return TokenStats(logprobs_M, entropy_M, log_kept_M)
-
-
-def log_kept_mass(logprobs_MV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """log of the mass that top-k, then top-p within it, keep of each distribution: 0 when both are off.
-
-    Top-p keeps the likeliest tokens until their share reaches p, the token that crosses included (vLLM's rule).
-    """
-    if not top_k and top_p >= 1.0:
-        return torch.zeros_like(logprobs_MV[:, 0])
-    sorted_MV = logprobs_MV.sort(dim=-1, descending=True).values
-    if top_k:
-        sorted_MV = sorted_MV[:, :top_k]
-    share_MV = sorted_MV.softmax(dim=-1)
-    before_MV = share_MV.cumsum(dim=-1) - share_MV
-    return torch.where(before_MV < top_p, sorted_MV, -torch.inf).logsumexp(dim=-1)
+    return TokenStats(logprobs_M, entropy_M)
 
 
 class Critic(nn.Module):
@@ -129,7 +146,7 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone: nn.Module = copy.deepcopy(causal_lm.base_model).requires_grad_(True)
         weight = next(self.backbone.parameters())
-        self.value_head = nn.Linear(_hidden_size(causal_lm), 1, device=weight.device)
+        self.value_head = nn.Linear(lm_head_weight(causal_lm).shape[1], 1, device=weight.device)
         # Zero start: the first values are 0, not noise as large as the rewards.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -140,13 +157,6 @@ class Critic(nn.Module):
         with _autocast(micro.input_ids_BT.device, autocast):
             hidden_BTD = self.backbone(input_ids=micro.input_ids_BT, use_cache=False).last_hidden_state
         return self.value_head(hidden_BTD[micro.predict_mask_BT].float()).squeeze(-1)
-
-
-def frozen_copy(actor: PreTrainedModel) -> PreTrainedModel:
-    """The reference: a deep copy of the actor as it is now, that never gets a gradient."""
-    reference = copy.deepcopy(actor).eval()
-    reference.requires_grad_(False)
-    return reference
 
 
 def _response_logits(actor: nn.Module, micro: MicroBatch, autocast: bool) -> Tensor:
@@ -163,5 +173,151 @@ def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManag
     return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
 
 
-def _hidden_size(causal_lm: PreTrainedModel) -> int:
-    return lm_head_weight(causal_lm).shape[1]
+# ---- the formulas ----------------------------------------------------------------------------------------------------------------
+
+# Keeps the division of `whiten` finite when all advantages are equal.
+WHITEN_EPSILON = 1e-8
+GROUP_EPSILON = 1e-4
+"""The same where all responses to a prompt earned the same; as DeepSeekMath and TRL have it."""
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the positions where mask is True, each position once (not a mean of means). 0 when the mask is empty."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_deviation(values: Tensor, mask: Tensor) -> float:
+    """Standard deviation over the positions where mask is True."""
+    return float(masked_mean((values - masked_mean(values, mask)) ** 2, mask).sqrt())
+
+
+def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Of KL(pi || pi_ref), from tokens sampled from pi, with d = log pi - log pi_ref.
+
+    k1 = d is unbiased and may be negative; k2 = d^2 / 2 has, as a loss, the gradient of the KL, and is biased; k3 = exp(-d) - 1 + d is
+    unbiased and never negative, but heavy-tailed where the reference likes a token much better.
+    """
+    difference = logprobs - reference
+    if estimator == "k1":
+        return difference
+    return difference**2 / 2 if estimator == "k2" else torch.expm1(-difference) + difference
+
+
+def token_rewards(
+    scores: Tensor, logprobs_SR: Tensor, reference_SR: Tensor, mask_SR: Tensor, kl_coefficient: float, estimator: str = "k1"
+) -> Tensor:
+    """Per-token rewards: minus the KL penalty at every token, and the score: at the sequence's last token, or where its steps end.
+
+    The penalty is an estimate from the token that was sampled, so it is part of the return that GAE sees.
+
+    Args:
+        scores: reward of each whole response (S), or what each token earned (S, R), float32.
+        logprobs_SR: log-probs of the actor that wrote the responses.
+        reference_SR: log-probs of the frozen reference.
+        mask_SR: bool; every row holds at least one token, and real tokens come first.
+        kl_coefficient: reward units per nat.
+    """
+    rewards_SR = torch.where(mask_SR, -kl_coefficient * kl_estimates(logprobs_SR, reference_SR, estimator), 0.0)
+    if scores.dim() == 2:
+        return rewards_SR + scores
+    last_S = mask_SR.sum(dim=1) - 1
+    rewards_SR[torch.arange(len(scores)), last_S] += scores
+    return rewards_SR
+
+
+def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, kind: str) -> Tensor:
+    """Advantages of whole responses over the others to the same prompt: advantages_S, 0 for responses that are not trained on.
+
+    `grpo`: (reward - mean of the group) / standard deviation of the group. `rloo`: reward - mean of the others in the group.
+
+    Args:
+        prompts_S: int64, the prompt that each response answers.
+        trained_S: bool; others belong to no group.
+    """
+    groups = int(prompts_S.max()) + 1
+    weights_S = trained_S.to(rewards_S.dtype)
+
+    def group_mean(values_S: Tensor) -> Tensor:
+        """Of each response's group."""
+        sums_G, counts_G = (torch.zeros(groups).index_add_(0, prompts_S, part_S) for part_S in (values_S * weights_S, weights_S))
+        return (sums_G / counts_G.clamp(min=1))[prompts_S]
+
+    centred_S = (rewards_S - group_mean(rewards_S)) * weights_S
+    if kind == "grpo":
+        return centred_S / (group_mean(centred_S**2).sqrt() + GROUP_EPSILON)
+    counts_S = torch.zeros(groups).index_add_(0, prompts_S, weights_S)[prompts_S]
+    return centred_S * counts_S / (counts_S - 1).clamp(min=1)
+
+
+def generalized_advantages(rewards_SR: Tensor, values_SR: Tensor, mask_SR: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """GAE: advantages_SR and returns_SR = advantages + values, zero on padding.
+
+    delta_r = reward_r + gamma V_{r+1} - V_r and A_r = delta_r + gamma lam A_{r+1}. The value after the last token is 0, for
+    responses that ended and for responses that were cut: a cut response is judged by its score, like any other.
+    """
+    advantages_SR = torch.zeros_like(rewards_SR)
+    next_advantage_S = torch.zeros_like(rewards_SR[:, 0])
+    next_value_S = torch.zeros_like(next_advantage_S)
+    for r in range(rewards_SR.shape[1] - 1, -1, -1):
+        real_S = mask_SR[:, r]
+        delta_S = rewards_SR[:, r] + gamma * next_value_S - values_SR[:, r]
+        # Padding stands behind the last token, so it must leave the zeros that the last token starts from.
+        next_advantage_S = torch.where(real_S, delta_S + gamma * lam * next_advantage_S, 0.0)
+        next_value_S = torch.where(real_S, values_SR[:, r], 0.0)
+        advantages_SR[:, r] = next_advantage_S
+    return advantages_SR, torch.where(mask_SR, advantages_SR + values_SR, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Zero mean and unit variance over all real tokens of the rollout batch; zero on padding.
+
+    Over the whole batch and not over a minibatch: a minibatch of lucky responses must not look average to itself.
+    """
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    return torch.where(mask, (values - mean) * torch.rsqrt(variance + WHITEN_EPSILON), 0.0)
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """Sums over the rows of a micro batch; the caller divides by the tokens of its minibatch.
+
+    Attributes:
+        loss: sum of the clipped surrogate (to be minimised), with gradient.
+        clipped: number of rows whose ratio was clipped away, no gradient.
+        kl: sum of (ratio - 1) - log ratio, the non-negative estimate of KL(old || new) in nats, no gradient.
+    """
+
+    loss: Tensor
+    clipped: Tensor
+    kl: Tensor
+
+
+def clipped_surrogate(
+    logprobs_M: Tensor, old_logprobs_M: Tensor, advantages_M: Tensor, clip_range: float, weights_M: Tensor | None = None
+) -> PolicyTerms:
+    """PPO's pessimistic surrogate: -min(ratio A, clip(ratio, 1 - c, 1 + c) A), summed over rows, each with its weight."""
+    log_ratio_M = logprobs_M - old_logprobs_M
+    ratio_M = log_ratio_M.exp()
+    free_M = ratio_M * advantages_M
+    clipped_M = ratio_M.clamp(1 - clip_range, 1 + clip_range) * advantages_M
+    with torch.no_grad():
+        clipped = (clipped_M < free_M).sum()
+        kl = (ratio_M - 1 - log_ratio_M).sum()
+    worse_M = torch.minimum(free_M, clipped_M)
+    return PolicyTerms(loss=-(worse_M if weights_M is None else weights_M * worse_M).sum(), clipped=clipped, kl=kl)
+
+
+def importance_weights(gap: Tensor, bound: float) -> Tensor:
+    """min(pi / pi_engine, bound) of each token, from log pi - log pi_engine: what an expectation over the engine's tokens lacks to be one
+    over the actor's. The bound keeps the variance finite, at a small bias."""
+    return gap.exp().clamp(max=bound)
+
+
+def clipped_value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip_range: float | None) -> Tensor:
+    """Half the squared error to the return, the worse of free and clipped around the old value, summed over rows; None: not clipped."""
+    free_M = (values_M - returns_M) ** 2
+    if clip_range is None:
+        return 0.5 * free_M.sum()
+    clipped_M = old_values_M + (values_M - old_values_M).clamp(-clip_range, clip_range)
+    return 0.5 * torch.maximum(free_M, (clipped_M - returns_M) ** 2).sum()

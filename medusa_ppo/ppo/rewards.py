@@ -1,33 +1,40 @@
-"""Where rewards come from: verifiable ones, a Python callable named in the configuration, or a reward model."""
+"""Where rewards come from: verifiable ones, a Python callable named in the configuration, or a reward model.
+
+Shape letters: S responses, R response positions, B rows of a batch, T tokens.
+"""
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import importlib
 import inspect
+import itertools
 import math
 import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.data import Row
+from medusa_ppo.data import Row, template_fields
 
-RewardFunction = Callable[[str, str, Row], float]
+RewardFunction = Callable[[str, str, Row], Any]
 
 RIGHT_FROM = 1.0
 """A response counts as right from this reward on, unless the function has an attribute `correct_from`."""
-REWARD_BATCH = 16
-"""Responses per forward pass of a reward model."""
+REWARD_BATCH = 4
+"""Responses per forward pass of a reward model, always: another number may be computed with other kernels. The last batch of each width is
+filled up with copies; with few rows that is little."""
+SMALLEST_WIDTH = 8
 
 
 class RewardSource(ABC):
@@ -36,6 +43,10 @@ class RewardSource(ABC):
     @abstractmethod
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
         """rewards_S float32. Raises RunError when a reward can't be computed or is not finite."""
+
+    def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
+        """The same for each step of each response. Raises RunError, also for rewards of another number of steps."""
+        raise NotImplementedError
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
         """bool_S, the response has the right answer; None when the source doesn't know what is right."""
@@ -56,84 +67,215 @@ class CallableReward(RewardSource):
     def correct(self, scores_S: Tensor) -> Tensor | None:
         return scores_S >= self._correct_from
 
+    def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
+        return [self._steps(*sample) for sample in zip(prompts, responses, rows, strict=True)]
+
+    def _steps(self, prompt: str, steps: Sequence[str], row: Row) -> list[float]:
+        found = self._called(prompt, "".join(steps), row, lambda given: [float(reward) for reward in given])
+        if len(found) != len(steps):
+            do = "Split the response at ppo.step_separator, leave out what is blank, and give one reward for each part."
+            given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
+            raise RunError("Process rewards of another number of steps.", given=given, expected=f"{len(steps)} rewards", do=do)
+        return found
+
     def _one(self, prompt: str, response: str, row: Row) -> float:
+        return self._called(prompt, response, row, lambda given: [float(given)])[0]
+
+    def _called(self, prompt: str, response: str, row: Row, read: Callable[[Any], list[float]]) -> list[float]:
         try:
-            value = float(self._function(prompt, response, row))
+            values = read(self._function(prompt, response, row))
         except MedusaError:
             raise
         except Exception as error:  # the user's own code
             do = "Correct the function; it must handle any text, also an empty one."
             given = f"{self._name} on response {response!r:.120}: {type(error).__name__}: {error}"
-            raise RunError("The reward function failed.", given=given, expected="a number", do=do) from error
-        if not math.isfinite(value):
-            raise RunError(
-                "A reward is not finite.", given=f"{self._name} -> {value}", expected="a finite number", do="Correct the function."
-            )
-        return value
+            expected = "a number (with ppo.step_separator a list of them)"
+            raise RunError("The reward function failed.", given=given, expected=expected, do=do) from error
+        for value in values:
+            if not math.isfinite(value):
+                raise _not_finite(f"{self._name} -> {value}", "Correct the function.")
+        return values
 
 
 class ModelReward(RewardSource):
-    """The single logit of a transformers sequence-classification model, read over prompt plus response."""
+    """What a transformers classifier of one output says: of a whole text, or with `by_steps` of its tokens, at the end of each step.
 
-    def __init__(self, path: str, device: torch.device | str = "cpu") -> None:
+    The same text has the same reward to the bit, whatever else is in the batch: the shape of what goes through the model follows from the
+    text's own length alone, and padding is there always.
+    """
+
+    def __init__(
+        self, path: str, device: torch.device | str = "cpu", template: str = "{prompt}{response}", *, by_steps: bool = False
+    ) -> None:
         """
         Raises:
-            ModelError: not loadable, or it has more than one output.
+            ConfigError: the template has not both fields.
+            ModelError: not loadable, it has more outputs, or its tokenizer has more tokens than it.
         """
+        self._before, self._after = _template_parts(template)
+        kind: Any = AutoModelForTokenClassification if by_steps else AutoModelForSequenceClassification
+        expected = "a token-classification model" if by_steps else "a sequence-classification model"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            self._model = (
-                AutoModelForSequenceClassification.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
-            )
+            self._model = kind.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
             first = (str(error).strip().splitlines() or [""])[0]
             given = f"{path} ({type(error).__name__}: {first:.200})"
             do = "Check ppo.reward; a Python function is written as module:function."
-            raise ModelError("The reward model can't be loaded.", given=given, expected="a sequence-classification model", do=do) from error
-        if self._model.config.num_labels != 1:
-            labels = self._model.config.num_labels
+            raise ModelError("The reward model can't be loaded.", given=given, expected=expected, do=do) from error
+        labels, allowed = self._model.config.num_labels, (1, 2) if by_steps else (1,)
+        if labels not in allowed:
+            given, expected = f"{path}: {labels} labels", " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
+            raise ModelError("The reward model has not one output.", given=given, expected=expected, do="Use a reward model.")
+        tokens, rows = len(self._tokenizer), self._model.get_input_embeddings().weight.shape[0]
+        if tokens > rows:
             raise ModelError(
-                "The reward model has not one output.", given=f"{path}: {labels} labels", expected="1 label", do="Use a reward model."
+                "The reward model's vocabulary is not its training's.",
+                given=f"{path}: a tokenizer of {tokens} tokens, a model of {rows}",
+                expected="no more tokens than the model has",
+                do="Put the tokenizer of its training beside it.",
             )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._model.config.pad_token_id is None:
             self._model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1024)
+        # One less than fits: a batch without padding would be computed in another way.
+        self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1024) - 1
 
     @torch.no_grad()
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
-        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        texts = [self._before.format(prompt=p) + r + self._after for p, r in zip(prompts, responses, strict=True)]
+        ids = self._tokenizer(texts, truncation=True, max_length=self._longest)["input_ids"]
         scores_S = torch.zeros(len(texts))
-        for start in range(0, len(order), REWARD_BATCH):
-            chosen = order[start : start + REWARD_BATCH]
-            inputs = self._tokenizer(
-                [texts[i] for i in chosen], return_tensors="pt", padding=True, truncation=True, max_length=self._longest
-            )
-            inputs = {key: inputs[key].to(self._model.device) for key in ("input_ids", "attention_mask")}
-            scores_S[chosen] = self._model(**inputs).logits[:, 0].float().cpu()
-        if not scores_S.isfinite().all():
-            raise RunError(
-                "A reward is not finite.",
-                given="the reward model's output",
-                expected="finite numbers",
-                do="Check the reward model's weights.",
-            )
+        for chosen, logits_BX in self._logits(ids):
+            scores_S[chosen] = logits_BX[:, 0]
         return scores_S
+
+    @torch.no_grad()
+    def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
+        ids, ends = [], []
+        for prompt, steps in zip(prompts, responses, strict=True):
+            parts = [self._tokenizer(self._before.format(prompt=prompt))["input_ids"]]
+            parts += [self._tokenizer(step, add_special_tokens=False)["input_ids"] for step in steps]
+            after = self._tokenizer(self._after, add_special_tokens=False)["input_ids"] if self._after else []
+            whole = [*itertools.chain.from_iterable(parts), *after]
+            if len(whole) > self._longest:
+                given, do = f"{len(whole)} tokens", "Set a smaller sampling.max_new_tokens."
+                raise RunError("A response is too long for the reward model.", given=given, expected=f"at most {self._longest}", do=do)
+            ids.append(whole)
+            ends.append([total - 1 for total in itertools.accumulate(len(part) for part in parts)][1:])
+        rewards: list[list[float]] = [[] for _ in ids]
+        for chosen, logits_BTX in self._logits(ids):
+            # Two labels: how likely the step is right.
+            judged_BT = logits_BTX[..., 0] if logits_BTX.shape[-1] == 1 else logits_BTX.softmax(-1)[..., 1]
+            for row, s in enumerate(chosen):
+                rewards[s] = judged_BT[row, ends[s]].tolist()
+        return rewards
+
+    def _logits(self, ids: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Which texts, and the model's output for them, float32 on the CPU."""
+        widths = [min(_width(len(text)), self._longest + 1) for text in ids]
+        by_width = sorted(range(len(ids)), key=lambda s: (widths[s], s))
+        for width, members in itertools.groupby(by_width, key=lambda s: widths[s]):
+            for chosen in _batches(list(members), REWARD_BATCH):
+                filled = chosen + chosen[:1] * (REWARD_BATCH - len(chosen))
+                ids_BT = torch.full((REWARD_BATCH, width), int(self._tokenizer.pad_token_id or 0))
+                mask_BT = torch.zeros((REWARD_BATCH, width), dtype=torch.int64)
+                for row, s in enumerate(filled):
+                    ids_BT[row, : len(ids[s])] = torch.tensor(ids[s], dtype=torch.int64)
+                    mask_BT[row, : len(ids[s])] = 1
+                inputs = {"input_ids": ids_BT.to(self._model.device), "attention_mask": mask_BT.to(self._model.device)}
+                logits = self._model(**inputs).logits[: len(chosen)].float().cpu()
+                if not logits[mask_BT[: len(chosen)].bool() if logits.dim() == 3 else ...].isfinite().all():
+                    raise _not_finite("the reward model's output", "Check the reward model's weights.")
+                yield chosen, logits
+
+
+def _template_parts(template: str) -> tuple[str, str]:
+    """What stands before the response, with the prompt's place in it, and what stands behind it."""
+    fields = template_fields(template)
+    if fields != ["prompt", "response"]:
+        raise ConfigError(
+            "The reward model's template is not usable.",
+            given=f"{template!r}: {', '.join(fields) or 'no field'}",
+            expected="{prompt} and {response}, once each and in this order",
+            do="Write ppo.reward_template as the texts of its training were made.",
+        )
+    before, _, after = template.partition("{response}")
+    return before, after.replace("{{", "{").replace("}}", "}")
+
+
+def _width(length: int) -> int:
+    """Columns of a batch for texts of this length: one more at least, in steps of an eighth."""
+    step = max(SMALLEST_WIDTH, 1 << max(0, length.bit_length() - 4))
+    return (length // step + 1) * step
+
+
+def _batches(items: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def earned_by_steps(
+    source: RewardSource, pieces: Sequence[Sequence[str]], prompts: Sequence[str], rows: Sequence[Row], separator: str
+) -> Tensor:
+    """rewards_SR: what each step of a response earned, at its last token.
+
+    Args:
+        pieces: the text of each token of each response.
+    """
+    ends = [step_ends(texts, separator) for texts in pieces]
+    steps = [_cut(texts, found) for texts, found in zip(pieces, ends, strict=True)]
+    rewards_SR = torch.zeros(len(pieces), max(len(texts) for texts in pieces))
+    for s, rewards in enumerate(source.score_steps(prompts, steps, rows)):
+        for (_, token), reward in zip(ends[s], rewards, strict=True):
+            rewards_SR[s, token] += reward
+    return rewards_SR
+
+
+def step_ends(pieces: Sequence[str], separator: str) -> list[tuple[int, int]]:
+    """Where each step ends: the number of characters up to there, and the token that holds the last of them.
+
+    Steps are what stands between separators and is not blank; what follows the last one belongs to it. There is one at least.
+    """
+    text, last, found = "".join(pieces), 0, list[int]()
+    for match in re.finditer(re.escape(separator), text):
+        if text[last : match.start()].strip():
+            found.append(match.end())
+            last = match.end()
+    if not found or text[last:].strip():
+        found.append(len(text))
+    found[-1] = len(text)
+    totals = list(itertools.accumulate(len(piece) for piece in pieces))
+    tokens = [*(bisect.bisect_left(totals, end) for end in found[:-1]), len(pieces) - 1]
+    return list(zip(found, tokens, strict=True))
+
+
+def _cut(pieces: Sequence[str], ends: Sequence[tuple[int, int]]) -> list[str]:
+    text, starts = "".join(pieces), [0, *(end for end, _ in ends[:-1])]
+    return [text[start:end] for start, (end, _) in zip(starts, ends, strict=True)]
+
+
+def _not_finite(given: str, do: str) -> RunError:
+    return RunError("A reward is not finite.", given=given, expected="a finite number", do=do)
 
 
 def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> RewardSource:
     """The reward that the configuration names.
 
     Raises:
-        ConfigError: `module:function` does not exist or can't take (prompt, response, row).
+        ConfigError: `module:function` does not exist or can't take (prompt, response, row), or the template is not usable.
         ModelError: the reward model can't be used.
     """
-    if ":" not in config.reward:
-        return ModelReward(config.reward, device)
+    if is_model(config.reward):
+        return ModelReward(config.reward, device, config.reward_template, by_steps=config.step_separator is not None)
     function = find_callable(config.reward)
     return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM))
+
+
+def is_model(reward: str) -> bool:
+    """A reward model judges, and no function that could read a reference answer."""
+    return ":" not in reward
 
 
 def find_callable(name: str) -> RewardFunction:

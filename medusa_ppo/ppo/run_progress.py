@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,20 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from medusa_ppo import metrics as names
 
-RAY, ACTOR, RANKS, ENGINE, GENERATE, SCORE, UPDATE, SYNC, SAVE, COMPARE, FINISH = (
-    "start Ray",
-    "prepare the actor",
-    "start the actor's ranks",
-    "start vLLM",
-    "generate",
-    "score",
-    "update",
-    "sync",
-    "save",
-    "compare",
-    "write the report",
-)
-"""Names of the phases, in the order in which they first happen."""
+RAY, ACTOR, RANKS, ENGINE = "start Ray", "prepare the actor", "start the actor's ranks", "start vLLM"
+GENERATE, SCORE, UPDATE, SYNC, EVALUATE = "generate", "score", "update", "sync", "evaluate"
+SAVE, COMPARE, FINISH = "save", "compare", "write the report"
+"""Names of the phases: of the preparation, of a step, of the end."""
 
 
 class ProgressSink:
@@ -50,6 +40,15 @@ class ProgressSink:
     def note(self, text: str) -> None:
         """One sentence worth reading."""
 
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[Callable[[], float]]:
+        """A phase as a block; gives a function that says afterwards how many seconds it took."""
+        began, taken = time.monotonic(), 0.0
+        self.phase_started(name, step)
+        yield lambda: taken
+        taken = time.monotonic() - began
+        self.phase_finished(name, taken)
+
     def __enter__(self) -> ProgressSink:
         return self
 
@@ -57,15 +56,25 @@ class ProgressSink:
         pass
 
 
-class LineProgress(ProgressSink):
+class PrintedProgress(ProgressSink):
+    """What the other two share: lines on a console, and the time left."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._clock = StepClock()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class LineProgress(PrintedProgress):
     """One line for each step and each long phase of the preparation: for logs, pipes and CI."""
 
     ANNOUNCE_S = 5.0
     """At least so many seconds between two lines about one phase."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
-        self._clock = StepClock()
+        super().__init__(console)
         self._phase = ""
         self._said_at = 0.0
 
@@ -87,21 +96,17 @@ class LineProgress(ProgressSink):
         self._clock.finished()
         self.note(f"{step_line(values)}  left {self._clock.left_text()}")
 
-    def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
-
-class LiveProgress(ProgressSink):
+class LiveProgress(PrintedProgress):
     """A live bar on a terminal: what happens now and for how long, steps, tokens/s, acceptance, time left; one line per finished step."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        super().__init__(console)
         columns = (SpinnerColumn(), TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
         self._live = Live(self._bars, console=self._console, refresh_per_second=8, transient=True)
         self._phase = self._bars.add_task("", total=1, note="", visible=False)
         self._steps = self._bars.add_task("steps", total=None, note="", visible=False)
-        self._clock = StepClock()
 
     def __enter__(self) -> LiveProgress:
         self._live.start()
@@ -127,15 +132,8 @@ class LiveProgress(ProgressSink):
         self._clock.finished()
         self.note(step_line(values))
         rate, acceptance = values.get(names.TOKENS_PER_S), values.get(names.MAL_SERVING)
-        parts = [
-            f"{rate:.0f} tokens/s" if rate else "",
-            f"acceptance length {acceptance:.2f}" if acceptance else "",
-            f"left {self._clock.left_text()}",
-        ]
-        self._bars.update(self._steps, advance=1, note="  ".join(part for part in parts if part))
-
-    def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [f"acceptance length {acceptance:.2f}"] * bool(acceptance)
+        self._bars.update(self._steps, advance=1, note="  ".join([*parts, f"left {self._clock.left_text()}"]))
 
 
 class StepClock:
@@ -151,15 +149,10 @@ class StepClock:
     def finished(self) -> None:
         self._done += 1
 
-    @property
-    def left_s(self) -> float:
-        return (time.monotonic() - self._began) / self._done * (self._total - self._done) if self._done else float("nan")
-
     def left_text(self) -> str:
-        left_s = self.left_s
-        if math.isnan(left_s):
+        if not self._done:
             return "?"
-        minutes, seconds = divmod(round(left_s), 60)
+        minutes, seconds = divmod(round((time.monotonic() - self._began) / self._done * (self._total - self._done)), 60)
         return f"{minutes}:{seconds:02d}"
 
 
@@ -168,6 +161,7 @@ def step_line(values: Mapping[str, Any]) -> str:
     shown = (
         (names.REWARD_MEAN, "reward {:.3f}"),
         (names.CORRECT_FRAC, "right {:.0%}"),
+        (names.EVAL_REWARD, "evaluation {:.3f}"),
         (names.KL_REFERENCE, "kl {:.3f}"),
         (names.ENTROPY, "entropy {:.2f}"),
         (names.MAL_SERVING, "acceptance length {:.2f}"),

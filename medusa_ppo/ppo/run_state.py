@@ -1,38 +1,59 @@
 """Saving and resuming a PPO run: run_dir/checkpoint, replaced atomically; safetensors and JSON, no pickle.
 
 checkpoint/
-  state.json                   next step, versions, seconds so far, and the configuration that made it
+  state.json                   next step, versions, seconds so far, the configuration that made it, and the other files' sizes and sums
   actor.safetensors            the actor's weights          critic.safetensors            the critic's
   actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
+  shaping.json                 the KL coefficient and the scale of the rewards
   companion/                   the companion's own last state, if there is one
+checkpoints/step-N/            the last saves, each as checkpoint/ (ppo.keep_checkpoints)
+best/                          the actor that did best in an evaluation, for transformers, with evaluation.json
 
 There is no random state to save: prompts, sampling seeds and minibatches are functions of the seed and the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
+import operator
 import os
 import shutil
 import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from heads.checkpoint import write_json
 from heads.errors import CheckpointError, ConfigError, MedusaError
-from medusa_ppo.config import RunConfig
+from medusa_ppo import __version__
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig, known_keys
+from medusa_ppo.config_file import merged, unknown
 from medusa_ppo.ppo.learner import PPOLearner
+from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER
+from medusa_ppo.reports.store import without_secrets
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoint"
 COMPANION_FOLDER = "companion"
 STATE_FILE = "state.json"
+EVALUATION_FILE = "evaluation.json"
 FORMAT_VERSION = 1
+BEFORE = {"heads": {"context": 0}}
+"""What a run had whose state lacks these keys, where that is not today's default."""
 FIXED_KEYS = ("model.path", "model.critic_path", "model.dtype", "data.path", "data.template", "seed", "ppo.prompts_per_step")
-"""What a saved state depends on; another value under --resume is an error."""
+"""What of a release before 0.2 is compared under --resume: its other keys had other forms. Today all of them are."""
+PLACE_KEYS = ("name", "out")
+CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -52,66 +73,170 @@ class RunPosition:
 
 def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig) -> Path:
     """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.new-", dir=run_dir))
+    with fresh_folder(run_dir / FOLDER) as folder:
+        learner.save(folder)
+        _take_companion(run_dir / COMPANION_FOLDER, folder / COMPANION_FOLDER)
+        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": _plain(config)}
+        write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
+    if config.ppo.keep_checkpoints is not None:
+        _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
+    return run_dir / FOLDER
+
+
+def _keep(run_dir: Path, step: int, count: int) -> None:
+    """Keep the new checkpoint beside those before it, as many as there should be. A file is never changed, so a link is a copy."""
+    with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
+        shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
+    for old in sorted((run_dir / KEPT_FOLDER).glob("step-*"))[:-count]:
+        shutil.rmtree(old)
+
+
+def keep_best(run_dir: Path, figures: Mapping[str, float], learner: PPOLearner, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Keep the actor if no evaluation of the run was better. A full disk must not end a run: a failure is logged, and the old one stays."""
+    file = run_dir / BEST_FOLDER / EVALUATION_FILE
     try:
-        learner.save(temporary)
-        _take_companion(run_dir / COMPANION_FOLDER, temporary / COMPANION_FOLDER)
-        position_json = {"format_version": FORMAT_VERSION, **dataclasses.asdict(position), "config": config.model_dump(mode="json")}
-        (temporary / STATE_FILE).write_text(json.dumps(position_json, indent=1) + "\n", encoding="utf-8")
-        return replace_folder(temporary, run_dir / FOLDER)
+        if file.is_file() and json.loads(file.read_text(encoding="utf-8"))[names.EVAL_REWARD] >= figures[names.EVAL_REWARD]:
+            return
+        with fresh_folder(run_dir / BEST_FOLDER) as folder:
+            learner.save_actor(folder)
+            tokenizer.save_pretrained(folder)
+            (folder / EVALUATION_FILE).write_text(json.dumps(dict(figures), indent=1) + "\n", encoding="utf-8")
+    except (OSError, KeyError, TypeError, ValueError, MedusaError) as error:
+        logger.error("The best actor so far could not be kept; the one before stays: %s", error)
+
+
+@contextlib.contextmanager
+def fresh_folder(target: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `target` when the block ends well, and is gone when it doesn't.
+
+    Two renames: a reader finds the old folder aside if it comes in between.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new, old = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent)), target.with_name(f".{target.name}.old")
+    try:
+        yield new
+        new.chmod(0o755)  # mkdtemp makes it ours alone.
+        _to_disk(new)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+        os.rename(new, target)
+        _to_disk(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
-def read_position(run_dir: Path, config: RunConfig) -> RunPosition:
-    """Where the saved run stands; checks that this configuration can go on from there.
+def _to_disk(path: Path) -> None:
+    """Flush a file or a folder's entries: a power cut must not leave a name without its content."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sums(folder: Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file of a checkpoint but state.json; all are on the disk afterwards."""
+    sums = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE):
+        _to_disk(path)
+        value = 0
+        with path.open("rb") as file:
+            while part := file.read(CHUNK_BYTES):
+                value = zlib.crc32(part, value)
+        sums[path.relative_to(folder).as_posix()] = [path.stat().st_size, value]
+    return sums
+
+
+def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -> RunPosition:
+    """Where the saved run stands; checks that this configuration is the one that was saved.
+
+    Args:
+        allow: keys, or whole sections, that may have changed.
 
     Raises:
         CheckpointError: nothing was saved, or state.json is damaged.
-        ConfigError: a key that the saved state depends on has changed.
+        ConfigError: a key has changed, or `allow` names none.
     """
-    raw = _read_json(saved_folder(run_dir) / STATE_FILE)
+    keys = [key for key in known_keys() if key not in PLACE_KEYS]
+    for name in allow:
+        if not any(_within(key, name) for key in keys):
+            raise unknown("--allow names no key of the configuration.", name, keys)
+    file = saved_folder(run_dir) / STATE_FILE
     try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
         position = RunPosition(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
-        old = raw["config"]
-        changed = [key for key in FIXED_KEYS if _saved(old, key) != _look_up(config.model_dump(mode="json"), key)]
-    except (KeyError, TypeError, ValueError) as error:
-        given = f"{saved_folder(run_dir) / STATE_FILE}: {error!r}"
-        raise CheckpointError(
-            "The saved run is damaged.", given=given, expected="a complete state.json", do="Start without --resume."
-        ) from None
+        old, default, now = raw["config"], _plain(RunConfig()), _plain(config)
+        if "version" in raw:
+            whole = merged(merged(default, BEFORE), old)  # With the keys that are newer than the state.
+            was = {key: _look_up(whole, key) for key in keys}
+        else:  # An empty text is how earlier releases wrote what is the default today.
+            was = {key: _look_up(default if _look_up(old, key) == "" else old, key) for key in FIXED_KEYS}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        given, do = f"{file}: {error!r}", "Start without --resume."
+        raise CheckpointError("The saved run is damaged.", given=given, expected=f"a complete {STATE_FILE}", do=do) from None
+    changed = [key for key, value in was.items() if value != _look_up(now, key) and not any(_within(key, name) for name in allow)]
     if changed:
-        given = ", ".join(f"{key} was {_look_up(old, key)!r}" for key in changed)
-        raise ConfigError(
-            "The configuration is not the one that was saved.", given=given, expected="the same values", do="Restore them, or start anew."
-        )
+        given = ", ".join(f"{key} was {was[key]!r} and is {_look_up(now, key)!r}" for key in changed)
+        do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
+        raise ConfigError("The configuration is not the one that was saved.", given=given, expected="the same values", do=do)
     return position
 
 
-def load_checkpoint(run_dir: Path, learner: PPOLearner) -> None:
-    """Put the saved weights and moments into the learner, in place.
+def _plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as it stands in a file."""
+    return dict(without_secrets(config.model_dump(mode="json")))
 
-    Raises:
-        CheckpointError: a file is missing, damaged, or does not fit the models.
-    """
-    learner.load(saved_folder(run_dir))
+
+def _within(key: str, name: str) -> bool:
+    """A dotted key is `name`, or stands in a section of that name."""
+    return key == name or key.startswith(f"{name}.")
 
 
 def saved_folder(run_dir: Path) -> Path:
-    """The checkpoint's folder, also right after a crash between the two renames of `save_checkpoint`.
+    """The newest whole checkpoint's folder: the last one, also right after a crash between the two renames of `save_checkpoint`, or one
+    of those that were kept before it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or none is whole.
     """
-    for folder in (run_dir / FOLDER, run_dir / f".{FOLDER}.old"):
-        if (folder / STATE_FILE).is_file():
+    damage: list[str] = []
+    kept = sorted((run_dir / KEPT_FOLDER).glob("step-*"), reverse=True)
+    for folder in (run_dir / FOLDER, run_dir / f".{FOLDER}.old", *kept):
+        if not (folder / STATE_FILE).is_file():
+            continue
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        fault = _fault_of(folder, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+        if not fault:
+            if damage:
+                logger.error("A checkpoint is damaged, the run goes on from %s: %s", folder, "; ".join(damage))
             return folder
+        damage.append(f"{folder}: {fault}")
+    if damage:
+        do = "Copy it from elsewhere, or start without --resume; ppo.keep_checkpoints=2 keeps the one before the last."
+        raise CheckpointError(
+            "The saved run is damaged.", given="; ".join(damage), expected=f"a complete {STATE_FILE} and its files", do=do
+        )
     raise CheckpointError(
         "There is nothing to resume from.", given=run_dir, expected=f"{FOLDER}/{STATE_FILE} in it", do="Start without --resume."
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _fault_of(folder: Path, stamp: tuple[tuple[Path, int, int], ...]) -> str:
+    """What is wrong with a checkpoint's files; empty when they are those that were written. `stamp`: they are read once."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        said, found = state.get("files"), _sums(folder)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return repr(error)
+    if not isinstance(said, dict):
+        return ""  # Of a release that wrote no sums.
+    wrong = sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
+    return f"{', '.join(wrong)}: other bytes than were written" if wrong else ""
 
 
 def companion_state(run_dir: Path) -> str:
@@ -126,51 +251,18 @@ def _take_companion(source: Path, target: Path) -> None:
         return
     target.mkdir()
     for path in source.glob("*.safetensors"):
-        try:
-            os.link(path, target / path.name)
-        except OSError:  # A file system without links.
-            shutil.copy2(path, target / path.name)
+        _link(path, target / path.name)
 
 
-def replace_folder(new: Path, target: Path) -> Path:
-    """Put `new` (from mkdtemp, so ours alone) in the place of `target`, readable as usual.
-
-    Two renames: a reader finds the old folder aside if it comes in between.
-    """
-    new.chmod(0o755)
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(target, old)
-    os.rename(new, target)
-    shutil.rmtree(old, ignore_errors=True)
-    return target
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _link(source: str | Path, target: str | Path) -> None:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            "The saved run is damaged.", given=f"{path}: {error}", expected="JSON", do="Start without --resume."
-        ) from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(
-            "The saved run is damaged.", given=f"{path}: no object", expected="a JSON object", do="Start without --resume."
-        )
-    return raw
+        os.link(source, target)
+    except OSError:  # A file system without links.
+        shutil.copy2(source, target)
 
 
-def _saved(config: dict[str, Any], key: str) -> Any:
-    """A saved value; an empty text is how earlier releases wrote what is the default today."""
-    value = _look_up(config, key)
-    return _look_up(RunConfig().model_dump(mode="json"), key) if value == "" else value
-
-
-def _look_up(values: dict[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
+def _look_up(values: Any, key: str) -> Any:
+    return functools.reduce(operator.getitem, key.split("."), values)
 
 
 def try_save(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig) -> None:

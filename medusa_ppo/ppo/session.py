@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,28 +17,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
 from medusa_ppo.config import RunConfig
-from medusa_ppo.demo.demo_actor import RECIPES, actor_note, ensure_demo_actor
+from medusa_ppo.demo import RECIPES, actor_note, ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo import run_progress as phases
-from medusa_ppo.ppo.generation import num_drafts
+from medusa_ppo.ppo import run_state
+from medusa_ppo.ppo.generation import PromptStream, num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.prompts import PromptStream
-from medusa_ppo.ppo.rewards import RewardSource, make_reward
+from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
-from medusa_ppo.ppo.run_state import (
-    COMPANION_FOLDER,
-    RunPosition,
-    companion_state,
-    load_checkpoint,
-    read_position,
-    replace_folder,
-    save_checkpoint,
-)
+from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.processes import StopSignals, local_ray
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
@@ -54,7 +43,7 @@ HEADS_FOLDER = "heads-final"
 
 @dataclass
 class Parts:
-    """What the loop works with. `plugin` None: plain PPO."""
+    """What the loop works with. `plugin` None: plain PPO; `evaluation` and `texts` (to learn by heart) None: there are none."""
 
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
@@ -64,6 +53,8 @@ class Parts:
     sync: ActorSync
     plugin: MedusaPlugin | None = None
     trackers: TrackerGroup = field(default_factory=TrackerGroup)
+    evaluation: PromptStream | None = None
+    texts: PromptStream | None = None
 
 
 class RunSession:
@@ -81,7 +72,7 @@ class RunSession:
         self._signals = self._stack.enter_context(StopSignals())
         return self
 
-    def prepare(self, resume: bool) -> tuple[Parts, RunPosition, RunWriter]:
+    def prepare(self, resume: bool, allow: Sequence[str] = ()) -> tuple[Parts, RunPosition, RunWriter]:
         """Check, load and start everything.
 
         Raises:
@@ -90,14 +81,14 @@ class RunSession:
         config = self._config
         check_trackers(config.report.trackers)
         torch.set_num_threads(config.ppo.threads or 1)
-        position = read_position(config.run_dir, config) if resume else RunPosition()
+        position = run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
         reward = make_reward(config.ppo, _device())
-        actor_path = self._actor_path()
+        actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
-        prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
+        streams = self._streams(tokenizer)
         learner = self._learner(actor_path)
         if resume:
-            load_checkpoint(config.run_dir, learner)
+            learner.load(run_state.saved_folder(config.run_dir))
         actor = learner.actor
         heads_path = self._prepare_heads(actor)
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
@@ -110,21 +101,38 @@ class RunSession:
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype or "auto"))
         if position.policy_version:
             sync(actor, position.policy_version)
-        return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers), position, self._writer
+        prompts, evaluation, texts = streams
+        return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers, evaluation, texts), position, self._writer
+
+    def _streams(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
+        """The prompts; where they are asked for those of the evaluation, and texts to learn by heart."""
+        config, data = self._config, self._config.data
+        needs_answer, evaluation, texts = not is_model(config.ppo.reward), None, None
+        prompts = PromptStream.load(data, tokenizer, seed=config.seed, needs_answer=needs_answer)
+        if config.ppo.eval_every:
+            evaluation = PromptStream.load_evaluation(data, tokenizer, needs_answer=needs_answer)
+        if data.ptx_path:
+            longest = data.max_prompt_tokens + config.sampling.max_new_tokens
+            texts = PromptStream.load_texts(data.ptx_path, tokenizer, seed=config.seed, longest=longest)
+        return prompts, evaluation, texts
 
     def _learner(self, actor_path: str) -> PPOLearner:
         """Actor, critic and reference, wherever they are trained."""
         config = self._config
         if config.actor.backend == "transformers":
             actor = _load(actor_path)
-            critic = Critic(_load(self._folder_of(config.model.critic_path)) if config.model.critic_path else actor)
+            critic = None
+            if config.ppo.advantages == "gae":
+                critic = Critic(_load(self._folder_of(config.model.critic_path)) if config.model.critic_path else actor)
             return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
         # An optional dependency.
-        from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankTeam
+        from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
 
-        critic = Critic(_load(self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path))
+        critic = None
+        if config.ppo.advantages == "gae":
+            critic = Critic(_load(self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path))
         self._start_ray()
-        with self._phase(phases.RANKS):
+        with self._progress.phase(phases.RANKS):
             # Heads from a folder may be of any kind.
             team = RankTeam(actor_path, config, with_embedding=config.heads.kind == "hydra" or bool(config.heads.path))
             self._stack.callback(team.close)
@@ -135,7 +143,7 @@ class RunSession:
         if self._ray_started:
             return
         config = self._config
-        with self._phase(phases.RAY):
+        with self._progress.phase(phases.RAY):
             self._stack.enter_context(
                 local_ray(cpus=config.engine.replicas + config.companion.workers, queue_bytes=config.companion.queue_bytes)
             )
@@ -145,12 +153,14 @@ class RunSession:
     def save(self, parts: Parts, position: RunPosition) -> None:
         """Save the trained actor, the heads and the last checkpoint."""
         config = self._config
-        with self._phase(phases.SAVE):
+        with self._progress.phase(phases.SAVE):
             if config.ppo.checkpoint_every:
                 if parts.plugin is not None and config.companion.wait:
-                    parts.plugin.save(config.run_dir / COMPANION_FOLDER)
-                save_checkpoint(config.run_dir, parts.learner, position, config)
-            save_actor(parts.learner, parts.tokenizer, config.run_dir / ACTOR_FOLDER)
+                    parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
+                run_state.save_checkpoint(config.run_dir, parts.learner, position, config)
+            with run_state.fresh_folder(config.run_dir / ACTOR_FOLDER) as folder:
+                parts.learner.save_actor(folder)
+                parts.tokenizer.save_pretrained(folder)
             if parts.plugin is not None:
                 parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
 
@@ -161,7 +171,7 @@ class RunSession:
         config = self._config
         section = config.engine.model_copy(update={"enforce_eager": False})
         try:
-            with self._phase(phases.COMPARE), contextlib.ExitStack() as stack:
+            with self._progress.phase(phases.COMPARE), contextlib.ExitStack() as stack:
                 engine = stack.enter_context(make_engine(config.run_dir / ACTOR_FOLDER, None, section, config.seed, supervised=True))
                 sync = stack.enter_context(ActorSync(engine, section.dtype or "auto"))
                 self._writer.add(comparison=measure(replace(parts, engine=engine, sync=sync, plugin=None)))
@@ -171,7 +181,7 @@ class RunSession:
     def finish(self) -> dict[str, Any]:
         """Write the report, after `save`. Returns the summary."""
         assert self._writer is not None, "finish() follows prepare()"
-        with self._phase(phases.FINISH):
+        with self._progress.phase(phases.FINISH):
             summary = self._writer.finish()
         self._finished = True
         return summary
@@ -196,14 +206,11 @@ class RunSession:
             # The first error is the one to show; a report can be written again from the files with `medusa-ppo report`.
             logger.error("The partial report could not be written: %s", problem)
 
-    def _actor_path(self) -> str:
-        """The actor's folder or hub name; the embedded one is trained first if the cache has none."""
-        return self._folder_of(self._config.model.path)
-
     def _folder_of(self, path: str) -> str:
+        """A model's folder or hub name; an embedded actor is trained first if the cache has none."""
         if path not in RECIPES:
             return path
-        with self._phase(phases.ACTOR):
+        with self._progress.phase(phases.ACTOR):
             advance = self._progress.phase_advanced
             return str(ensure_demo_actor(lambda s: advance(s.done, s.total, f"loss {s.loss:.3f}"), recipe=RECIPES[path]))
 
@@ -217,33 +224,15 @@ class RunSession:
 
     def _start_engine(self, actor_path: str, heads_path: str, actor: Actor, resume: bool) -> tuple[RolloutEngine, MedusaPlugin | None]:
         config = self._config
-        with self._phase(phases.ENGINE):
+        with self._progress.phase(phases.ENGINE):
             engine = make_engine(actor_path, heads_path, config.engine, config.seed, supervised=True)
             self._stack.callback(engine.close)
             if not heads_path:
                 return engine, None
-            resume_from = companion_state(config.run_dir) if resume else ""
+            resume_from = run_state.companion_state(config.run_dir) if resume else ""
             plugin = MedusaPlugin.start(config, actor, engine, config.run_dir, resume_from=resume_from)
             self._stack.callback(plugin.close)
             return engine, plugin
-
-    @contextlib.contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
-        self._progress.phase_started(phase)
-        yield
-        self._progress.phase_finished(phase, time.monotonic() - began)
-
-
-def save_actor(learner: PPOLearner, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a transformers folder, whole or not at all; one that was there is replaced."""
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
-    try:
-        learner.save_actor(fresh)
-        tokenizer.save_pretrained(fresh)
-        replace_folder(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _load(path: str) -> PreTrainedModel:

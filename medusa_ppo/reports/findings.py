@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from medusa_ppo import metrics as m
+from medusa_ppo.reports import KILLED, NONFINITE, Run, number
 from medusa_ppo.reports import wording as w
-from medusa_ppo.reports.records import KILLED, NONFINITE, Run, number
 from medusa_ppo.reports.summary import first_last, window_steps
 
 STALE_UPDATES = 5
@@ -19,6 +19,8 @@ KEPT_SHARE = 0.95
 """... when less than this share of the extra accepted tokens of the best stretch is left."""
 LOGPROB_GAP_NATS = 0.05
 """float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor are not the same policy."""
+IMPORTANCE_CUT_SHARE = 0.01
+"""Share of tokens that are far likelier to the actor than to the engine: above this the update learns from another policy's tokens."""
 EXPOSED_SHARE = 0.1
 KL_UPDATE_NATS = 0.05
 TRUNCATED_SHARE = 0.5
@@ -40,23 +42,16 @@ class Finding:
 
 
 Summary = dict[str, Any]
-Check = Callable[[Run, Summary], Iterator[Finding]]
-CHECKS: list[Check] = []
 
 
 def find(run: Run, summary: Summary) -> list[Finding]:
     """All findings of a run, the gravest first."""
-    return [finding for check in CHECKS for finding in check(run, summary)]
+    return [
+        finding for check in (_of_the_run, _of_swaps, _of_worth, _of_heads, _of_the_companion, _of_ppo) for finding in check(run, summary)
+    ]
 
 
-def _check(function: Check) -> Check:
-    """One of the checks; their order in this file is that of the findings."""
-    CHECKS.append(function)
-    return function
-
-
-@_check
-def _stopped_early(run: Run, _: Summary) -> Iterator[Finding]:
+def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
     error = str(run.section("extras").get("error") or "").strip()
     finished = "the figures are those of the steps it finished."
     if run.status == "failed":
@@ -65,17 +60,9 @@ def _stopped_early(run: Run, _: Summary) -> Iterator[Finding]:
         yield Finding("interrupted", f"The run was stopped before its end; {finished}", "Resume it to go on.")
     elif run.status == KILLED:
         yield Finding("killed", f"The run's process is gone and left no word; {finished}", "Resume it to go on.")
-
-
-@_check
-def _unreadable(run: Run, _: Summary) -> Iterator[Finding]:
     if run.unreadable_lines:
         text = f"{run.unreadable_lines} line(s) of metrics.jsonl are unreadable and left out of every figure."
         yield Finding("unreadable_lines", text, "Check the disk, and whether two processes wrote there.")
-
-
-@_check
-def _not_finite(run: Run, _: Summary) -> Iterator[Finding]:
     found: dict[str, list[int]] = {}
     for step in run.steps:
         names = step.get(NONFINITE)
@@ -87,8 +74,7 @@ def _not_finite(run: Run, _: Summary) -> Iterator[Finding]:
         yield Finding("not_finite", text, "Lower the learning rate, or look at that step's rollouts.")
 
 
-@_check
-def _broken_swap(run: Run, _: Summary) -> Iterator[Finding]:
+def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
     do = "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor` checks the engine."
     for before, after in pairwise(run.steps):
         old, new = number(before.get(m.MAL_SERVING)), number(after.get(m.MAL_SERVING))
@@ -99,22 +85,14 @@ def _broken_swap(run: Run, _: Summary) -> Iterator[Finding]:
         if old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
             swap = f"after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to {new:.2f})"
             yield Finding("broken_swap", f"Acceptance fell to almost nothing {swap}.", do)
-
-
-@_check
-def _swap_alarm(run: Run, _: Summary) -> Iterator[Finding]:
     seen = 0.0
     for step in run.steps:
         alarms = number(step.get(m.SWAP_ALARMS)) or 0.0
         if alarms > seen:
             swap = f"New heads were accepted next to never in step {step[m.STEP]}, though replay had promised more"
-            text = f"{swap}; the heads before went back in."
-            yield Finding("swap_alarm", text, "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo doctor`.")
+            do = "Compare engine and companion: dtype, lm_head after the last sync, and `medusa-ppo doctor`."
+            yield Finding("swap_alarm", f"{swap}; the heads before went back in.", do)
         seen = alarms
-
-
-@_check
-def _restarts(run: Run, _: Summary) -> Iterator[Finding]:
     for name, what in ((m.ENGINE_RESTARTS, "An engine"), (m.COMPANION_RESTARTS, "The companion")):
         times = max((number(step.get(name)) or 0.0 for step in run.steps), default=0.0)
         if times:
@@ -122,16 +100,11 @@ def _restarts(run: Run, _: Summary) -> Iterator[Finding]:
             yield Finding("restarts", text, "Read the logs of Ray's workers, and mind the memory.")
 
 
-@_check
-def _drafting_did_not_pay(run: Run, summary: Summary) -> Iterator[Finding]:
-    speedup, pairs = summary["rollout_speedup"], summary["rollout_speedup_pairs"]
+def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
+    speedup, count = summary["rollout_speedup"], summary["rollout_speedup_pairs"]["count"]
     if speedup is not None and speedup < 1.0:
-        text = f"Drafting did not pay in this run: {w.ratio(speedup)}, median of {pairs['count']} pair(s)."
+        text = f"Drafting did not pay in this run: {w.ratio(speedup)}, median of {count} pair(s)."
         yield Finding("drafting_did_not_pay", text, "Draft fewer tokens (engine.num_drafts), or none while batches are large.")
-
-
-@_check
-def _plugin_did_not_pay(_: Run, summary: Summary) -> Iterator[Finding]:
     ratio, pairs = summary["step_ratio"], summary["step_pairs"]
     if ratio is not None and ratio >= NOTICEABLE_RATIO:
         seconds = f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
@@ -140,98 +113,70 @@ def _plugin_did_not_pay(_: Run, summary: Summary) -> Iterator[Finding]:
         yield Finding("plugin_did_not_pay", text, f"{do}small part of a step.")
 
 
-@_check
-def _worse_than_frozen(run: Run, summary: Summary) -> Iterator[Finding]:
+def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain, error = lengths["gain"], lengths["gain_standard_error"]
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
         yield Finding("worse_than_frozen", text, "Lower companion.learning_rate, or give it more prompts a step.")
-
-
-@_check
-def _stale(run: Run, summary: Summary) -> Iterator[Finding]:
-    """Old heads are a fault only when they accept less than they once did: the gate may have found nothing better."""
-    last = summary["staleness"]["last"]
+    last, window = summary["staleness"]["last"], summary["window_steps"]
     if last is None or last < STALE_UPDATES:
         return
-    window = summary["window_steps"]
-    lengths = [value for step in run.steps if number(step.get(m.DRAFTS)) and (value := number(step.get(m.MAL_SERVING))) is not None]
-    means = [fmean(lengths[index : index + window]) for index in range(max(0, len(lengths) - window + 1))]
-    fell = ""
-    if means:
-        if means[-1] - 1 >= KEPT_SHARE * (max(means) - 1):
-            return
-        fell = f", and tokens per engine step fell from {max(means):.2f} at their best to {means[-1]:.2f}"
+    # Old heads are a fault only when they accept less than they once did: the gate may have found nothing better.
+    served = [value for step in run.steps if number(step.get(m.DRAFTS)) and (value := number(step.get(m.MAL_SERVING))) is not None]
+    means = [fmean(served[index : index + window]) for index in range(max(0, len(served) - window + 1))]
+    if means and means[-1] - 1 >= KEPT_SHARE * (max(means) - 1):
+        return
+    fell = f", and tokens per engine step fell from {max(means):.2f} at their best to {means[-1]:.2f}" if means else ""
     text = f"The heads got stale: in the last step they were {last:.0f} policy updates old{fell}."
     yield Finding("stale_heads", text, "See whether the companion still trains and whether its gate refuses candidates (replay chart).")
 
 
-@_check
-def _companion_stopped(run: Run, _: Summary) -> Iterator[Finding]:
+def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
     final = next((value for value in reversed(trained) if value is not None), None)
-    if not final:
-        return
-    since = next(index for index, value in enumerate(trained) if value == final)
+    since = trained.index(final) if final else len(trained)
     # One step without a trained batch is the overlap itself; a quarter of the run is a companion that stopped.
-    if len(trained) - 1 - since > max(3, window_steps(len(trained))):
+    rests = sum(step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:])  # It was given nothing, because nothing was to be gained.
+    if len(trained) - 1 - since - rests > max(3, window_steps(len(trained))):
         text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
         yield Finding("companion_stopped", text, "Read its error in the log; PPO went on with the heads it had.")
-
-
-@_check
-def _dropped(run: Run, summary: Summary) -> Iterator[Finding]:
-    dropped = summary["companion"]["batches_dropped"]
+    dropped, exposed, wall = summary["companion"]["batches_dropped"], summary["companion"]["exposed_s"], summary["wall_s"]
     if dropped:
         text = f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the loop."
         do = "Heads learn from the newest ones. Give it more threads or a GPU, or set fewer companion.epochs."
         yield Finding("batches_dropped", text, do)
-
-
-@_check
-def _exposed(run: Run, summary: Summary) -> Iterator[Finding]:
-    exposed, wall = summary["companion"]["exposed_s"], summary["wall_s"]
     if exposed and wall and exposed > EXPOSED_SHARE * wall:
         text = f"The loop spent {w.percent(exposed / wall)} of its time inside the plugin's hooks."
         yield Finding("plugin_exposed", text, "See whether companion.wait is on; else the hand-over of hidden states is slow.")
 
 
-@_check
-def _logprob_gap(run: Run, summary: Summary) -> Iterator[Finding]:
+def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
     gap = summary["logprob_gap"]["last"]
     if gap is not None and gap > LOGPROB_GAP_NATS:
         text = f"Log-prob mismatch is high: engine and actor differ by {gap:.3f} nats a token on average."
         yield Finding("logprob_gap", text, "Use the same dtype in engine and update, and check that actor syncs reach the engine.")
-
-
-@_check
-def _large_update(run: Run, _: Summary) -> Iterator[Finding]:
-    recent = _first_and_recent(run, m.KL_UPDATE)[1]
-    if recent is not None and recent > KL_UPDATE_NATS:
-        text = f"The policy moves far in one update (KL {recent:.3f} nats in the last steps)."
+    _, far = _first_and_recent(run, m.IMPORTANCE_CUT)
+    if far is not None and far > IMPORTANCE_CUT_SHARE:
+        text = f"{w.percent(far)} of the last tokens are far likelier to the actor than to the engine that sampled them."
+        yield Finding("off_policy", text, "Set ppo.importance_bound (2 is usual), and engine.dtype as model.dtype.")
+    skipped = sum(number(step.get(m.STEPS_SKIPPED)) or 0.0 for step in run.steps)
+    if skipped:
+        text = f"{skipped:.0f} optimizer step(s) were left out, since their gradient was not finite."
+        yield Finding("steps_skipped", text, "Lower the learning rate, or look for huge rewards.")
+    _, moved = _first_and_recent(run, m.KL_UPDATE)
+    if moved is not None and moved > KL_UPDATE_NATS:
+        text = f"The policy moves far in one update (KL {moved:.3f} nats in the last steps)."
         yield Finding("large_update", text, "Lower ppo.actor_learning_rate or ppo.epochs.")
-
-
-@_check
-def _truncated(run: Run, _: Summary) -> Iterator[Finding]:
-    recent = _first_and_recent(run, m.TRUNCATED_FRAC)[1]
-    if recent is not None and recent > TRUNCATED_SHARE:
-        text = f"{w.percent(recent)} of the last responses were cut at the length limit, so their reward is a guess."
+    _, cut = _first_and_recent(run, m.TRUNCATED_FRAC)
+    if cut is not None and cut > TRUNCATED_SHARE:
+        text = f"{w.percent(cut)} of the last responses were cut at the length limit, so their reward is a guess."
         yield Finding("truncated", text, "Raise sampling.max_new_tokens.")
-
-
-@_check
-def _collapsed(run: Run, _: Summary) -> Iterator[Finding]:
     first, recent = _first_and_recent(run, m.ENTROPY)
     if first and first > 0 and recent is not None and recent < COLLAPSED_ENTROPY_SHARE * first:
         text = f"Entropy fell from {first:.2f} to {recent:.2f} nats: part of a higher acceptance is the policy's own certainty."
         yield Finding("entropy_collapse", text, "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety matters.")
-
-
-@_check
-def _longer(run: Run, _: Summary) -> Iterator[Finding]:
     first, recent = _first_and_recent(run, m.RESPONSE_LENGTH)
     if first is not None and recent is not None and recent > LENGTH_GROWTH * first:
         text = f"Responses grew from {first:.0f} to {recent:.0f} tokens: the reward may pay for length."

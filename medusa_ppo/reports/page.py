@@ -16,11 +16,10 @@ from markupsafe import Markup
 from medusa_ppo import __version__
 from medusa_ppo import metrics as m
 from medusa_ppo.files import write_atomic
-from medusa_ppo.reports import svg, tables
+from medusa_ppo.reports import META_FILE, METRICS_FILE, Run, read_run, svg, tables
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.panels import Figure, Panels, spark_values
-from medusa_ppo.reports.records import META_FILE, METRICS_FILE, Run, read_run
 from medusa_ppo.reports.summary import build_summary
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         refresh_s: the page loads itself again after so many seconds; 0: never.
     """
     panels = Panels(run, other)
-    figures = {"acceptance": panels.acceptance(), "entropy": panels.entropy(), "positions": panels.positions(), "speed": panels.speed()}
-    figures |= {"phases": panels.phases(), "passes": panels.passes()}
+    figures = {name: getattr(panels, name)() for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")}
     learning, others = panels.learning(), panels.others()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
     return page_template("page.html.jinja").render(
@@ -74,32 +72,30 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
 
 def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The headline figures: label, figure, what it is to be compared with, a small line."""
-    found = [_acceptance_tile(run, summary), _speedup_tile(run, summary), _learning_tile(run, summary), _rate_tile(run, summary)]
-    return [{"label": label, "figure": figure, "note": note, "spark": Markup(spark)} for label, figure, note, spark in found]
-
-
-def _acceptance_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
-    mal = summary["mean_acceptance_length"]
-    note = "no replay yet"
-    if mal["frozen"] is not None:
-        note = f"by replay {w.length(mal['serving_replay'])}, frozen heads {w.length(mal['frozen'])}"
-    return "Tokens per engine step", w.length(mal["serving"]), note, _spark(run, m.MAL_SERVING, "serving")
-
-
-def _speedup_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
-    pairs, note = summary["rollout_speedup_pairs"], "no pair was timed"
-    if pairs["count"]:
-        spread = f"median of {w.whole(pairs['count'])} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}"
-        note = f"against {w.AGAINST[pairs['against']]}, {spread}"
-    return "Speed-up by drafting", w.ratio(summary["rollout_speedup"]), note, _spark(run, m.PAIR_SPEEDUP, "serving")
-
-
-def _learning_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
+    lengths, pairs, right, reward = (summary[key] for key in ("mean_acceptance_length", "rollout_speedup_pairs", "correct_frac", "reward"))
+    replay = f"by replay {w.length(lengths['serving_replay'])}, frozen heads {w.length(lengths['frozen'])}"
+    against = f"against {w.AGAINST[pairs['against']]}, median of {w.whole(pairs['count'])} pairs, {w.span(pairs['min'], pairs['max'])}"
     start = "in the first steps" if summary["steps"] > 1 else "in the only step so far"
-    right, reward = summary["correct_frac"], summary["reward"]
-    if right["last"] is not None:
-        return "Right answers", w.percent(right["last"]), f"{w.percent(right['first'])} {start}", _spark(run, m.CORRECT_FRAC, "good")
-    return "Reward", w.plain(reward["last"]), f"{w.plain(reward['first'])} {start}", _spark(run, m.REWARD_MEAN, "good")
+    learning = ("Right answers", w.percent(right["last"]), f"{w.percent(right['first'])} {start}", _spark(run, m.CORRECT_FRAC, "good"))
+    if right["last"] is None:
+        learning = ("Reward", w.plain(reward["last"]), f"{w.plain(reward['first'])} {start}", _spark(run, m.REWARD_MEAN, "good"))
+    found = [
+        (
+            "Tokens per engine step",
+            w.length(lengths["serving"]),
+            "no replay yet" if lengths["frozen"] is None else replay,
+            _spark(run, m.MAL_SERVING, "serving"),
+        ),
+        (
+            "Speed-up by drafting",
+            w.ratio(summary["rollout_speedup"]),
+            against if pairs["count"] else "no pair was timed",
+            _spark(run, m.PAIR_SPEEDUP, "serving"),
+        ),
+        learning,
+        _rate_tile(run, summary),
+    ]
+    return [dict(zip(("label", "figure", "note", "spark"), tile, strict=True)) for tile in found]
 
 
 def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
@@ -124,10 +120,9 @@ def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"name": name, "seconds": w.seconds(phases[name]), "share": share, "text": w.percent(share)} for name, share in shares.items()]
 
 
-def _spark(run: Run, metric: str, tone: str) -> str:
-    values = spark_values(run, metric)
+def _spark(run: Run, metric: str, tone: str) -> Markup:
     # Metrics of paired steps only would be mostly gaps: a small line needs no true distances.
-    return svg.draw_spark([value for value in values if value is not None], tone)
+    return Markup(svg.draw_spark([value for value in spark_values(run, metric) if value is not None], tone))
 
 
 def _status_text(run: Run, summary: dict[str, Any]) -> str:

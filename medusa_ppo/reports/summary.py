@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
 from medusa_ppo import metrics as m
-from medusa_ppo.reports.records import Run, number, numbers
+from medusa_ppo.reports import Run, number, numbers
 
 WINDOW_SHARE = 4
 """The first and the last 1/4 of the steps ..."""
@@ -21,6 +20,8 @@ WINDOW_MOST = 20
 """... but at most so many steps are what `first` and `last` figures are taken over."""
 STEP_S = "step_s"
 """Key of a whole step's seconds in a run's comparison."""
+PHASES = {m.GENERATE_S: "generate", m.SCORE_S: "score", m.UPDATE_S: "update", m.SYNC_S: "sync", m.SWAP_S: "swap"}
+"""Metrics of the phases of a step, and what a phase is called."""
 
 SUMMARY_KEYS: dict[str, str] = {
     "name": "Name of the run.",
@@ -81,7 +82,10 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.batches_dropped": "Rollout batches it dropped: no room was left, or newer policies had come.",
     "companion.train_s": "Seconds it trained.",
     "companion.hidden_s": "Of these, seconds that no hook of the loop waited for.",
-    "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks, the whole price of the plugin for the loop.",
+    "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks.",
+    "companion.saved_s": "Seconds of generation that acceptance saved, against the heads that the run began with.",
+    "companion.lost_s": "Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device (estimated step by step).",
+    "companion.net_s": "Saved less lost. What drafting itself costs the engine is in neither: see step_ratio.",
     "staleness.last": "Policy updates between the serving heads' last training batch and the last step's rollouts.",
     "staleness.max": "The largest in the run.",
     "logprob_gap.last": "Mean |engine log-prob - actor log-prob| in nats, mean over the last window.",
@@ -104,6 +108,7 @@ def build_summary(run: Run) -> dict[str, Any]:
     pairs, against = speed_pairs(run)
     speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
     steps = step_pairs(run)
+    last = run.steps[-window:]  # Without a step the window is 0, and there is nothing to cut.
     return {
         "name": run.name,
         "status": run.status,
@@ -111,34 +116,28 @@ def build_summary(run: Run) -> dict[str, Any]:
         "wall_s": _last(run.column(m.WALL_S)),
         "steps": len(run.steps),
         "window_steps": window,
-        "mean_acceptance_length": _acceptance_lengths(run, window),
-        "acceptance_per_position": acceptance_per_position(run.steps[-window:] if window else ()),
-        "mal_per_engine": mal_per_engine(run.steps[-window:] if window else ()),
-        "rollout_speedup": median(speedups) if speedups else None,
+        "mean_acceptance_length": _acceptance_lengths(run, last),
+        "acceptance_per_position": acceptance_per_position(last),
+        "mal_per_engine": mal_per_engine(last),
+        "rollout_speedup": _median(speedups),
         "rollout_speedup_pairs": {**_spread(speedups), "against": against},
-        "step_ratio": median(pair.ratio for pair in steps) if steps else None,
+        "step_ratio": _median([ours[STEP_S] / plain[STEP_S] for ours, plain in steps]),
         "step_pairs": _step_figures(steps),
         "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
             "drafting": _median([pair.get(m.PAIR_DRAFTING_TOKENS_PER_S) for pair in pairs]),
             "plain": _median([pair.get(m.PAIR_PLAIN_TOKENS_PER_S) for pair in pairs]),
-            "rollouts": _mean_last(run.column(m.TOKENS_PER_S), window),
+            "rollouts": mean(run.column(m.TOKENS_PER_S)[-window:]),
         },
         "reward": first_last(run.column(m.REWARD_MEAN), window),
         "correct_frac": first_last(run.column(m.CORRECT_FRAC), window),
         "companion": _companion(run),
         "staleness": {"last": _last(run.column(m.STALENESS)), "max": max(_present(run.column(m.STALENESS)), default=None)},
-        "logprob_gap": {"last": _mean_last(run.column(m.LOGPROB_GAP), window)},
-        "phases_s": {
-            "generate": _sum(run.column(m.GENERATE_S)),
-            "score": _sum(run.column(m.SCORE_S)),
-            "update": _sum(run.column(m.UPDATE_S)),
-            "sync": _sum(run.column(m.SYNC_S)),
-            "swap": _sum(run.column(m.SWAP_S)),
-        },
+        "logprob_gap": {"last": mean(run.column(m.LOGPROB_GAP)[-window:])},
+        "phases_s": {phase: _sum(run.column(metric)) for metric, phase in PHASES.items()},
         "actor_sync": {
-            "seconds": _mean_last(run.column(m.SYNC_S), window),
-            "collect_s": _mean_last(run.column(m.SYNC_COLLECT_S), window),
+            "seconds": mean(run.column(m.SYNC_S)[-window:]),
+            "collect_s": mean(run.column(m.SYNC_COLLECT_S)[-window:]),
             "bytes": _last(run.column(m.SYNC_BYTES)),
         },
         "versions": run.section("versions"),
@@ -205,26 +204,13 @@ def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
     return [], None
 
 
-@dataclass(frozen=True)
-class StepPair:
-    """Seconds of two whole PPO steps and of their phases, by the names of the metrics; `step_s` is the whole."""
+def step_pairs(run: Run) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Seconds of the steps that were taken in turn with the plugin and without it, and of their phases, by the names of the metrics.
 
-    with_plugin: dict[str, float]
-    without: dict[str, float]
-
-    @property
-    def ratio(self) -> float:
-        return self.with_plugin[STEP_S] / self.without[STEP_S]
-
-
-def step_pairs(run: Run) -> list[StepPair]:
-    """The steps that were taken in turn with the plugin and without it; a pair that can't be read is left out."""
-    found = []
-    for entry in _entries(run, "steps"):
-        sides = [_seconds(entry.get(side)) for side in ("with", "without")]
-        if all(side.get(STEP_S) for side in sides):
-            found.append(StepPair(*sides))
-    return found
+    `step_s` is the whole step; a pair that can't be read is left out.
+    """
+    pairs = [(_seconds(entry.get("with")), _seconds(entry.get("without"))) for entry in _entries(run, "steps")]
+    return [(ours, plain) for ours, plain in pairs if ours.get(STEP_S) and plain.get(STEP_S)]
 
 
 def _seconds(side: object) -> dict[str, float]:
@@ -236,54 +222,53 @@ def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
-    ratios = [pair.ratio for pair in pairs]
-
-    def seconds(name: str, plugin: bool) -> float | None:
-        return _median([(pair.with_plugin if plugin else pair.without).get(name) for pair in pairs])
-
-    return {
-        "count": len(pairs),
-        "min": min(ratios, default=None),
-        "max": max(ratios, default=None),
-        "with_s": seconds(STEP_S, True),
-        "without_s": seconds(STEP_S, False),
-        "generate_with_s": seconds(m.GENERATE_S, True),
-        "generate_without_s": seconds(m.GENERATE_S, False),
-    }
+def _step_figures(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float | int | None]:
+    ratios = [ours[STEP_S] / plain[STEP_S] for ours, plain in pairs]
+    figures: dict[str, float | int | None] = {"count": len(pairs), "min": min(ratios, default=None), "max": max(ratios, default=None)}
+    for prefix, name in (("", STEP_S), ("generate_", m.GENERATE_S)):
+        figures[f"{prefix}with_s"] = _median([ours.get(name) for ours, _ in pairs])
+        figures[f"{prefix}without_s"] = _median([plain.get(name) for _, plain in pairs])
+    return figures
 
 
-def _acceptance_lengths(run: Run, window: int) -> dict[str, float | int | None]:
-    last = run.steps[-window:] if window else ()
-    pairs = [(number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in last]
-    both = [(serving, frozen) for serving, frozen in pairs if serving is not None and frozen is not None]
+def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Replay estimates of the serving and of the frozen heads, of those steps that have both."""
+    pairs = [(number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in steps]
+    return [(serving, frozen) for serving, frozen in pairs if serving is not None and frozen is not None]
+
+
+def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:
+    both = replay_pairs(last)
     gains = [serving - frozen for serving, frozen in both]
     published = (step for step in run.steps if (number(step.get(m.HEADS_VERSION)) or 0) >= 1 and number(step.get(m.DRAFTS)))
     first = next(published, None)
     return {
         "serving": mean_acceptance_length(last),
         "first": mean_acceptance_length([first]) if first else None,
-        "frozen": fmean(frozen for _, frozen in both) if both else None,
-        "serving_replay": fmean(serving for serving, _ in both) if both else None,
-        "gain": fmean(gains) if gains else None,
+        "frozen": mean([frozen for _, frozen in both]),
+        "serving_replay": mean([serving for serving, _ in both]),
+        "gain": mean(gains),
         "gain_standard_error": stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None,
         "replay_steps": len(both),
     }
 
 
 def _companion(run: Run) -> dict[str, Any]:
-    passes = _present(run.column(m.COMPANION_PASSES))
     reasons = Counter(reason for step in run.steps if isinstance(reason := step.get(m.COMPANION_REASON), str))
+    saved_s, lost_s = (_sum(run.column(name)) for name in (m.COMPANION_SAVED_S, m.COMPANION_LOST_S))
     return {
         "trained_tokens": _whole(_last(run.column(m.COMPANION_TRAINED_TOKENS))),
         "optimizer_steps": _whole(_last(run.column(m.COMPANION_STEPS))),
-        "passes": fmean(passes) if passes else None,
+        "passes": mean(run.column(m.COMPANION_PASSES)),
         "reasons": [[reason, steps] for reason, steps in reasons.most_common()] or None,
         "versions_published": _whole(_last(run.column(m.VERSIONS_PUBLISHED))),
         "batches_dropped": _whole(_last(run.column(m.COMPANION_DROPPED))),
         "train_s": _sum(run.column(m.COMPANION_TRAIN_S)),
         "hidden_s": _sum(run.column(m.COMPANION_HIDDEN_S)),
         "exposed_s": _sum(run.column(m.PLUGIN_EXPOSED_S)),
+        "saved_s": saved_s,
+        "lost_s": lost_s,
+        "net_s": None if saved_s is None or lost_s is None else saved_s - lost_s,
     }
 
 
@@ -317,15 +302,15 @@ def _median(column: Sequence[float | None]) -> float | None:
     return median(values) if values else None
 
 
-def _mean_last(column: Sequence[float | None], window: int) -> float | None:
-    values = _present(column[-window:] if window else ())
+def mean(column: Sequence[float | None]) -> float | None:
+    """Mean of what was measured; None where nothing was."""
+    values = _present(column)
     return fmean(values) if values else None
 
 
 def first_last(column: Sequence[float | None], window: int) -> dict[str, float | None]:
     """Means over the first and over the last window of steps; None where nothing was measured."""
-    first = _present(column[:window])
-    return {"first": fmean(first) if first else None, "last": _mean_last(column, window)}
+    return {"first": mean(column[:window]), "last": mean(column[-window:])}
 
 
 def _whole(value: float | None) -> int | None:

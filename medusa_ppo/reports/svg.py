@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain, groupby
 from statistics import fmean
 
 from medusa_ppo.reports.wording import FORMATS, ratio, seconds, short
@@ -69,9 +70,8 @@ class Binned:
     @property
     def extremes(self) -> tuple[float, float] | None:
         """Lowest and highest value of all, decimated or not."""
-        lows = [value for value in self.low if value is not None]
-        highs = [value for value in self.high if value is not None]
-        return (min(lows), max(highs)) if lows else None
+        ends = [value for value in (*self.low, *self.high) if value is not None]
+        return (min(ends), max(ends)) if ends else None
 
 
 def bin_values(grid: Grid, steps: Sequence[int], values: Sequence[float | None]) -> Binned:
@@ -187,8 +187,7 @@ def draw_lines(
 
 def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int) -> str:
     """Stacked bars of seconds above the line for `up` and below it for `down`; one path per series."""
-    top = max((sum(values) for values in _stacks(up, grid)), default=0.0)
-    bottom = max((sum(values) for values in _stacks(down, grid)), default=0.0)
+    top, bottom = (max(sum(item.values.mean[x] or 0.0 for item in side) for x in range(grid.count)) for side in (up, down))
     ticks = nice_ticks(-bottom, top or 1.0)
     scale = Scale(ticks[0], ticks[-1], height)
     gap = 0.12 if grid.count <= 120 else 0.0
@@ -207,14 +206,12 @@ def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_h
     top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
     levels: list[list[str]] = [[] for _ in range(HEAT_LEVELS + 1)]
     step = UNITS / grid.count
+    wide = _px(step + 0.4)  # A hair wider than the column, or the seams would shine through.
     for index, row in enumerate(rows):
         for column, value in enumerate(row.values.mean):
             if value is not None:
-                level = round(HEAT_LEVELS * max(0.0, value) / top)
-                # A hair wider than the column, or the seams would shine through.
-                levels[level].append(
-                    f"M{_px(column * step)} {index * row_height + 1}h{_px(step + 0.4)}v{row_height - 3}h-{_px(step + 0.4)}z"
-                )
+                cell = f"M{_px(column * step)} {index * row_height + 1}h{wide}v{row_height - 3}h-{wide}z"
+                levels[round(HEAT_LEVELS * max(0.0, value) / top)].append(cell)
     shapes = [
         f'<path class="heat" fill-opacity="{0.04 + 0.96 * n / HEAT_LEVELS:.2f}" d="{"".join(cells)}"/>'
         for n, cells in enumerate(levels)
@@ -265,12 +262,10 @@ def describe(series: Sequence[Series]) -> str:
     """A chart in words, for those who can't see it."""
     parts = []
     for item in series:
-        values, words, bounds = item.values.present, FORMATS[item.format], item.values.extremes
-        if bounds:
-            low, high = words(bounds[0]), words(bounds[1])
-            parts.append(f"{item.name}: first {words(values[0])}, last {words(values[-1])}, lowest {low}, highest {high}.")
-        else:
-            parts.append(f"{item.name}: not measured.")
+        values, bounds = item.values.present, item.values.extremes
+        figures = [FORMATS[item.format](value) for value in (values[0], values[-1], *bounds)] if bounds else []
+        said = "first {}, last {}, lowest {}, highest {}".format(*figures) if figures else "not measured"
+        parts.append(f"{item.name}: {said}.")
     return " ".join(parts)
 
 
@@ -331,52 +326,40 @@ def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
     return "".join(out)
 
 
+def _points(values: Sequence[float | None], grid: Grid, scale: Scale, *, through: bool = False) -> list[list[str]]:
+    """Runs of neighbouring columns that have a value, as "x y"; `through`: all in one run."""
+    runs = groupby(enumerate(values), key=lambda pair: pair[1] is not None)
+    found = [[f"{_px(UNITS * grid.center(x))} {_px(scale.y(y))}" for x, y in run if y is not None] for there, run in runs if there]
+    return [list(chain(*found))] if through and found else found
+
+
 def _line(item: Series, grid: Grid, scale: Scale) -> str:
-    out, pen = [], False
-    for column, value in enumerate(item.values.mean):
-        if value is None:
-            pen = pen and item.connect
-            continue
-        out.append(f"{'L' if pen else 'M'}{_px(UNITS * grid.center(column))} {_px(scale.y(value))}")
-        pen = True
-    return "".join(out)
+    return "".join(f"M{'L'.join(run)}" for run in _points(item.values.mean, grid, scale, through=item.connect))
 
 
 def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
     """Lines of length zero: with round caps and a fixed stroke width they are round dots however the chart is stretched."""
-    points = ((column, value) for column, value in enumerate(values.mean) if value is not None)
-    return "".join(f"M{_px(UNITS * grid.center(column))} {_px(scale.y(value))}h0" for column, value in points)
+    return "".join(f"M{point}h0" for point in chain(*_points(values.mean, grid, scale)))
 
 
 def _band(values: Binned, grid: Grid, scale: Scale) -> str:
-    out, upper, lower = list[str](), list[str](), list[str]()
-    for column, (low, high) in enumerate([*zip(values.low, values.high, strict=True), (None, None)]):
-        if low is not None and high is not None:
-            x = _px(UNITS * grid.center(column))
-            upper.append(f"{x} {_px(scale.y(high))}")
-            lower.append(f"{x} {_px(scale.y(low))}")
-        elif upper:
-            out.append(f"M{'L'.join([*upper, *reversed(lower)])}z")
-            upper, lower = [], []
-    return "".join(out)
-
-
-def _stacks(series: Sequence[Series], grid: Grid) -> list[list[float]]:
-    return [[item.values.mean[column] or 0.0 for item in series] for column in range(grid.count)]
+    upper, lower = _points(values.high, grid, scale), _points(values.low, grid, scale)
+    return "".join(f"M{'L'.join([*high, *reversed(low)])}z" for high, low in zip(upper, lower, strict=True))
 
 
 def _stack_paths(series: Sequence[Series], grid: Grid, scale: Scale, sign: int, gap: float) -> list[str]:
-    paths: list[list[str]] = [[] for _ in series]
-    width = UNITS / grid.count
-    for column, values in enumerate(_stacks(series, grid)):
-        level = 0.0
-        for index, value in enumerate(values):
-            if value > 0:
-                start, end = scale.y(sign * level), scale.y(sign * (level + value))
-                left, size = _px((column + gap / 2) * width), _px((1 - gap) * width + (0.4 if gap == 0 else 0))
-                paths[index].append(f"M{left} {_px(start)}h{size}V{_px(end)}h-{size}z")
-                level += value
-    return ["".join(path) for path in paths]
+    """A path for each series, its bars on top of those before it."""
+    paths, levels, width = [], [0.0] * grid.count, UNITS / grid.count
+    size = _px((1 - gap) * width + (0.4 if gap == 0 else 0))
+    for item in series:
+        bars = []
+        for column, value in enumerate(item.values.mean):
+            if value is not None and value > 0:
+                start, end = scale.y(sign * levels[column]), scale.y(sign * (levels[column] + value))
+                bars.append(f"M{_px((column + gap / 2) * width)} {_px(start)}h{size}V{_px(end)}h-{size}z")
+                levels[column] += value
+        paths.append("".join(bars))
+    return paths
 
 
 def _px(value: float) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from statistics import fmean, median
-from typing import Any
+from itertools import groupby, zip_longest
+from statistics import median
+from typing import Any, NamedTuple
 
 from medusa_ppo import metrics as m
 from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.config import RunConfig
+from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.records import Run, number
-from medusa_ppo.reports.summary import STEP_S, mean_acceptance_length, speed_pairs, step_pairs
+from medusa_ppo.reports.summary import STEP_S, mean, mean_acceptance_length, replay_pairs, speed_pairs, step_pairs
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
@@ -56,6 +55,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "Companion: seconds hidden behind PPO / the loop waited",
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
+        *_account_rows(companion),
         *_sync_rows(summary.get("actor_sync")),
     ]
 
@@ -66,7 +66,7 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     note = [("Measured on", summary["actor_note"])] if summary["actor_note"] else []
     if ratio is None:
         return note
-    spread = f"median of {pairs['count']} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])}"
+    spread = f"median of {pairs['count']} pairs, {w.span(pairs['min'], pairs['max'])}"
     return [
         (
             "A whole PPO step, with the plugin / without it",
@@ -88,6 +88,14 @@ def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("New actor weights, to each engine in each step", figure)]
 
 
+def _account_rows(companion: dict[str, Any]) -> list[tuple[str, str]]:
+    """What training saved and cost the loop, where that was booked."""
+    if companion.get("net_s") is None:
+        return []
+    seconds = " / ".join(w.seconds(companion[name]) for name in ("saved_s", "lost_s", "net_s"))
+    return [("Companion's account: seconds saved / lost / net", seconds)]
+
+
 def _passes(companion: dict[str, Any]) -> str:
     if companion["passes"] is None:
         return w.NONE
@@ -98,7 +106,7 @@ def _passes(companion: dict[str, Any]) -> str:
 def _speedup(value: float | None, pairs: dict[str, Any]) -> str:
     if value is None:
         return f"{w.NONE} (no pair was timed)"
-    return f"{w.ratio(value)} (median of {pairs['count']} pairs, {w.ratio(pairs['min'])} to {w.ratio(pairs['max'])})"
+    return f"{w.ratio(value)} (median of {pairs['count']} pairs, {w.span(pairs['min'], pairs['max'])})"
 
 
 def verdict(summary: dict[str, Any]) -> str:
@@ -160,18 +168,8 @@ def _cell(text: object) -> str:
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-@dataclass(frozen=True)
-class VersionRow:
-    """One version of the heads while it was serving.
-
-    Attributes:
-        version: its number; 0 are the heads the run started with.
-        first_step, steps: where it came in and in how many steps it drafted.
-        policy_version: policy of its last training batch (policy of the first step minus staleness), None when unknown.
-        staleness: largest staleness while it served, in policy updates.
-        engine: tokens per engine step from the counters while it served.
-        replay, frozen: mean replay estimates of it and of the frozen heads on the same steps.
-    """
+class VersionRow(NamedTuple):
+    """One version of the heads while it was serving; VERSION_COLUMNS says what each figure is. None where it is unknown."""
 
     version: int
     first_step: int
@@ -181,34 +179,28 @@ class VersionRow:
     engine: float | None
     replay: float | None
     frozen: float | None
-
-    @property
-    def gain(self) -> float | None:
-        return None if self.replay is None or self.frozen is None else self.replay - self.frozen
+    gain: float | None
 
     def cells(self) -> list[tuple[str, float | None]]:
         """(text, sort value) per column of VERSION_COLUMNS."""
-        values = [(say, getattr(self, field)) for _, field, say, _ in VERSION_FIELDS]
-        return [(say(value), value) for say, value in values]
+        return [(say(value), value) for (_, say, _), value in zip(VERSION_COLUMNS, self, strict=True)]
 
 
-VERSION_FIELDS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
-    ("version", "version", lambda number: f"v{number}", "Number of the heads; 0 are those the run started with"),
-    ("from step", "first_step", w.whole, "First step that drafted with them"),
-    ("steps", "steps", w.whole, "Steps that drafted with them"),
-    ("policy", "policy_version", w.whole, "Version of the policy whose rollouts they were last trained on"),
-    ("staleness", "staleness", w.whole, "Policy updates since their last training batch, the most while they served"),
-    ("engine", "engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
-    ("replay", "replay", w.length, "Tokens per engine step by replay while they served"),
-    ("frozen", "frozen", w.length, "The same replay for the first published heads"),
-    ("gain", "gain", w.signed, "Replay minus frozen"),
+VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
+    ("version", lambda number: f"v{number}", "Number of the heads; 0 are those the run started with"),
+    ("from step", w.whole, "First step that drafted with them"),
+    ("steps", w.whole, "Steps that drafted with them"),
+    ("policy", w.whole, "Version of the policy whose rollouts they were last trained on"),
+    ("staleness", w.whole, "Policy updates since their last training batch, the most while they served"),
+    ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
+    ("replay", w.length, "Tokens per engine step by replay while they served"),
+    ("frozen", w.length, "The same replay for the first published heads"),
+    ("gain", w.signed, "Replay minus frozen"),
 )
-"""Title, field of VersionRow, how it is written, what it is."""
-VERSION_COLUMNS = tuple((title, what) for title, _, _, what in VERSION_FIELDS)
+"""Title of each figure of a VersionRow, how it is written, what it is."""
 
 
-@dataclass(frozen=True)
-class ChoiceRow:
+class ChoiceRow(NamedTuple):
     """What the engine chose while so many sequences ran: share of the steps with 0..K drafts, and what the last step's report promised."""
 
     running: str
@@ -222,15 +214,12 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float] = {}
     for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):
-        before = steps.get(row["running"], [])
-        width = max(len(before), len(row["steps"]))
-        padded = [counts + [0] * (width - len(counts)) for counts in (before, row["steps"])]
-        steps[row["running"]] = [a + b for a, b in zip(*padded, strict=True)]
+        both = zip_longest(steps.get(row["running"], []), row["steps"], fillvalue=0)
+        steps[row["running"]] = [before + now for before, now in both]
         speedup[row["running"]] = row["speedup"]
     rows = []
     for running, counts in sorted(steps.items()):
-        label = str(running) if running == 1 else f"{running} to {2 * running - 1}"
-        total = sum(counts)
+        label, total = "1" if running == 1 else f"{running} to {2 * running - 1}", sum(counts)
         rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], w.ratio(speedup[running])))
     return rows
 
@@ -238,19 +227,17 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
 def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """What, with the plugin, without it, ratio, its range, pairs; empty for a run that was not compared after its last step."""
     rows: list[tuple[str, ...]] = []
-    steps = step_pairs(run)
     pairs, against = speed_pairs(run)
     if against == "vllm":
         speed, spread = summary["tokens_per_s"], summary["rollout_speedup_pairs"]
         figures = (w.whole(speed["drafting"]), w.whole(speed["plain"]), w.ratio(summary["rollout_speedup"]))
-        rows.append(("rollouts, tokens/s", *figures, f"{w.ratio(spread['min'])} to {w.ratio(spread['max'])}", w.whole(len(pairs))))
+        rows.append(("rollouts, tokens/s", *figures, w.span(spread["min"], spread["max"]), w.whole(len(pairs))))
     for name, what in WORTH_PHASES.items():
-        both = [(pair.with_plugin[name], pair.without[name]) for pair in steps if name in pair.with_plugin and pair.without.get(name)]
+        both = [(ours[name], plain[name]) for ours, plain in step_pairs(run) if name in ours and plain.get(name)]
         if both:
             ratios = [ours / plain for ours, plain in both]
-            seconds = (w.exact_seconds(median(ours for ours, _ in both)), w.exact_seconds(median(plain for _, plain in both)))
-            extremes = f"{w.ratio(min(ratios))} to {w.ratio(max(ratios))}"
-            rows.append((what, *seconds, w.ratio(median(ratios)), extremes, w.whole(len(both))))
+            seconds = [w.exact_seconds(median(side)) for side in zip(*both, strict=True)]
+            rows.append((what, *seconds, w.ratio(median(ratios)), w.span(min(ratios), max(ratios)), w.whole(len(both))))
     return rows
 
 
@@ -267,8 +254,8 @@ def version_rows(run: Run) -> list[VersionRow]:
 
 def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
     policy, age = number(steps[0].get(m.POLICY_VERSION)), number(steps[0].get(m.STALENESS))
-    both = [(number(s.get(m.REPLAY_SERVING)), number(s.get(m.REPLAY_FROZEN))) for s in steps]
-    paired = [(serving, frozen) for serving, frozen in both if serving is not None and frozen is not None]
+    both = replay_pairs(steps)
+    replay, frozen = mean([serving for serving, _ in both]), mean([frozen for _, frozen in both])
     return VersionRow(
         version,
         int(steps[0][m.STEP]),
@@ -276,8 +263,9 @@ def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
         None if policy is None or age is None else int(policy - age),
         max((value for s in steps if (value := number(s.get(m.STALENESS))) is not None), default=None),
         mean_acceptance_length(steps),
-        fmean(serving for serving, _ in paired) if paired else None,
-        fmean(frozen for _, frozen in paired) if paired else None,
+        replay,
+        frozen,
+        None if replay is None or frozen is None else replay - frozen,
     )
 
 
@@ -292,11 +280,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested configuration -> dotted keys; an empty section stays as {}."""
     out: dict[str, Any] = {}
     for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            out |= flatten(value, f"{name}.")
-        else:
-            out[name] = value
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return out
 
 
@@ -319,6 +303,9 @@ def machine_rows(run: Run) -> list[tuple[str, str]]:
     """What the run ran on, from run.json."""
     hardware = run.section("hardware")
     rows = [
+        ("command", run.meta.get("command")),
+        ("commit", run.meta.get("commit")),
+        ("seed", run.config.get("seed", "") if run.meta.get("command") else None),
         ("processor", hardware.get("cpu")),
         ("cores", _cores(hardware)),
         ("memory", f"{hardware['memory_gib']} GiB" if "memory_gib" in hardware else None),
@@ -326,9 +313,15 @@ def machine_rows(run: Run) -> list[tuple[str, str]]:
         ("system", hardware.get("system")),
         ("started", run.meta.get("started_at")),
         ("ended", run.meta.get("finished_at")),
-        ("resumed", ", ".join(f"at step {item.get('step')}" for item in run.meta.get("resumed") or []) or None),
+        *[("resumed", _resumed(item)) for item in run.meta.get("resumed") or []],
     ]
-    return [(name, str(value)) for name, value in rows if value]
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def _resumed(item: dict[str, Any]) -> str:
+    """At which step, and what was otherwise before."""
+    was = ", ".join(f"{key} was {show(value)}" for key, value in (item.get("was") or {}).items())
+    return f"at step {item.get('step')}" + (f", before it {was}" if was else "")
 
 
 def _cores(hardware: dict[str, Any]) -> str | None:
@@ -340,8 +333,8 @@ def _cores(hardware: dict[str, Any]) -> str | None:
 
 def comparison_rows(summary: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, this run, the other run)."""
-    pairs = zip(summary_rows(summary), summary_rows(other), strict=True)
-    return [(what, here, there) for (what, here), (_, there) in pairs]
+    ours, theirs = dict(summary_rows(summary)), dict(summary_rows(other))
+    return [(what, ours.get(what, w.NONE), theirs.get(what, w.NONE)) for what in {**ours, **theirs}]
 
 
 def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:

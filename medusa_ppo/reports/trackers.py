@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +16,14 @@ from heads.errors import ConfigError
 from medusa_ppo import metrics
 from medusa_ppo.config import RunConfig
 
-PREFIX = "medusa_ppo_"
-RAY_PREFIX = "ray_"  # Ray puts it before every name that it exports.
+PREFIX = "medusa_ppo_"  # Prometheus sees it behind Ray's own, `ray_`.
 TAGS = ("run", "position")
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "ray": "ray"}
 """Name in the configuration -> the package that it needs."""
+
+MOST_WAITING, CLOSE_S = 256, 30.0
+"""Steps that wait for a tracker, and seconds that a run's end waits for all of them."""
+Figures = tuple[int, dict[str, float]]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +52,6 @@ class RayTracker:
 
             self._gauges[name] = Gauge(PREFIX + name, description=self._notes[name], tag_keys=TAGS)
         return self._gauges[name]
-
-
-def exported_names() -> set[str]:
-    """Every name that Prometheus may see."""
-    return {RAY_PREFIX + PREFIX + name for name in metrics.describe()}
 
 
 class TensorBoardTracker:
@@ -113,37 +114,56 @@ class Tracker(Protocol):
 
 
 class TrackerGroup:
-    """All trackers of a run. One that fails is told in the log once and tried again at the next step; PPO goes on."""
+    """All trackers of a run, each in a thread of its own: one that fails or hangs is told in the log once, and PPO goes on."""
 
     def __init__(self, trackers: Mapping[str, Tracker] | None = None) -> None:
         """`trackers`: by the name that the configuration gives them."""
-        self._trackers = dict(trackers or {})
         self._told: set[str] = set()
+        self._lines: dict[str, queue.Queue[Figures | None]] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        for name, tracker in (trackers or {}).items():
+            line: queue.Queue[Figures | None] = queue.Queue(MOST_WAITING)
+            self._lines[name] = line
+            self._threads[name] = threading.Thread(target=self._serve, args=(name, tracker, line), name=f"tracker-{name}", daemon=True)
+            self._threads[name].start()
 
     def log(self, values: Mapping[str, Any]) -> None:
         """One step's figures, as they stand in metrics.jsonl."""
-        if not self._trackers:
-            return
-        flat = flatten(values)
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.log(int(values[metrics.STEP]), flat)
-            except Exception as error:  # Libraries and networks fail in any way they like; figures are in metrics.jsonl anyway.
-                self._tell(name, error)
+        for name in self._lines:
+            self._put(name, (int(values[metrics.STEP]), flatten(values)))
 
     def close(self) -> None:
-        """Close all; harmless when called again."""
-        trackers, self._trackers = self._trackers, {}
-        for name, tracker in trackers.items():
-            try:
-                tracker.close()
-            except Exception as error:  # As in `log`.
-                self._tell(name, error)
+        """Let all send what is left, CLOSE_S together, and close them; harmless when called again."""
+        lines, self._lines = self._lines, {}
+        for name, line in lines.items():
+            self._put(name, None, line)
+        deadline = time.monotonic() + CLOSE_S
+        for name, thread in self._threads.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._tell(name, f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its steps are left")
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _put(self, name: str, figures: Figures | None, line: queue.Queue[Figures | None] | None = None) -> None:
+        try:
+            (line or self._lines[name]).put_nowait(figures)
+        except queue.Full:
+            self._tell(name, f"it does not answer, {MOST_WAITING} steps wait for it, later ones are left out")
+
+    def _serve(self, name: str, tracker: Tracker, line: queue.Queue[Figures | None]) -> None:
+        while (figures := line.get()) is not None:
+            self._try(name, tracker.log, *figures)
+        self._try(name, tracker.close)
+
+    def _try(self, name: str, call: Callable[..., None], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # Libraries and networks fail in any way they like; figures are in metrics.jsonl anyway.
+            self._tell(name, f"{type(error).__name__}: {error}")
+
+    def _tell(self, name: str, what: str) -> None:
         if name not in self._told:
             self._told.add(name)
-            logger.warning("Tracker %s failed, PPO goes on without it: %s: %s", name, type(error).__name__, error)
+            logger.warning("Tracker %s failed, PPO goes on without it: %s", name, what)
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,11 @@ def ratio(value: float | None) -> str:
     return NONE if value is None else f"{TIMES}{value:.2f}"
 
 
+def span(low: float | None, high: float | None) -> str:
+    """The range of some ratios."""
+    return f"{ratio(low)} to {ratio(high)}"
+
+
 def percent(value: float | None) -> str:
     if value is None:
         return NONE
@@ -78,12 +83,5 @@ def more_time(ratio: float) -> str:
 AGAINST = {"vllm": "vLLM without speculation", "own": "the same engine without drafts", None: "the same without"}
 """What rollouts with drafts were timed against."""
 
-FORMATS: dict[str, Callable[[float | None], str]] = {
-    "length": length,
-    "ratio": ratio,
-    "percent": percent,
-    "whole": whole,
-    "plain": plain,
-    "signed": signed,
-    "seconds": seconds,
-}
+FORMATS: dict[str, Callable[[float | None], str]] = {say.__name__: say for say in (length, percent, whole, plain, seconds)}
+"""Those of charts, by name."""

@@ -1,4 +1,4 @@
-"""What heads are trained and measured on: sequences of tokens, written by the model itself or taken from texts and chats."""
+"""What heads are trained and measured on: sequences of tokens that the model wrote, or from texts, chats and a run's rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError, ModelError
 from medusa_ppo.console import Advance
+from medusa_ppo.data import Row
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.reports import LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.types import Rollouts, Sampling
 
 PROMPTS_PER_ROUND = 128
@@ -278,3 +280,67 @@ def _chat_sample(
         ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
         spans.append((first, (ends[-1] if ends else last) + 1))
     return Sample(ids, tuple(spans), number) if spans else None
+
+
+# ---- rollouts of a run ---------------------------------------------------------------------------------------------------------------
+
+
+def samples_from_rollouts(rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int) -> list[Sample]:
+    """One sample per row, the last rows first: they are of the newest policy. Empty responses teach nothing and are left out.
+
+    Args:
+        rows: with `prompt_ids` and `response_ids`; `logprobs` where known (else the actor's own are taken), `temperature`, `top_p`
+            and `top_k` where they are not those of plain sampling.
+        vocab_size: ids lie below it.
+        context: most tokens of prompt and response together.
+        temperature: that the heads are trained for.
+        max_tokens: stop when so many response tokens are there.
+
+    Raises:
+        DataError: no usable row, ids or log-probs that are none, a row sampled in another way.
+    """
+    newest_first = reversed(list(enumerate(rows)))
+    found = (_rollout(row, number, vocab_size, context, temperature) for number, row in newest_first)
+    nothing = {"expected": f"prompts and responses of 1 to {context} tokens together", "do": "Check --data."}
+    return number_prompts(take_samples(found, max_tokens, "No rollout is usable.", "rows", **nothing))
+
+
+def _rollout(row: Row, number: int, vocab_size: int, context: int, temperature: float) -> list[Sample]:
+    prompt, response = (_ids(row, name, number, vocab_size) for name in (PROMPT_IDS, RESPONSE_IDS))
+    _check_sampling(row, number, temperature)
+    if not prompt or not response or len(prompt) + len(response) > context:
+        return []
+    return [response_sample(prompt, response, _logprobs(row, number, len(response)))]
+
+
+def _ids(row: Row, name: str, number: int, vocab_size: int) -> tuple[int, ...]:
+    found = row.get(name)
+    if not isinstance(found, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in found):
+        raise _bad(row, name, number, f"a list of token ids below {vocab_size}")
+    return tuple(found)
+
+
+def _logprobs(row: Row, number: int, length: int) -> tuple[float, ...] | None:
+    found = row.get(LOGPROBS)
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != length or not all(isinstance(p, float | int) and p <= 0 for p in found):
+        raise _bad(row, LOGPROBS, number, f"{length} numbers, none above 0")
+    return tuple(float(p) for p in found)
+
+
+def _check_sampling(row: Row, number: int, temperature: float) -> None:
+    plain: dict[str, tuple[Any, str]] = {
+        "temperature": (temperature, "the --temperature of this training"),
+        "top_p": (1.0, "1: heads are trained for plain sampling"),
+        "top_k": (0, "0: heads are trained for plain sampling"),
+    }
+    for name, (wanted, meaning) in plain.items():
+        if row.get(name) is not None and row[name] != wanted:
+            raise _bad(row, name, number, f"{wanted} ({meaning})")
+
+
+def _bad(row: Row, name: str, number: int, expected: str) -> DataError:
+    return DataError(
+        f"A rollout's {name} can't be used.", given=f"row {number}: {row.get(name)!r:.80}", expected=expected, do="Correct the data."
+    )

@@ -1,8 +1,8 @@
-"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, that sum their gradients before each step.
+"""Data-parallel training: workers in processes of Ray, on one machine or a cluster, each on its own groups: torch's DDP.
 
     the command (no tensors of its own)
       |  groups of the part            report, tokens
-      +--> worker 0 --+  counts, gradients: summed in place by Gloo
+      +--> worker 0 --+  counts, gradients: summed in place
       +--> worker 1 --+  everything else is the same in all of them
       +--> ...      --+
 
@@ -24,7 +24,6 @@ from ray.exceptions import RayError
 
 from heads.acceptance import ReplayResult
 from heads.errors import ConfigError, RunError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
@@ -32,10 +31,10 @@ from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.processes import local_ray
+from medusa_ppo.standalone import TrainOptions
 from medusa_ppo.standalone.collect import Sample
 from medusa_ppo.standalone.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.standalone.scene import compute_dtype, on_device, training_device
-from medusa_ppo.standalone.train_options import TrainOptions
 
 State = dict[str, torch.Tensor]
 SHARED = ("loss", "learning_rate")
@@ -83,7 +82,7 @@ class Worker:
         torch.manual_seed(options.seed)
         shared = {name: getattr(options, name) for name in SHARED}
         self._trainer = HeadsTrainer(
-            MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], options.num_heads, options.kind)),
+            MedusaHeads(options.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])),
             lm_head_VD,
             CompanionConfig(**shared, batch_positions=options.batch_positions * options.accumulate, epochs=1),
             options.seed,
@@ -92,8 +91,9 @@ class Worker:
             device=training_device(),
             schedule=cosine_schedule(options.epochs * -(-self.tokens // options.step_positions)),
             dtype=compute_dtype(options.dtype),
-            team=team,
         )
+        if team is not None:
+            self._trainer.join(team)
 
     @property
     def parts(self) -> int:

@@ -19,6 +19,7 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.data import require_column
+from medusa_ppo.standalone import EvalOptions
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.standalone.scene import Scene, engine_config, on_device, read_scene, running_engine, training_device
@@ -29,33 +30,6 @@ BOOTSTRAP_GROUPS = 16
 LEAST_GROUPS = 4
 """Groups of a small category."""
 MAX_CATEGORIES = 50
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """The command's options; see `medusa-ppo eval --help`. Pass by keyword."""
-
-    model: str
-    heads: Path
-    data: str
-    template: str = ""
-    column: str = ""
-    engine: str = "replay"
-    draft: str = "one-hot"
-    draft_temperature: float = 1.0
-    temperature: float = 1.0
-    temperatures: tuple[float, ...] = ()
-    top_p: float = 1.0
-    top_k: int = 0
-    category: str = ""
-    compare: Path | None = None
-    max_new_tokens: int = 128
-    limit: int = 256
-    seed: int = 0
-
-    @property
-    def every_temperature(self) -> tuple[float, ...]:
-        return self.temperatures or (self.temperature,)
 
 
 @dataclass(frozen=True)
@@ -91,7 +65,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     """
     model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
     sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
-    folders = [options.heads, *([options.compare] if options.compare else [])]
+    folders = [Path(options.heads), *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
     scene = _read(options)
     groups = _groups(options, scene)

@@ -1,7 +1,9 @@
-"""The scene of `train` and `eval`: model, prompts, and an engine that fits them."""
+"""The scene of `train` and `eval`: model, prompts, and an engine that fits them. With `train --dry-run` its sizes, memory and time, before
+anything is started or written."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,17 +12,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from heads.errors import DataError
+from heads.errors import ConfigError, DataError
+from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.processes import local_ray
-from medusa_ppo.reports.records import PROMPT_IDS, RESPONSE_IDS
-from medusa_ppo.standalone.collect import chat_prompt, check_template, is_chat
+from medusa_ppo.reports import PROMPT_IDS, RESPONSE_IDS
+from medusa_ppo.reports.wording import seconds
+from medusa_ppo.standalone import TrainOptions
+from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take many times as long as float32 ones."""
@@ -31,6 +36,14 @@ MAX_TEXT_TOKENS = 2048
 DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
 """Columns that are found by their names when neither a template nor a column is given."""
+
+STREAMED_SHARE = 16
+"""Of a streamed data set as many prompts are read as would do with responses of so many tokens; they are gone through again if need be."""
+FLOAT_BYTES = 4
+ADAM_STATES = 2
+PROBE_SIZE, PROBE_S = 1024, 0.3
+BACKWARD = 2
+"""A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
 
 WAYS = "--template (the model answers prompts), --column (full texts or chat messages), a column named messages or prompt, or rollouts"
 
@@ -222,3 +235,80 @@ def out_folder(out: Path) -> Path:
         given, do = f"{out}: {error.strerror}", "Choose another --out."
         raise DataError("The output folder can't be made.", given=given, expected="a writable folder", do=do) from None
     return out
+
+
+def train_scene(options: TrainOptions) -> Scene:
+    """Model and data as the options name them.
+
+    Raises:
+        ConfigError, ModelError, DataError: unusable options, model, data, template or column.
+    """
+    if options.dtype not in DTYPES or options.dtype == "float16":
+        raise ConfigError("Unknown dtype.", given=options.dtype, expected="float32 | bfloat16", do="Correct --dtype.")
+    return read_scene(
+        options.model,
+        options.data,
+        options.template,
+        options.max_new_tokens,
+        column=options.column,
+        respond=options.respond,
+        streamed_rows=max(PROMPTS_PER_ROUND, options.max_train_tokens // STREAMED_SHARE) if options.streaming else 0,
+    )
+
+
+def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
+    """What `--dry-run` prints, from the configuration files and a moment of matrix products."""
+    scene = train_scene(options)
+    model = AutoConfig.from_pretrained(options.model)
+    with torch.device("meta"):
+        actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+    config = options.sizes(model.hidden_size, model.vocab_size)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in MedusaHeads(config).parameters())
+    width, compute = DTYPES[options.dtype].itemsize, compute_dtype(options.dtype)
+    hidden_bytes = options.max_train_tokens * model.hidden_size * width
+    kept = min(hidden_bytes, options.cache_bytes)
+    share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
+    steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
+    rate = _measured_rate(compute)
+    collect_s, train_s = _estimate(options, model, actor, parameters, share, rate)
+    source = f"{len(scene.prompts)} prompts, responses by the model" if scene.prompts else f"column {scene.source.column!r}"
+    return [
+        ("model", f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size}, {actor / 1e6:.1f} M parameters)"),
+        ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
+        ("model in memory", f"{_mib(actor * compute.itemsize)}"),
+        ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
+        ("hidden states", f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them kept between epochs"),
+        ("source", f"{source} ({scene.source.kind})"),
+        ("optimizer steps", f"{steps} of {options.step_positions} positions"),
+        ("matrix rate here", f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now"),
+        ("hidden states take", f"at least {seconds(collect_s)}" + (", after the writing of the responses" if scene.prompts else "")),
+        ("training takes", f"at least {seconds(train_s)} (the matrix products alone)"),
+        ("output", str(options.out)),
+    ]
+
+
+def _estimate(options: TrainOptions, model: PretrainedConfig, actor: int, parameters: int, kept: float, rate: float) -> tuple[float, float]:
+    """Seconds of the first forward pass and of the training: the products that can't be left out, at the measured rate."""
+    tokens = options.max_train_tokens
+    forward = 2.0 * actor
+    logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size
+    step = 2.0 * parameters * (1 + BACKWARD) + logits * 2
+    again = (1 - kept) * forward * (options.epochs - 1)
+    return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
+
+
+def _measured_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of square matrix products in the dtype of the training."""
+    device = training_device()
+    matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
+    float((matrix @ matrix).float().sum())  # The first product also loads what later ones need.
+    count, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < PROBE_S:
+        float((matrix @ matrix)[0, 0])
+        count += 1
+    return count * 2.0 * PROBE_SIZE**3 / spent
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB"

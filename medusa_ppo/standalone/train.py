@@ -1,34 +1,52 @@
 """`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on.
-With `--dry-run` its sizes, memory and time, before anything is started or written."""
+
+OUT/resume/             every file of it is replaced atomically
+  settings.json         the options that the heads depend on; other ones are refused
+  round-0000.json       responses of one generation round, until all are written
+  samples.json          all sequences that are trained and judged on
+  trainer.safetensors   heads, optimizer, generator, counters, and how far the training is
+
+Hidden states are not kept: they are computed again, in the same shapes (medusa_ppo/standalone/hidden.py).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult
-from heads.checkpoint import save_heads
-from heads.errors import DataError
-from heads.heads_config import HeadsConfig
+from heads.checkpoint import load_state, save_heads, save_state
+from heads.errors import CheckpointError, ConfigError, DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.console import Advance, OfflineProgress
+from medusa_ppo.files import write_atomic
 from medusa_ppo.processes import StopSignals
-from medusa_ppo.reports.wording import seconds
-from medusa_ppo.standalone.collect import split_samples
+from medusa_ppo.standalone import TrainOptions
+from medusa_ppo.standalone.collect import (
+    Sample,
+    number_prompts,
+    response_rounds,
+    samples_from_chats,
+    samples_from_rollouts,
+    samples_from_texts,
+    samples_of,
+    split_samples,
+)
 from medusa_ppo.standalone.data_parallel import Worker, Workers, deal_parts, running_workers
-from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition, gather_samples, train_scene
-from medusa_ppo.standalone.scene import compute_dtype, out_folder, training_device
-from medusa_ppo.standalone.train_options import TrainOptions
+from medusa_ppo.standalone.scene import MAX_TEXT_TOKENS, Scene, compute_dtype, engine_config, out_folder, running_engine, train_scene
+from medusa_ppo.types import Sampling
 
 LOG_FILE = "train.jsonl"
 HOLDOUT_FRACTION = 0.1
@@ -38,11 +56,9 @@ LOG_STEPS_PER_EPOCH = 4
 PART_TOKENS = 32_768
 """Most tokens between two log steps, and held at once beside the cache."""
 SAVE_EVERY_S = 30.0
-FLOAT_BYTES = 4
-ADAM_STATES = 2
-PROBE_SIZE, PROBE_S = 1024, 0.3
-BACKWARD = 2
-"""A backward pass through a trained matrix is two products, through a frozen one (lm_head) one."""
+RESUME_FORMAT = 2
+POSITION = "position"
+UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Begin anew with --fresh."
 
 Line = dict[str, Any]
 
@@ -80,6 +96,42 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
             run.save()
             raise
     return run.best
+
+
+def gather_samples(options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
+    """All samples; saved, so that an interrupted training goes on with the same ones."""
+    most, context = options.max_train_tokens, min(scene.context, MAX_TEXT_TOKENS)
+    if scene.source.kind == "prompts":
+        samples = _responses(options, scene, resume, progress)
+    elif scene.source.kind == "chat":
+        samples = samples_from_chats(scene.texts, scene.tokenizer, context, most)
+    elif scene.source.kind == "rollouts":
+        vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
+        samples = samples_from_rollouts(scene.rows, vocab_size, scene.context, options.temperature, most)
+    else:
+        samples = samples_from_texts((str(text) for text in scene.texts), scene.tokenizer, context, most)
+    resume.save_samples(samples)
+    return samples
+
+
+def _responses(options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
+    if scene.skipped:
+        progress.say(f"{scene.skipped} prompts are too long and left out")
+    rounds = resume.rounds()
+    tokens = sum(sample.written for part in rounds for sample in part)
+    if rounds:
+        progress.say(f"{tokens} tokens of responses are there already")
+    if tokens < options.max_train_tokens:
+        sampling = Sampling(temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=options.seed)
+        progress.say("Starting the engine ...")
+        config = engine_config(scene.prompts, options.max_new_tokens)
+        with running_engine(options.model, "", config, options.seed) as engine:
+            with progress.phase("Writing responses", options.max_train_tokens - tokens) as advance:
+                most, done = options.max_train_tokens, {"rounds_done": len(rounds), "tokens_done": tokens}
+                for rollouts in response_rounds(engine, scene.prompts, sampling, most, advance, **done):
+                    rounds.append(samples_of([rollouts]))
+                    resume.save_round(len(rounds) - 1, rounds[-1])
+    return number_prompts([sample for part in rounds for sample in part])
 
 
 class _Run:
@@ -198,59 +250,110 @@ def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
     return {"options": options.settings(), "replay_mean_acceptance_length": replayed, "trained_tokens": line["tokens"]}
 
 
-def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
-    """What `--dry-run` prints, from the configuration files and a moment of matrix products."""
-    scene = train_scene(options)
-    model = AutoConfig.from_pretrained(options.model)
-    with torch.device("meta"):
-        actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
-    config = HeadsConfig(model.hidden_size, model.vocab_size, options.num_heads, options.kind)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in MedusaHeads(config).parameters())
-    width, compute = DTYPES[options.dtype].itemsize, compute_dtype(options.dtype)
-    hidden_bytes = options.max_train_tokens * model.hidden_size * width
-    kept = min(hidden_bytes, options.cache_bytes)
-    share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
-    steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
-    rate = _measured_rate(compute)
-    collect_s, train_s = _estimate(options, model, actor, parameters, share, rate)
-    source = f"{len(scene.prompts)} prompts, responses by the model" if scene.prompts else f"column {scene.source.column!r}"
-    return [
-        ("model", f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size}, {actor / 1e6:.1f} M parameters)"),
-        ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
-        ("model in memory", f"{_mib(actor * compute.itemsize)}"),
-        ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
-        ("hidden states", f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them kept between epochs"),
-        ("source", f"{source} ({scene.source.kind})"),
-        ("optimizer steps", f"{steps} of {options.step_positions} positions"),
-        ("matrix rate here", f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now"),
-        ("hidden states take", f"at least {seconds(collect_s)}" + (", after the writing of the responses" if scene.prompts else "")),
-        ("training takes", f"at least {seconds(train_s)} (the matrix products alone)"),
-        ("output", str(options.out)),
-    ]
+# ---- the folder that an interrupted training goes on from ----------------------------------------------------------------------------
 
 
-def _estimate(options: TrainOptions, model: PretrainedConfig, actor: int, parameters: int, kept: float, rate: float) -> tuple[float, float]:
-    """Seconds of the first forward pass and of the training: the products that can't be left out, at the measured rate."""
-    tokens = options.max_train_tokens
-    forward = 2.0 * actor
-    logits = 2.0 * options.num_heads * model.vocab_size * model.hidden_size
-    step = 2.0 * parameters * (1 + BACKWARD) + logits * 2
-    again = (1 - kept) * forward * (options.epochs - 1)
-    return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
+class TrainPosition(NamedTuple):
+    """How far a training is.
+
+    Attributes:
+        parts: parts trained so far; each has one line in train.jsonl.
+        tokens: response tokens trained so far, each counted in every epoch.
+        wall_s: seconds of training in all sessions.
+    """
+
+    parts: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
 
 
-def _measured_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of square matrix products in the dtype of the training."""
-    device = training_device()
-    matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, device=device).to(dtype)
-    float((matrix @ matrix).float().sum())  # The first product also loads what later ones need.
-    count, began = 0, time.perf_counter()
-    while (spent := time.perf_counter() - began) < PROBE_S:
-        float((matrix @ matrix)[0, 0])
-        count += 1
-    return count * 2.0 * PROBE_SIZE**3 / spent
+class ResumeFolder:
+    """Reads and writes OUT/resume.
+
+    Attributes:
+        found: there is something to go on with.
+    """
+
+    def __init__(self, out: Path, options: TrainOptions) -> None:
+        """
+        Raises:
+            ConfigError: the folder holds an interrupted training with other settings.
+            CheckpointError: its settings can't be read.
+        """
+        self._folder = out / "resume"
+        self._samples, self._trainer = self._folder / "samples.json", self._folder / "trainer.safetensors"
+        self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
+        self.found = not options.fresh and len(list(self._folder.glob("*"))) > 1  # More than the settings.
+        if self.found:
+            _check_settings(self._folder / "settings.json", self._settings)
+
+    def begin(self) -> None:
+        """Make the folder; what lies in it and is not to be gone on with goes."""
+        if not self.found:
+            self.remove()
+            write_atomic(self._folder / "settings.json", json.dumps(self._settings, indent=1) + "\n")
+
+    def rounds(self) -> list[list[Sample]]:
+        """Responses of the rounds that were written before the interruption."""
+        found: list[list[Sample]] = []
+        while (path := self._round(len(found))).is_file():
+            found.append(_read_samples(path))
+        return found
+
+    def save_round(self, number: int, samples: Sequence[Sample]) -> None:
+        _write_samples(self._round(number), samples)
+
+    def samples(self) -> list[Sample] | None:
+        """All samples, or None when they were not all there yet."""
+        return _read_samples(self._samples) if self.found and self._samples.is_file() else None
+
+    def save_samples(self, samples: Sequence[Sample]) -> None:
+        _write_samples(self._samples, samples)
+        for path in self._folder.glob("round-*.json"):
+            path.unlink()
+
+    def trainer(self) -> tuple[dict[str, torch.Tensor], TrainPosition] | None:
+        """State of the trainer and how far it was; None before the first save."""
+        if not self.found or not self._trainer.is_file():
+            return None
+        state = load_state(self._trainer)
+        parts, tokens, wall_s = state.pop(POSITION).tolist()
+        return state, TrainPosition(int(parts), int(tokens), wall_s)
+
+    def save_trainer(self, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        save_state(self._trainer, {**state, POSITION: torch.tensor(position, dtype=torch.float64)})
+
+    def remove(self) -> None:
+        """Forget everything: the training is finished, or begins anew."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _round(self, number: int) -> Path:
+        return self._folder / f"round-{number:04d}.json"
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.0f} MiB"
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW) from None
+    if changed:
+        given = ", ".join(f"{key} {settings.get(key)!r} (was {saved.get(key)!r})" for key in changed)
+        raise ConfigError(
+            "The output folder holds an interrupted training with other settings.",
+            given=given,
+            expected="the same settings, to go on with it",
+            do="Restore them, choose another --out, or begin anew with --fresh.",
+        )
+
+
+def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    write_atomic(path, json.dumps([(sample.ids, sample.spans, sample.prompt, sample.logprobs) for sample in samples]))
+
+
+def _read_samples(path: Path) -> list[Sample]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) if p else None) for ids, spans, prompt, p in rows]
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW) from None

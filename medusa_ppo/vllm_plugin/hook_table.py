@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import sys
@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from medusa_ppo.vllm_plugin.registration import FIRST, FIRST_TRANSFER, LAST, is_cpu_build, release, vllm_version
+from medusa_ppo.vllm_plugin.registration import FIRST, FIRST_TRANSFER, FIRST_V2, LAST, is_cpu_build, release, vllm_version
 
 RUN = "run on CPU"
 CALLED = "called on CPU, where it frees nothing"
+INTERPRETED = "run on Triton's interpreter"
 CPU = "V1 on CPU"
+V2 = "V2"
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Hook:
         parameters: what must be among its parameters.
         first: oldest release that has it as we use it.
         last: newest release that has.
-        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build.
+        runner: which of vLLM's model runners it belongs to; hooks of `CPU` concern no other build, those of `V2` nobody without Triton.
         checked: how it was checked in the releases that count as tested.
     """
 
@@ -57,7 +59,23 @@ class Finding:
 
 
 _RUNNER, _SAMPLER, _MEDUSA = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.rejection_sampler", "vllm.v1.spec_decode.medusa"
+_V2_RUNNER, _V2_SPECULATOR = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.spec_decode.speculator"
 _TRANSFER, _RELOAD = "vllm.distributed.weight_transfer.base", "vllm.model_executor.model_loader.reload"
+
+_V2_PROPOSE = (
+    "input_batch",
+    "last_hidden_states",
+    "num_rejected",
+    "last_sampled",
+    "temperature",
+    "seeds",
+    "dummy_run",
+)
+
+
+def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
+    return Hook(need, module, name, parameters, first=FIRST_V2, runner=V2, checked=INTERPRETED)
+
 
 HOOKS: tuple[Hook, ...] = (
     # Drafting.
@@ -76,9 +94,17 @@ HOOKS: tuple[Hook, ...] = (
         "what a step sampled, before drafting",
         _RUNNER,
         "GPUModelRunner.propose_draft_token_ids",
-        ("scheduler_output", "sampled_token_ids", "sampling_metadata"),
+        ("scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states"),
     ),
     Hook("a step without drafts is plain", _RUNNER, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
+    Hook(
+        "the same for seeded requests",
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata.make_dummy",
+        ("draft_token_ids", "device"),
+        last=(0, 31),
+        runner=CPU,
+    ),
     Hook("top-k and top-p of drafts", _SAMPLER, "apply_top_k_top_p", ("logits", "k", "p")),
     Hook("ranks agree on a number", "vllm.distributed.parallel_state", "get_tp_group"),
     # Weights.
@@ -135,6 +161,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook("no small AMX products", "vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype"), runner=CPU),
     Hook("products of heads, packed", "vllm._custom_ops", "create_onednn_mm", ("weight", "primitive_cache_size"), runner=CPU),
     Hook("and computed", "vllm._custom_ops", "onednn_mm", ("dnnl_handler", "x", "bias"), runner=CPU),
+    Hook("the same in 8 bits", "vllm._custom_ops", "create_onednn_scaled_mm", ("weight", "weight_scales", "output_type"), runner=CPU),
+    Hook("their rows", "vllm._custom_ops", "onednn_scaled_int8_quant", ("input", "scale", "azp"), runner=CPU),
+    Hook("and computed in 8 bits", "vllm._custom_ops", "onednn_scaled_mm", ("dnnl_handler", "x", "output", "input_scale"), runner=CPU),
     # Mends of older releases.
     Hook(
         "fewer drafts than heads",
@@ -144,6 +173,17 @@ HOOKS: tuple[Hook, ...] = (
         last=(0, 24),
         runner=CPU,
     ),
+    # The V2 model runner.
+    _v2("where our speculator takes its place", _V2_RUNNER, "init_speculator", "vllm_config", "device"),
+    _v2("what it extends", _V2_SPECULATOR, "DraftModelSpeculator.__init__", "vllm_config", "device"),
+    _v2("where its heads are loaded", _V2_SPECULATOR, "DraftModelSpeculator.load_draft_model", "target_model", "target_attn_layer_names"),
+    _v2("where it is asked for drafts", _V2_SPECULATOR, "DraftModelSpeculator.propose", *_V2_PROPOSE),
+    _v2("V2 with Medusa", "vllm.config", "VllmConfig._get_v2_model_runner_unsupported_features"),
+    _v2("requests that come or come back", _V2_RUNNER, "GPUModelRunner.add_requests", "scheduler_output"),
+    _v2("as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
+    _v2("top-k and top-p of drafts, V2", "vllm.v1.worker.gpu.sample.states", "SamplingStates.get_top_k_top_p", "idx_mapping_np"),
+    _v2("q that V2 verifies against", "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils", "rejection_sample", "draft_logits"),
+    # Kinds of heads.
     Hook("kinds of heads that vLLM lacks", "vllm.config.speculative", "SpeculativeConfig.hf_config_override", ("hf_config",), last=(0, 24)),
 )
 
@@ -161,9 +201,14 @@ def compare(originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tu
     installed = release(vllm_version())
     for hook in hooks:
         # A release that was never seen is held against what the newest one has.
-        if hook.first <= min(installed, LAST) <= hook.last and (hook.runner != CPU or is_cpu_build()):
+        if hook.first <= min(installed, LAST) <= hook.last and _concerns(hook):
             span = f"{text_of(hook.first)} to {text_of(hook.last)}"
             yield Finding(hook.need, f"{hook.module}:{hook.name}", hook.runner, span, hook.checked, _fault(hook, originals or {}))
+
+
+def _concerns(hook: Hook) -> bool:
+    """This machine's build of vLLM."""
+    return {CPU: is_cpu_build(), V2: importlib.util.find_spec("triton") is not None}.get(hook.runner, True)
 
 
 def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,14 +24,17 @@ from vllm import ModelRegistry
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.drafting.draft_vocabulary import LINEAR, plain_linear
-from medusa_ppo.vllm_plugin.hook_table import HOOKS, Hook, compare
+from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
 from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older
-from medusa_ppo.vllm_plugin.registration import TESTED, can_transfer, release, require_vllm
+from medusa_ppo.vllm_plugin.registration import TESTED, can_transfer, drafter_of, has_v2, release, require_vllm, v2_asked, vllm_version
 from medusa_ppo.vllm_plugin.rpc import TRANSFER
 
+V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
+"""Where our speculator's module has put something in its place (`Installed.places`)."""
 PRIMITIVES = 32
 """Sizes of batches for which oneDNN keeps a compiled product, as vLLM's own layers do."""
 
@@ -60,17 +64,29 @@ def install(proposer: type) -> Installed:
     Raises:
         UnsupportedVersionError: another version of vLLM, or a name that is not as it was checked.
     """
-    if INSTALLED.proposer is not None:
-        return INSTALLED
-    version = require_vllm()
-    faults = check_hooks()
+    if INSTALLED.proposer is None:
+        _install_for_v1(proposer)
+    if v2_asked() and has_v2(vllm_version()) and INSTALLED.places.keys().isdisjoint(V2_PLACES):
+        _refuse_faults(tuple(hook for hook in HOOKS if hook.runner == V2))
+        for holder, name, wrapper in importlib.import_module("medusa_ppo.vllm_plugin.speculator").PLACES:
+            _wrap(holder, name, wrapper)
+    return INSTALLED
+
+
+def _refuse_faults(hooks: tuple[Hook, ...]) -> None:
+    faults = check_hooks(hooks)
     if faults:
         raise UnsupportedVersionError(
             "vLLM's inner names are not those that medusa-ppo was checked with.",
-            given=f"vLLM {version}: {'; '.join(faults)}",
+            given=f"vLLM {vllm_version()}: {'; '.join(faults)}",
             expected="the names in medusa_ppo/vllm_plugin/hook_table.py",
             do=f"Install a released vLLM that was tested: {', '.join(TESTED)}.",
         )
+
+
+def _install_for_v1(proposer: type) -> None:
+    version = require_vllm()
+    _refuse_faults(tuple(hook for hook in HOOKS if hook.runner != V2))
     for mend in (*(CPU_MENDS if current_platform.is_cpu() else ()), *mends_of_older(release(version))):
         _wrap(mend.holder, mend.attribute, mend.mend)
         INSTALLED.mends += [mend.name] if mend.name else []
@@ -90,7 +106,6 @@ def install(proposer: type) -> Installed:
                 TRANSFER, "medusa_ppo.vllm_plugin.transfer_engine", "BroadcastEngine"
             )
     INSTALLED.proposer = proposer
-    return INSTALLED
 
 
 def uninstall() -> None:
@@ -133,11 +148,12 @@ def _with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_ours(runner: Any) -> bool:
-    return INSTALLED.proposer is not None and isinstance(getattr(runner, "drafter", None), INSTALLED.proposer)
+    return INSTALLED.proposer is not None and isinstance(drafter_of(runner), INSTALLED.proposer)
 
 
 def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell our proposer which tokens were just sampled."""
+    """Tell our proposer which tokens were just sampled, and from which states."""
+    states = list(inspect.signature(original).parameters).index("sample_hidden_states") - 3
 
     @functools.wraps(original)
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +161,8 @@ def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         _seat(self)
         drafted = [len(scheduler_output.scheduled_spec_decode_tokens.get(key, ())) for key in self.input_batch.req_ids]
-        self.drafter.before_step(sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens)
+        hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
+        self.drafter.before_step(sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens, hidden_TD)
         return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
 
     return propose_draft_token_ids
@@ -185,14 +202,19 @@ def _drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
 def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """A step in which nothing was drafted samples as an engine without speculation does, and costs as much.
 
-    Seeded requests are left out while others may draft: how their tokens are drawn must not depend on who shares their step.
+    Seeded requests are left out while others may draft: how their tokens are drawn must not depend on who shares their step. (vLLM 0.31 and
+    older have no metadata of a step without drafts; on the CPU, where we draw the tokens, it is made here.)
     """
 
     @functools.wraps(original)
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        ours = spec_decode_metadata is not None and _is_ours(self)
-        if ours and not any(spec_decode_metadata.num_draft_tokens) and not (self.input_batch.generators and self.drafter.num_drafts):
-            spec_decode_metadata = None
+        if _is_ours(self) and logits is not None:
+            seeded = self.input_batch.generators and self.drafter.num_drafts
+            if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens) and not seeded:
+                spec_decode_metadata = None
+            elif spec_decode_metadata is None and seeded and current_platform.is_cpu():
+                spec_decode_metadata = SpecDecodeMetadata.make_dummy([[]] * len(logits), logits.device)
+                spec_decode_metadata.bonus_logits_indices = torch.arange(len(logits), device=logits.device)
         return original(self, logits, spec_decode_metadata)
 
     return _sample
@@ -205,7 +227,7 @@ def _with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
         result = original(self, tags)
         if (tags is None or "weights" in tags) and _is_ours(self.model_runner):
-            self.model_runner.drafter.held_version()
+            drafter_of(self.model_runner).held_version()
         return result
 
     return wake_up
@@ -231,11 +253,49 @@ def _over_ranks(number: int, share: Callable[[torch.Tensor, Any], Any]) -> int:
 
 
 def packed_linear(weight: torch.Tensor) -> LINEAR:
-    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as vLLM's own linear layers have."""
+    """The product with a weight `[out, in]`; on the CPU with a copy that oneDNN has packed, as vLLM's own linear layers have.
+
+    A 16-bit weight is packed in 8 bits, a scale for each output, where the CPU has instructions for it: half as much to read, and a
+    quarter of the arithmetic's time. That adds 1 % of rounding to what rounds at 0.4 % anyway; drafts may be made of any q.
+    """
     if weight.device.type != "cpu" or not custom_ops._supports_onednn:
         return plain_linear(weight)
+    return _onednn_8_bit(weight) if packs_8_bit(weight.dtype, weight.device) else onednn_product(weight.float())
+
+
+def packs_8_bit(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `packed_linear` packs such weights in 8 bits."""
+    return dtype != torch.float32 and device.type == "cpu" and custom_ops._supports_onednn and torch.cpu._is_vnni_supported()
+
+
+def onednn_product(weight: torch.Tensor) -> LINEAR:
+    """In the weight's own dtype, on the CPU."""
     handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
-    return lambda rows: custom_ops.onednn_mm(handler, rows, None)
+    return lambda rows: custom_ops.onednn_mm(handler, rows.to(weight.dtype), None)
+
+
+def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    eighths = (wide / scales.unsqueeze(1)).round_().to(torch.int8)
+    handler = custom_ops.create_onednn_scaled_mm(eighths.t(), scales, torch.float32, True, False, PRIMITIVES)
+    held, width = handler.handler_tensor, len(weight)
+    narrow, multiply = torch.ops._C.dynamic_scaled_int8_quant.default, torch.ops._C.onednn_scaled_mm.default
+
+    scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        count = rows.shape[0]
+        if count not in scratch:
+            scratch[count] = torch.empty(rows.shape, dtype=torch.int8), torch.empty((count, 1))
+        eighths, sizes = scratch[count]
+        narrow(eighths, rows.contiguous(), sizes, None)
+        out = torch.empty((count, width))
+        multiply(out, eighths, sizes, None, None, None, held)
+        return out
+
+    product.held = handler, scales  # type: ignore[attr-defined]  # oneDNN reads the scales where they stand.
+    return product
 
 
 def embedding_module(target_model: Any) -> Any:
@@ -249,3 +309,10 @@ def embedding_module(target_model: Any) -> Any:
         expected="a module named embed_tokens",
         do="Use heads of kind medusa or markov with this actor.",
     )
+
+
+def lm_head_weight(target_model: Any, vocab_size: int) -> torch.Tensor | None:
+    """lm_head's own rows `[V or more, D]` where this process has them all and unpacked; what they are worth is to be tried."""
+    module = next((m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None)
+    weight = getattr(module, "weight", None)
+    return weight.detach() if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] >= vocab_size else None

@@ -20,11 +20,11 @@ from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.choice import DraftChooser
+from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
-from medusa_ppo.drafting.seating import Seating, Seats, Traits
-from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
+from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
 from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.types import Checked
 from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, fixed_sampling, read_state
@@ -33,9 +33,11 @@ from medusa_ppo.vllm_plugin.hooks import (
     agreed,
     agreed_by_all,
     embedding_module,
+    lm_head_weight,
     packed_linear,
+    packs_8_bit,
 )
-from medusa_ppo.vllm_plugin.rpc import Drafting
+from medusa_ppo.vllm_plugin.rpc import SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,12 @@ class MedusaProposer(StockMedusaProposer):
 
     heads: MedusaHeads
     _core: DraftingCore
-    _slots: DraftSlots
+    _slots: DraftSlots | None
     _seats: Seats
     _positions_B: torch.Tensor
     _target: nn.Module
+    _ring: PairRing | None = None
+    _seen: Seen | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -57,7 +61,8 @@ class MedusaProposer(StockMedusaProposer):
         self.heads_checksum = ""
         self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
-        self.sampled = False
+        # Said at the start, q lies in the memory that vLLM profiles.
+        self.sampled = bool((vllm_config.additional_config or {}).get(SAMPLED, False))
         self.draft_temperature = 1.0
         self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
@@ -83,29 +88,38 @@ class MedusaProposer(StockMedusaProposer):
         self.version, self.heads_checksum = metadata.version, metadata.checksum
         self._target = target_model
         self._fingerprint = fingerprint(self.heads)
-        self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), pack=packed_linear, dtype=self._draft_dtype())
-        self._use_vocabulary()
+        self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), packed_linear)
+        self.token_map = self._new_map(0)
+        self._refresh_token_map()
+        self._make_ring()
+
+    def _make_ring(self) -> None:
+        config, fused = self.heads.config, self._core.fused
+        if isinstance(fused, ContextHeads):
+            size = self.vllm_config.scheduler_config.max_num_seqs
+            self._ring = PairRing(size, config.context, 2 * config.hidden_size, fused.dtype, self.device)
 
     @torch.inference_mode()
     def _use_vocabulary(self) -> None:
-        """Draft from the token map's tokens, or from all. q that was kept in other columns is forgotten: its drafts are one-hot then."""
+        """Draft from the token map's tokens, or from all. q that was kept before is forgotten: its drafts are one-hot then."""
         ids_W = self.token_map.ids_W
-        self._core.use_vocabulary(ids_W, None if ids_W is None else self.token_map.logits)
-        width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
-        size = self.vllm_config.scheduler_config.max_num_seqs
-        self._slots = DraftSlots(size, self.num_speculative_tokens, width, self.device, ids_W)
+        self._core.use_vocabulary(ids_W, self.token_map.product)
+        self._slots = None
+        if self.sampled:
+            width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
+            size = self.vllm_config.scheduler_config.max_num_seqs
+            self._slots = DraftSlots(size, self.num_speculative_tokens, width, self.device, ids_W)
 
     def _embedding(self) -> Any:
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
 
     def _lm_head(self, features_ND: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` by the engine's own lm_head: prepacked and sharded as it is, and always that of the last actor sync."""
-        return self._target.compute_logits(features_ND)  # type: ignore[operator]
+        return self._target.compute_logits(features_ND.to(self.dtype))  # type: ignore[operator]
 
-    def _draft_dtype(self) -> torch.dtype:
-        """What our own products compute in: float32 where the CPU would emulate bfloat16."""
-        emulated = self.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-        return torch.float32 if emulated else self.dtype
+    def _new_map(self, size: int) -> TokenMap:
+        cpu, own = self.device.type == "cpu", self.heads.config.lm_head == "own"
+        return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
 
     def propose(
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
@@ -124,17 +138,19 @@ class MedusaProposer(StockMedusaProposer):
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
         last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(self.device, non_blocking=True)
         if not self.sampled or sampling_metadata.all_greedy:
-            return self._core.draft(hidden_BD, last_ids_B, count).ids_BK
+            return self._core.draft(hidden_BD, last_ids_B, count, seen=self._seen).ids_BK
         return self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata).ids_BK
 
     def _draft_and_keep(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling_metadata: Any) -> Drafted:
         """Sampled drafts; their q is kept until they are verified."""
+        assert self._slots is not None, "who samples drafts has room for them"
         seats, sm = self._seats, sampling_metadata
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
         noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_LANE, count)
-        drafted = self._core.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p))
+        how = Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
+        drafted = self._core.draft(hidden_BD, last_ids_B, count, how, self._seen, self._slots)
         stamps_B = torch.where(temperature_B > 0, stamps(seats.requests_B, self._positions_B), NOTHING)
-        self._slots.keep(seats.slots_B, stamps_B, drafted.columns_BK, drafted.q)
+        self._slots.stamp(seats.slots_B, stamps_B, count)
         return drafted
 
     # ---- what hooks.py calls -------------------------------------------------------------------------------------------
@@ -146,8 +162,14 @@ class MedusaProposer(StockMedusaProposer):
             live_requests: vLLM's states of all requests that have not ended.
             tokens: numpy, how many tokens each request of the batch has: what it drafts at.
         """
-        self._seats = self._seating.seat(request_ids, lambda key: _traits(live_requests[key]), live_requests)
+        self._seats = self._seating.seat(request_ids, lambda key: self._meet(live_requests[key]), live_requests)
         self._positions_B = torch.from_numpy(tokens).to(self.device, torch.int64)
+
+    def _meet(self, request: Any) -> Traits:
+        """Of vLLM's state of a request that is new here."""
+        asked = request.sampling_params
+        self.token_map.observe([request.prompt_token_ids or ()])
+        return Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
 
     def proposed(
         self, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int, all_greedy: bool
@@ -155,7 +177,7 @@ class MedusaProposer(StockMedusaProposer):
         """What verification of `counts` drafts of each request needs: for our own in torch, or q `[T, V]` for vLLM's kernels."""
         width, seats = max(counts), self._seats
         stamps_B = stamps(seats.requests_B, self._positions_B)
-        kept = self._slots.look_up(seats.slots_B, stamps_B, width) if self.sampled and width and not all_greedy else None
+        kept = self._slots.look_up(seats.slots_B, stamps_B, width) if self._slots is not None and width and not all_greedy else None
         if self.device.type == "cpu":
             if kept is None and seats.keys_B is None:
                 return None
@@ -168,15 +190,18 @@ class MedusaProposer(StockMedusaProposer):
             return None
         requests_T = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
         drafts_T = torch.tensor([draft for count in counts for draft in range(count)])
-        return self._slots.whole_rows(kept, requests_T.to(self.device), drafts_T.to(self.device), draft_ids_T, vocab_size)
+        return kept.slots.whole_rows(kept, requests_T.to(self.device), drafts_T.to(self.device), draft_ids_T, vocab_size)
 
-    def before_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
+    def before_step(
+        self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int, hidden_TD: torch.Tensor
+    ) -> None:
         """What the step that just ended sampled, before the next drafts are made.
 
         Args:
             sampled_token_ids: new tokens by request; none for a request whose prompt isn't finished.
             drafted: drafts that were verified, by request.
             scheduled_tokens: tokens that the model computed, prompts included.
+            hidden_TD: the states that verification read: of each request one more than drafts, or where nothing was drafted one.
         """
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         self.token_map.observe(sampled_token_ids)
@@ -184,6 +209,33 @@ class MedusaProposer(StockMedusaProposer):
             self._refresh_token_map()
         if self.choose:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
+        self._seen = None
+        if self._ring is not None and self.fed and self.num_drafts and any(sampled_token_ids):
+            self._seen = self._look_back(self._ring, sampled_token_ids, drafted, hidden_TD)
+
+    def _look_back(
+        self, ring: PairRing, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], hidden_TD: torch.Tensor
+    ) -> Seen:
+        """Put the step's pairs into the ring, and look up what each request attends to. Positions of the prompt have none."""
+        # Row of the state, token, request, and how far before the request's last token.
+        found: list[tuple[int, int, int, int]] = []
+        own, row = [], 0
+        alike = hidden_TD.shape[0] == len(sampled_token_ids)
+        for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
+            ago = range(min(len(tokens), ring.pairs) - 1, -1, -1)
+            found += [(row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago]
+            own.append(max(len(found) - 1, 0))
+            row += 1 if alike else count + 1
+        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(self.device, non_blocking=True)
+        own_B = torch.tensor(own).to(self.device, non_blocking=True)
+        row_N, ids_N, request_N, back_N = numbers.unbind(0)
+        seats, fused, D = self._seats, self._core.fused, self.heads.config.hidden_size
+        assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
+        pairs_NX = fused.pairs(hidden_TD[row_N], ids_N)
+        ring.write(seats.slots_B[request_N], seats.requests_B[request_N], self._positions_B[request_N] - back_N, pairs_NX[:, D:])
+        kept_BnR, there_Bn = ring.read(seats.slots_B, seats.requests_B, self._positions_B)
+        there_Bn[:, -1] = True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+        return Seen(pairs_NX[own_B, :D], kept_BnR, there_Bn)
 
     def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
         now = time.perf_counter()
@@ -221,15 +273,18 @@ class MedusaProposer(StockMedusaProposer):
                 "The draft vocabulary can't be truncated so.",
                 given=f"{size} tokens, heads with lm_head={self.heads.config.lm_head}",
                 expected="a number of tokens, and heads that share the actor's lm_head",
-                do="Leave engine.draft_vocab at 0.",
+                do="Set engine.draft_vocab=0.",
             )
         if size != self.token_map.size:
-            self.token_map = TokenMap(size, self.heads.config.vocab_size, packed_linear, self._draft_dtype())
-            self._use_vocabulary()
+            self.token_map = self._new_map(size)
+            self._refresh_token_map()
         # What was learned about costs stays when the choice is switched off and on again.
         self.num_drafts, self.choose = count, bool(settings.get("choose", self.choose))
         self._step_began = None
-        self.sampled, self.draft_temperature = bool(settings.get("sampled", self.sampled)), temperature
+        sampled, self.draft_temperature = bool(settings.get("sampled", self.sampled)), temperature
+        if sampled != self.sampled:
+            self.sampled = sampled
+            self._use_vocabulary()
         self._core.temperatures_K.fill_(temperature)
         return Drafting(
             num_drafts=count, sampled=self.sampled, draft_temperature=temperature, choose=self.choose, draft_vocab=self.token_map.size
@@ -239,13 +294,19 @@ class MedusaProposer(StockMedusaProposer):
         """New actor weights: what was read from them is read again."""
         self.chooser.heads_changed()
         self._core.actor_changed()
+        self._forget_pairs()
         self._refresh_token_map()
+
+    def _forget_pairs(self) -> None:
+        """Keys and values of other heads, or of another actor."""
+        if self._ring is not None:
+            self._ring.forget()
 
     @torch.inference_mode()
     def _refresh_token_map(self) -> None:
-        self.token_map.refresh(self._lm_head, self.hidden_size, self.dtype, self.device)
-        if self.token_map.ids_W is not None:
-            self._use_vocabulary()
+        weight_VD = lm_head_weight(self._target, self.heads.config.vocab_size)
+        self.token_map.refresh(self._lm_head, self.hidden_size, self.dtype, self.device, weight_VD)
+        self._use_vocabulary()
 
     def swap(self, path: str, version: int, checked: Checked | None = None) -> str:
         """Put the heads of a state file in the place of the serving ones; nothing is touched unless the file is right.
@@ -268,6 +329,7 @@ class MedusaProposer(StockMedusaProposer):
         self.fed = False
         heads.load_trainable_state(cast)
         self._core.load()
+        self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_token_map()
         fault = next((f"{name} does not read back" for name, value in heads.trainable_views().items() if not _same(value, cast[name])), "")
@@ -285,11 +347,12 @@ class MedusaProposer(StockMedusaProposer):
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
         """Why what drafts now are not the heads of `state`; empty when they are."""
-        config = self.heads.config
-        hidden_BD, last_ids_B = fixed_inputs(config, self.dtype, self.device)
-        draft = self._core.draft(hidden_BD, last_ids_B, config.num_heads, fixed_sampling(config.num_heads, self.device))
-        plain = Plain(self._lm_head, self._embedding(), self.dtype, self.draft_temperature, self.token_map.ids_W)
-        return find_difference(draft, state, config, hidden_BD, last_ids_B, plain)
+        config, fixed, fused = self.heads.config, fixed_inputs(self.heads.config, self.dtype, self.device), self._core.fused
+        seen = fused.seen(*fixed) if isinstance(fused, ContextHeads) else None
+        how, eighths = fixed_sampling(config.num_heads, self.device), packs_8_bit(self.dtype, self.device)
+        draft = self._core.draft(fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], config.num_heads, how, seen)
+        plain = Plain(self._lm_head, self._embedding(), self.dtype, self.draft_temperature, self.token_map.ids_W, eighths)
+        return find_difference(draft, state, config, fixed, plain)
 
     def held_version(self) -> int:
         """Version of the heads that are really there; -1 when they are gone (a deep sleep, a swap that failed): then nothing is drafted.
@@ -301,12 +364,6 @@ class MedusaProposer(StockMedusaProposer):
             logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
         self.fed = there
         return self.version if there else -1
-
-
-def _traits(request: Any) -> Traits:
-    """Of vLLM's state of a request."""
-    asked = request.sampling_params
-    return Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
 
 
 def fingerprint(heads: nn.Module) -> tuple[int, ...]:

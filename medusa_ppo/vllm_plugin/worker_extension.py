@@ -20,7 +20,7 @@ from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
 from medusa_ppo.files import forget_registration
 from medusa_ppo.types import Checked
 from medusa_ppo.vllm_plugin.confirm import read_state
-from medusa_ppo.vllm_plugin.registration import activate, require_active, vllm_version
+from medusa_ppo.vllm_plugin.registration import activate, drafter_of, require_active, vllm_version
 from medusa_ppo.vllm_plugin.rpc import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
@@ -141,7 +141,7 @@ class MedusaWorker:
 
     def _medusa_drafter(self) -> Any:
         """Our proposer; None where there are no heads of ours."""
-        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        drafter = drafter_of(self.model_runner)  # type: ignore[attr-defined]
         return drafter if hasattr(drafter, "held_version") else None
 
     def _medusa_require_drafter(self) -> Any:

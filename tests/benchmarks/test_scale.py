@@ -43,6 +43,8 @@ def test_arithmetic_of_heads_by_hand(scale: ModuleType) -> None:
     assert scale.head_flops(HeadsConfig(D, V, 1, "markov", rank=2), training=True) == 4 * D * V + 4 * D * D + 6 * 2 * V
     hydra = 4 * D * V + 6 * D * D + 4 * (6 * 6) + 6 * (6 * 3)
     assert scale.head_flops(HeadsConfig(D, V, 1, "hydra"), training=True) == hydra
+    context, plain = (scale.head_flops(HeadsConfig(D, V, 3, kind, context=n), training=False) for kind, n in (("hydra", 4), ("medusa", 0)))
+    assert context == plain + 2 * (7 * D * D + 2 * D * D + 3 * (2 + 2) * D * D + 2 * 4 * D * D)
 
 
 def test_more_gpus_take_less_time_and_move_more_weights(scale: ModuleType) -> None:

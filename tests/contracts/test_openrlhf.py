@@ -1,4 +1,4 @@
-"""Contract with OpenRLHF: everything that medusa_ppo/loops/openrlhf*.py relies on, in the installed package; its vLLM actor is run."""
+"""Contract with OpenRLHF: everything that medusa_ppo/loops/openrlhf.py relies on, in the installed package; its vLLM actor is run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
 from medusa_ppo.config import build_config
 from medusa_ppo.loops import CHECKED, require_loop
-from medusa_ppo.loops.openrlhf import __main__ as ours
+from medusa_ppo.loops import openrlhf as ours
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -132,6 +132,7 @@ def test_the_two_worker_extensions_do_not_meet():
 
     from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
+    assert ours.MedusaOpenRLHFWorker.__mro__[1:3] == (MedusaWorker, WorkerWrap) and ours.WORKER_EXTENSION.endswith("MedusaOpenRLHFWorker")
     names = [{name for name in vars(kind) if not name.startswith("__")} for kind in (MedusaWorker, WorkerWrap)]
     assert not names[0] & names[1]
 

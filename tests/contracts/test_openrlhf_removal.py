@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts")
 
-from medusa_ppo.loops.openrlhf import __main__ as ours
+from medusa_ppo.loops import openrlhf as ours
 
 OFF = "companion: {enabled: false}\nengine: {num_drafts: 0}\n"
 

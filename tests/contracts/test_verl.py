@@ -93,7 +93,8 @@ def test_the_worker_has_what_we_tap(ours: Any):
     assert "self.actor = self.actor_worker_cls(" in source(ActorRolloutRefWorker.init_model)
     assert "self.engine" in source(TrainingWorker.__init__) and "self.module" in source(FSDPEngine)
     assert "self.module(" in source(FSDPEngineWithLMHead.forward_step)
-    assert "return per_tensor_param, peft_config_dict" in source(FSDPEngine.get_per_tensor_param)
+    assert isinstance(FSDPEngine.is_param_offload_enabled, property)
+    assert parameters(FSDPEngine.to) == ["self", "device", "model", "optimizer", "grad"]
     assert 'micro_batch["input_ids"]' in source(FSDPEngineWithLMHead.prepare_model_inputs)
     old, new = (getattr(c.compute_log_prob, MAGIC_ATTR) for c in (ActorRolloutRefWorker, ours.MedusaActorRolloutRefWorker))
     assert old["execute_mode"] == new["execute_mode"] and old["blocking"] == new["blocking"]

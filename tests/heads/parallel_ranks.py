@@ -19,8 +19,9 @@ from heads.acceptance import draft_ids_for_rows, draft_logprobs_for_rows
 from heads.checkpoint import load_heads, save_heads
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss
-from heads.modules import MedusaHeads
+from heads.modules import SHARED, Context, MedusaHeads
 from heads.parallel import ParallelHeads, ShardedVocabulary
+from heads.targets import context_rows
 from heads.vocabulary import WHOLE, truncate_logits
 
 D, V, K, N = 16, 1001, 3, 23  # An odd vocabulary: the last rank has fewer rows.
@@ -37,7 +38,9 @@ KINDS = {
     "medusa-own": ("medusa", "own"),
     "markov": ("markov", "shared"),
     "hydra": ("hydra", "shared"),
+    "context": ("context", "shared"),
 }
+PAIRS = 5
 
 
 class Traffic:
@@ -70,7 +73,8 @@ class Case:
     def __init__(self, kind: str, lm_head: str, vocabulary: ShardedVocabulary) -> None:
         torch.manual_seed(0)
         self.vocabulary = vocabulary
-        self.whole = MedusaHeads(HeadsConfig(D, V, K, kind, 2, lm_head, rank=4))
+        pairs = PAIRS if kind == "context" else 0
+        self.whole = MedusaHeads(HeadsConfig(D, V, K, "hydra" if pairs else kind, 2, lm_head, rank=4, context=pairs))
         self.lm_head_VD, self.embedding_VD = torch.randn(V, D), torch.randn(V, D)
         if lm_head == "own":
             self.whole.init_own_lm_heads(self.lm_head_VD)
@@ -83,11 +87,14 @@ class Case:
         self.mask_NK = torch.rand(N, K) > 0.2
         self.logprobs_NK = -9 * torch.rand(N, K)
         self.rows_NK = torch.randint(N, (N, K))
+        self.context_Nn = context_rows(torch.arange(N) // 9, PAIRS) if pairs else None
 
     def factored(self, sharded: bool) -> Any:
         heads: MedusaHeads = self.share if sharded else self.whole
         own = self.vocabulary.own_rows if sharded else (lambda table: table)
-        return heads.factored(self.hidden_ND, own(self.lm_head_VD), condition=self.condition_NK, embedding_VD=own(self.embedding_VD))
+        context = None if self.context_Nn is None else Context.of(self.context_Nn, self.hidden_ND, self.condition_NK[:, 0])
+        tables = {"condition": self.condition_NK, "embedding_VD": own(self.embedding_VD), "context": context}
+        return heads.factored(self.hidden_ND, own(self.lm_head_VD), **tables)
 
     def loss(self, sharded: bool, config: LossConfig, cut: tuple[int, float] = (0, 1.0), chunk_rows: int = 7) -> torch.Tensor:
         lm_head = self.vocabulary.own_rows(self.lm_head_VD) if sharded else self.lm_head_VD
@@ -140,8 +147,8 @@ def clips(case: Case, name: str, figures: dict[str, Any]) -> None:
     before = case.gradients(False)
     norm_K = case.share.clip_gradients(1.0)
     expected = {}
-    for k in range(K):
-        mine = {key: value for key, value in before.items() if f".{k}." in key[: key.index(".") + 3]}
+    for k in range(len(norm_K)):
+        mine = {key: value for key, value in before.items() if (f".{k}." in key[: key.index(".") + 3] if k < K else key in SHARED)}
         norm = torch.cat([v.flatten() for v in mine.values()]).norm()
         figures[f"clip-norm-{name}-{k}"] = float((norm - norm_K[k]).abs() / norm)
         expected |= {key: value / max(1.0, float(norm)) for key, value in mine.items()}
@@ -150,7 +157,7 @@ def clips(case: Case, name: str, figures: dict[str, Any]) -> None:
 
 def drafts(case: Case, name: str, figures: dict[str, Any]) -> None:
     own = case.vocabulary.own_rows
-    where = {"condition_MK": case.condition_NK}
+    where = {"condition_MK": case.condition_NK, "context_Mn": case.context_Nn}
     tables = [(case.whole, case.lm_head_VD, case.embedding_VD), (case.share, own(case.lm_head_VD), own(case.embedding_VD))]
     ids = [draft_ids_for_rows(h, case.hidden_ND, w, embedding_VD=e, chunk_rows=5, **where) for h, w, e in tables]
     figures[f"argmax-{name}"] = int((ids[0] != ids[1]).sum())

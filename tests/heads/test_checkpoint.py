@@ -24,7 +24,8 @@ D, V, K = 16, 40, 3
 
 def build(kind: str = "medusa", lm_head: str = "shared", layers: int = 2) -> MedusaHeads:
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4))
+    pairs = 5 if kind == "context" else 0
+    heads = MedusaHeads(HeadsConfig(D, V, K, "hydra" if pairs else kind, layers, lm_head, rank=4, context=pairs))
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -49,7 +50,7 @@ def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -
     save_file(tensors, path / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "context"])
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype) -> None:
@@ -332,3 +333,13 @@ def test_stock_vllm_reads_medusa_and_refuses_the_other_kinds(tmp_path: Path, kin
     else:
         with pytest.raises(ValueError, match="medusa_ppo"):
             get_config(str(tmp_path / "a"), trust_remote_code=False)
+
+
+def test_a_folder_from_before_there_was_a_context_loads(tmp_path: Path) -> None:
+    """Its configuration lacks the key."""
+    heads = build("hydra")
+    save_heads(tmp_path / "old", heads)
+    edit_config(tmp_path / "old", lambda config: config["medusa_ppo"]["heads"].pop("context"))
+    again, _ = load_heads(tmp_path / "old")
+    assert again.config == heads.config and again.config.context == 0
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))

@@ -9,7 +9,7 @@ from heads.heads_config import HeadsConfig
 
 
 def test_round_trip() -> None:
-    config = HeadsConfig(16, 40, 3, "hydra", 2, "own", 8, 3)
+    config = HeadsConfig(16, 40, 3, "hydra", 2, "own", 8, 3, 5)
     assert HeadsConfig.from_dict(config.to_dict()) == config
 
 
@@ -21,6 +21,9 @@ def test_round_trip() -> None:
         ({"num_heads": 0}, "num_heads"),
         ({"rank": True}, "rank"),
         ({"num_layers": 1.0}, "num_layers"),
+        ({"kind": "hydra", "context": -1}, "context"),
+        ({"kind": "hydra", "context": True}, "context"),
+        ({"kind": "markov", "context": 4}, "hydra"),
     ],
 )
 def test_impossible_values(change: dict, word: str) -> None:

@@ -8,15 +8,19 @@ import torch.nn.functional as F
 
 from heads.errors import CheckpointError, ConfigError
 from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
-from heads.modules import MedusaHeads, rms_normalise
-from heads.targets import condition_ids
+from heads.modules import Context, MedusaHeads, rms_normalise
+from heads.targets import MISSING, condition_ids, context_rows
 
 D, V, K, B, T = 16, 40, 3, 2, 9
+PAIRS = 4
+FORMS = [*KINDS, "context"]
+"""Kinds, and hydra heads with a context."""
 
 
-def build(kind: str, lm_head: str = "shared", layers: int = 2, *, noise: float = 0.2) -> MedusaHeads:
+def build(form: str, lm_head: str = "shared", layers: int = 2, *, noise: float = 0.2) -> MedusaHeads:
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4))
+    kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
+    heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4, context=pairs))
     if lm_head == "own":
         heads.init_own_lm_heads(tables()[0])
     with torch.no_grad():
@@ -35,7 +39,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(B, T, D, generator=generator), torch.randint(V, (B, T), generator=generator)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 def test_untrained_heads_are_lm_head(kind: str, lm_head: str) -> None:
     lm_head_VD, embedding_VD = tables()
@@ -86,6 +90,55 @@ def test_hydra_by_hand() -> None:
             torch.testing.assert_close(logits_BTKV[:, t, k], F.linear(x_BD, lm_head_VD), rtol=1e-4, atol=1e-4)
 
 
+def one_row(state: dict[str, torch.Tensor], pairs: list[tuple[torch.Tensor, int]], tokens: list[int], embedding_VD: torch.Tensor) -> list:
+    """What lm_head reads for head 1, 2, ... at one row: its pairs oldest first, its own last, and the tokens since."""
+    c = D
+    inputs = [torch.cat([rms_normalise(hidden_D), rms_normalise(embedding_VD[token])]) for hidden_D, token in pairs]
+    query_c = state["context.in.weight"][:c] @ inputs[-1]
+    share_m = torch.stack([query_c @ (state["context.in.weight"][c : 2 * c] @ pair) / c**0.5 for pair in inputs]).softmax(0)
+    mixed_c = sum(share * (state["context.in.weight"][2 * c :] @ pair) for share, pair in zip(share_m, inputs, strict=True))
+    base_D = pairs[-1][0] + state["context.out.weight"] @ mixed_c
+    inner_H, features = state["cell.start.weight"] @ rms_normalise(base_D), []
+    for k, token in enumerate(tokens):
+        state_H = rms_normalise(F.silu(inner_H + state["cell.token.weight"] @ rms_normalise(embedding_VD[token])))
+        inner_H = state["cell.step.weight"] @ state_H
+        x_D = base_D + state["cell.out.weight"] @ state_H
+        features.append(x_D + F.silu(state[f"blocks.{k}.layers.0.weight"] @ x_D))
+    return features
+
+
+def test_a_context_by_hand() -> None:
+    """Row by row: each attends to at most the last n pairs of its own sequence, itself among them."""
+    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = build("context", layers=1), tables(), rows()
+    assert heads.config.context_parts == 1
+    logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
+    state = heads.trainable_state()
+    for b in range(B):
+        for t in range(T - K + 1):
+            pairs = [(hidden_BTD[b, j], int(next_ids_BT[b, j])) for j in range(max(0, t - PAIRS + 1), t + 1)]
+            expected = one_row(state, pairs, next_ids_BT[b, t : t + K].tolist(), embedding_VD)
+            torch.testing.assert_close(logits_BTKV[b, t], torch.stack(expected) @ lm_head_VD.T, rtol=1e-4, atol=1e-4)
+
+
+def test_the_attention_has_equal_parts() -> None:
+    assert [HeadsConfig(width, V, K, "hydra", context=2).context_parts for width in (2, 16, 256, 4096, 330)] == [1, 1, 4, 64, 5]
+
+
+def test_a_pair_that_is_missing_says_nothing() -> None:
+    """Rows that see all but their oldest pairs are rows whose sequence began later."""
+    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = build("context"), tables(), rows()
+    hidden_TD, ids_T = hidden_BTD[0], next_ids_BT[0]
+    condition_TK = condition_ids(ids_T, torch.zeros_like(ids_T), K)
+    rows_Tn = context_rows(torch.zeros_like(ids_T), PAIRS)
+    cut_Tn = torch.where(torch.arange(PAIRS) < PAIRS - 2, MISSING, rows_Tn)
+    some = heads(hidden_TD, lm_head_VD, condition=condition_TK, embedding_VD=embedding_VD, context=Context.of(cut_Tn, hidden_TD, ids_T))
+    late = heads(hidden_TD[3:][None], lm_head_VD, next_ids_BT=ids_T[3:][None], embedding_VD=embedding_VD)[0]
+    torch.testing.assert_close(some[4], late[1], rtol=1e-4, atol=1e-5)
+    context = Context.of(rows_Tn, hidden_TD, ids_T)
+    whole = heads(hidden_TD, lm_head_VD, condition=condition_TK, embedding_VD=embedding_VD, context=context)
+    assert not torch.allclose(some[4], whole[4]) and torch.allclose(some[1], whole[1], atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["markov", "hydra"])
 def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) -> None:
     lm_head_VD, embedding_VD = tables()
@@ -101,7 +154,7 @@ def test_a_head_sees_the_tokens_before_its_target_and_no_later_one(kind: str) ->
         assert moved == [k >= j if kind == "hydra" else k == j for k in range(K)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_frozen_tables_get_no_gradient(kind: str) -> None:
     lm_head_VD, embedding_VD = (table.requires_grad_() for table in tables())
     hidden_BTD, next_ids_BT = rows()
@@ -111,7 +164,7 @@ def test_frozen_tables_get_no_gradient(kind: str) -> None:
     assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in heads.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 def test_state_round_trip(kind: str, lm_head: str) -> None:
     one, other = build(kind, lm_head), build(kind, lm_head, noise=0.0)
@@ -162,6 +215,9 @@ def test_wrong_inputs_are_named() -> None:
         build("markov")(hidden_BTD, lm_head_VD)
     with pytest.raises(ConfigError, match="embedding"):
         build("hydra")(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT)
+    with pytest.raises(ConfigError, match="pairs before"):
+        condition_BTK = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), K)
+        build("context")(hidden_BTD, lm_head_VD, condition=condition_BTK, embedding_VD=tables()[1])
     with pytest.raises(ConfigError, match="share"):
         build("medusa").init_own_lm_heads(lm_head_VD)
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads.targets import PADDING, condition_ids, head_logprobs, head_targets, head_teacher_rows, look_ahead, segments_from_lengths
+from heads.targets import (
+    MISSING,
+    PADDING,
+    condition_ids,
+    context_rows,
+    head_logprobs,
+    head_targets,
+    head_teacher_rows,
+    look_ahead,
+    segments_from_lengths,
+    used_rows,
+)
 
 # Text x0 x1 x2 x3 x4 x5 x6 = 10 11 12 13 14 15 16. Row t holds h_t; lm_head predicts x_{t+1} from it, so next_ids = 11 .. 16.
 NEXT_IDS = torch.tensor([11, 12, 13, 14, 15, 16])
@@ -67,3 +78,19 @@ def test_more_heads_than_rows() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="one shape"):
         look_ahead(NEXT_IDS, ONE[:-1], 1, 1)
+
+
+def test_a_context_is_the_rows_before_in_the_same_sequence() -> None:
+    rows_Mn = context_rows(torch.tensor([0, 0, 0, 0, 1, 1, PADDING]), 3)
+    none = MISSING
+    assert rows_Mn.tolist() == [
+        [none, none, 0],
+        [none, 0, 1],
+        [0, 1, 2],
+        [1, 2, 3],
+        [none, none, 4],
+        [none, 4, 5],
+        [none, none, none],
+    ]
+    used_P, places_Nn = used_rows(rows_Mn[[5, 2]])
+    assert used_P.tolist() == [0, 1, 2, 4, 5] and places_Nn.tolist() == [[none, 3, 4], [0, 1, 2]]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from heads.errors import ConfigError
-from heads.losses import NAMED_LOSSES, LossConfig
-from medusa_ppo.config import TEACHER_LOSSES, known_keys, load_config
+from medusa_ppo.config import known_keys, load_config
 from medusa_ppo.config_file import OLD_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +45,7 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("ppo.checkpoint_every=0", "ppo.checkpoint_every=null"),
         ("engine.num_drafts=-1", "engine.num_drafts=null"),
         ("heads.path=", "heads.path=null"),
-        ("engine={draft_vocab: 0}", "engine.draft_vocab=null"),
+        ("engine={draft_vocab: -1}", "engine.draft_vocab=null"),
         ("report.trackers=wandbb", "Did you mean wandb?"),
         ("companion.cores=one,two", "valid integer"),
         ("nonsense", "key=value"),
@@ -109,6 +108,40 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
             load_config(file)
 
 
+@pytest.mark.parametrize(
+    "pairs, words",
+    [
+        (["ppo.advantages=grpo", "sampling.responses_per_prompt=1"], "no others to be compared with"),
+        (["ppo.advantages=rloo", "ppo.step_separator=x"], "no rewards of single steps"),
+        (["ppo.kl_in_loss=true"], "k1 has no gradient"),
+        (["ppo.kl_goal=0.1", "ppo.kl_coefficient=0"], "stays 0"),
+        (["ppo.ptx_coefficient=1"], "a weight needs texts"),
+        (["ppo.eval_every=1", "data.eval_split=train"], "on the prompts of the training"),
+        (["ppo.kl_stop=0.1", "actor.backend=megatron"], "early end"),
+    ],
+)
+def test_options_of_the_update_that_contradict_each_other(pairs: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, pairs)
+
+
+def test_cut_responses_is_a_word_or_a_number() -> None:
+    assert [load_config(None, [f"ppo.cut_responses={value}"]).ppo.cut_responses for value in ("mask", "0.5", "null")] == ["mask", 0.5, None]
+    with pytest.raises(ConfigError):
+        load_config(None, ["ppo.cut_responses=often"])
+
+
+def test_a_preset_is_found_by_its_name_wherever_a_command_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("two-nodes", ["name=x"]).engine.replicas == 7
+    (tmp_path / "two-nodes").write_text("engine: {replicas: 3}")
+    assert load_config("two-nodes").engine.replicas == 3, "a file of this folder comes first"
+    with pytest.raises(ConfigError, match="preset does not exist"):
+        load_config("three-nodes")
+    with pytest.raises(ConfigError, match="an absolute one"):
+        load_config("configs/two-nodes.yaml")
+
+
 @pytest.mark.parametrize("key", OLD_KEYS)
 def test_a_key_of_an_earlier_release_says_what_says_it_now(key: str, tmp_path: Path) -> None:
     section, name = key.split(".")
@@ -144,11 +177,3 @@ def test_the_config_is_frozen_and_every_field_is_documented() -> None:
         for parent in parents:
             section = section.model_fields[parent].annotation
         assert section.model_fields[leaf].description, f"{key} has no docstring"
-
-
-def test_losses_that_need_neighbours_are_not_sampled_early() -> None:
-    for loss in NAMED_LOSSES:
-        assert (loss in TEACHER_LOSSES) == LossConfig.named(loss).needs_teacher
-        config = load_config(None, ["companion.position_share=0.5", f"companion.loss={loss}"])
-        assert config.companion.samples_early != LossConfig.named(loss).needs_teacher
-    assert not load_config().companion.samples_early

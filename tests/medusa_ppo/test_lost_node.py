@@ -85,6 +85,9 @@ class LosesANode(ProgressSink):
             node = next(n for n in self._cluster.worker_nodes if n.node_id not in actors("Leader"))
             self.lost = node.node_id
             self._cluster.remove_node(node, allow_graceful=False)
+            # Until Ray misses it (some 15 s) it places what is started again on the lost node, where that dies; who waits there is asked
+            # only with the next batch, and the steps before BACK_AT may take less.
+            until(lambda: not any(n["Alive"] for n in ray.nodes() if n["NodeID"] == self.lost))
         if step == BACK_AT:
             assert self.pool is not None
             self._cluster.add_node(**NODE)

@@ -6,6 +6,7 @@ told to refuse them. The real engine is covered by the tests under engines/ and 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError, DataError, SwapError
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
@@ -134,6 +136,15 @@ class RecordingCompanion:
         self.offer: PublishedHeads | None = None
         self.drained = 0
         self.train_s = 0.0
+        self.shared = True
+        self.gave_way: list[bool] = []
+        self.taken_back: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        self.taken_back.append((version, state))
+
+    def give_way(self, wanted: bool) -> None:
+        self.gave_way.append(wanted)
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
@@ -368,6 +379,8 @@ def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(parts, 
     plugin.before_generation()
     assert engine.calls == [("swap", 1), ("swap", 2), ("swap", 1)]
     assert engine.checksums()["heads"] == good.checksum and engine.heads_version == 1
+    ((version, state),) = companion.taken_back
+    assert version == 2 and checksum(state) == good.checksum, "the companion goes on from what the engine has, with newer numbers"
     plugin.rollout_ready(accepted(engine, 0.4))
     assert plugin.metrics()[names.STALENESS] == engine.policy_version - good.policy_version
     companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=10)
@@ -528,3 +541,37 @@ def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_pat
     again.before_generation()
     assert engine.checksums()["heads"] == checksum(saved.trainable_state()) and engine.heads_version == metadata.version
     again.close()
+
+
+def test_the_companion_stands_still_while_responses_are_generated(parts) -> None:
+    actor, engine, companion, plugin = parts
+    plugin.before_generation()
+    assert companion.gave_way[-1] is True
+    rollouts = engine.generate([[3, 4], [5, 6]], Sampling(max_new_tokens=6, seed=1))
+    plugin.rollout_ready(rollouts)
+    assert companion.gave_way[-1] is False
+    score(plugin, actor, rollouts, range(len(rollouts.responses)))
+    assert companion.gave_way[-1] is False and len(companion.batches) == 1
+
+
+def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
+    """Not a state is copied, not a table sent; when it is worth it again, the tables come first."""
+    actor, engine, companion, _ = parts
+    plugin = MedusaPlugin(engine, companion, heads=MedusaHeads(HeadsConfig(32, 64, num_heads=2)), passes=2.0)
+    rollouts = engine.generate([[3, 4], [5, 6]], Sampling(max_new_tokens=6, seed=1))
+
+    def step(version: int) -> dict[str, Any]:
+        plugin.before_generation()
+        plugin.rollout_ready(rollouts)
+        score(plugin, actor, rollouts, range(len(rollouts.responses)))
+        plugin.policy_updated(actor, version)
+        return plugin.metrics()
+
+    assert plugin.account is not None
+    decide, passes = plugin.account._decide, [2.0, 0.0, 0.0, 0.5]
+    plugin.account._decide = lambda: dataclasses.replace(decide(), passes=passes.pop(0))  # type: ignore[method-assign]
+    values = [step(version) for version in range(1, 5)]
+    assert [batch.passes for batch in companion.batches] == [2.0, 0.5]
+    assert [version for _, version in companion.tables] == [1, rollouts.policy_version, 4], "the second time with the batch that needs them"
+    assert [value[names.COMPANION_PASSES] for value in values] == [2.0, 0.0, 0.0, 0.5]
+    assert all(names.COMPANION_SAVED_S in value and value[names.COMPANION_LOST_S] > 0 for value in values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,3 +99,32 @@ def test_ray_gets_more_than_one_chance_to_start(failures: int, starts: bool, mon
         with pytest.raises(RunError, match="Ray did not start"):
             runtime._start(tmp_path, 2, 1)
     assert len(calls) == min(failures + 1, 3) and calls[0] == calls[-1]
+
+
+HOST_AND_STRANGERS = """
+import os, subprocess, sys
+import ray
+from medusa_ppo.processes import local_ray
+
+join = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL')"
+with local_ray():
+    for environment in (os.environ, {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}):
+        command = [sys.executable, "-c", join, ray.get_runtime_context().gcs_address]
+        print(subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, timeout=120).returncode)
+"""
+
+
+def test_a_local_ray_lets_in_only_who_has_its_token():
+    """Ray listens on every address of the machine: another user of the network must not run code in it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ran = subprocess.run([sys.executable, "-c", HOST_AND_STRANGERS], env=environment, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["0", "1"], ran.stderr[-1000:]
+
+
+def test_one_line_is_left_out_of_stderr_and_the_others_come(capfd: pytest.CaptureFixture[str]):
+    with runtime.without_line("known words"), pytest.raises(ValueError):
+        os.write(2, b"before\na line with known words in it\n")
+        os.write(2, b"after\n")
+        raise ValueError
+    os.write(2, b"known words\n")
+    assert capfd.readouterr().err == "before\nafter\nknown words\n"

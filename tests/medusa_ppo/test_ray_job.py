@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -110,3 +111,18 @@ def test_a_stopped_job_closes_what_it_started(jobs: JobSubmissionClient, command
     until(lambda: jobs.get_job_status(job) in ENDED, 120)
     until(lambda: not engines(), 60)
     assert (tmp_path / "job" / "report.html").is_file(), "a partial report"
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_job_finds_a_preset_by_its_name_and_a_file_that_is_sent_along(tmp_path: Path) -> None:
+    """As docs/cluster.md writes it, by the real command: a job starts where Ray was started, not where it is submitted."""
+    (tmp_path / "mine.yaml").write_text("extends: demo\nname: mine\n")
+    submit = ["ray", "job", "submit", f"--address=http://{ray.get_runtime_context().worker.node.address_info['webui_url']}"]
+    plan = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "plan", "--config"]
+    for sent, config, code, words in (
+        ([], "demo", 0, "succeeded"),
+        ([], "mine.yaml", 1, "an absolute one"),
+        (["--working-dir", "."], "mine.yaml", 0, "succeeded"),
+    ):
+        done = subprocess.run([*submit, *sent, "--", *plan, config], capture_output=True, text=True, timeout=180, check=False, cwd=tmp_path)
+        assert done.returncode == code and words in done.stdout + done.stderr, done.stdout + done.stderr

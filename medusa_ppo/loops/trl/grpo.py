@@ -11,11 +11,9 @@ What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,13 @@ import trl  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 
-from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
+from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
+from medusa_ppo.loops.passes import Generated  # noqa: E402
+from medusa_ppo.loops.ranks import Ranks  # noqa: E402
+from medusa_ppo.loops.trl import replaced  # noqa: E402
 from medusa_ppo.types import Sampling  # noqa: E402
 from medusa_ppo.vllm_plugin.registration import is_cpu_build  # noqa: E402
+from medusa_ppo.vllm_plugin.rpc import token_header  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]
 
@@ -45,14 +47,15 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
         self.attachment = attachment
         self.packed_weights = is_cpu_build()  # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill them.
         if mode == "server":
-            with _without_communicator() if self.packed_weights else contextlib.nullcontext():
+            with replaced(vllm_generation, "VLLMClient", _WithoutCommunicator if self.packed_weights else _Client):
                 super().__init__(model=model, mode=mode, **arguments)
-            attachment.attach_server(model, self.vllm_client.base_url)
+            attachment.attach_server(model, lambda: self.vllm_client.base_url)
         else:
             extra = attachment.engine_arguments(model)
             with replaced(vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)):
                 super().__init__(model=model, mode=mode, **arguments)
-            attachment.attach_llm(self.llm)
+            tensor_parallel = self.tensor_parallel_size
+            attachment.attach_llm(self.llm, counts=self.accelerator.process_index % tensor_parallel == 0)
         if self.logprobs is None:
             self.logprobs = 0  # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them.
 
@@ -61,7 +64,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
         if not self.packed_weights:
             super().sync_weights()
         elif self.mode == "server":
-            self.attachment.sync_by_file(dict(self._iter_named_params()))
+            self.attachment.sync_by_file(self._iter_named_params())
             return
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
@@ -100,7 +103,7 @@ class MedusaCallback(TrainerCallback):
         self.attachment.begin(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.attachment.updated(kwargs["model"], state.global_step)
+        self.attachment.updated(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attachment.end()
@@ -121,18 +124,20 @@ class MedusaMixin:
             ConfigError: the trainer does something that can't be combined with draft heads.
         """
         config = as_config(medusa)
+        ranks = Ranks.here(config.model_dump(mode="json") if config else None)
         if config is None:
             super().__init__(*args, **kwargs)
             return
-        named = [name for name in ("tools", "rollout_func", "environment_factory", "peft_config") if kwargs.get(name)]
+        named = [name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)]
+        named += ["torch_compile=True"] if getattr(kwargs.get("args"), "torch_compile", False) else []
         if named:
             raise ConfigError(
                 "Draft heads can't learn from this kind of rollout yet.",
                 given=", ".join(named),
-                expected="prompts and single responses of the whole model",
+                expected="prompts and single responses, scored by an actor that is not compiled",
                 do="Leave `medusa` or these arguments out.",
             )
-        attachment = Attachment(config)
+        attachment = Attachment(config, ranks)
         module = next(sys.modules[kind.__module__] for kind in type(self).__mro__ if kind.__module__.startswith("trl.trainer."))
         with replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
             super().__init__(*args, **kwargs)
@@ -159,13 +164,6 @@ class MedusaRLOOTrainer(MedusaMixin, trl.RLOOTrainer):
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
-    if arguments["accelerator"].num_processes > 1:
-        raise ConfigError(
-            "Draft heads in TRL were only checked with one training process.",
-            given=f"{arguments['accelerator'].num_processes} processes",
-            expected=1,
-            do="Train with one process, or leave `medusa` out.",
-        )
     if arguments.get("min_p"):
         raise ConfigError(
             "vLLM refuses min_p with speculative decoding.", given=f"min_p={arguments['min_p']}", expected="min_p=0", do="Use top_p."
@@ -181,9 +179,16 @@ def _sampled(logprobs: list[list[list[float | None]]]) -> list[list[float | None
     return [[token[0] for token in sequence] for sequence in logprobs]
 
 
-@contextlib.contextmanager
-def _without_communicator() -> Iterator[None]:
+class _Client(vllm_generation.VLLMClient):
+    """TRL's client, which shows the server our token (`loops.serve`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.session.headers.update(token_header())
+
+
+class _WithoutCommunicator(_Client):
     """TRL opens a NCCL group to the server as soon as it sees it; on the CPU build there is none, and weights go by file."""
-    client = vllm_generation.VLLMClient
-    with replaced(client, "init_communicator", lambda self, device: None):
-        yield
+
+    def init_communicator(self, device: Any = 0) -> None:
+        logger.debug("no communicator: weights go by file")

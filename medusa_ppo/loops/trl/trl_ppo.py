@@ -22,7 +22,10 @@ from transformers import TrainerCallback  # noqa: E402
 from trl.experimental.ppo import PPOTrainer, ppo_trainer  # noqa: E402
 
 from medusa_ppo.engines.rollout_engine import NoEngine  # noqa: E402
-from medusa_ppo.loops.attachment import Attachment, Generated, as_config, replaced  # noqa: E402
+from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
+from medusa_ppo.loops.passes import Generated  # noqa: E402
+from medusa_ppo.loops.ranks import Ranks  # noqa: E402
+from medusa_ppo.loops.trl import replaced  # noqa: E402
 from medusa_ppo.types import Sampling  # noqa: E402
 
 
@@ -33,10 +36,10 @@ class _Events(TrainerCallback):
         self.attachment = attachment
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.attachment.begin(kwargs["model"].policy)
+        self.attachment.begin(getattr(kwargs["model"], "module", kwargs["model"]).policy)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.attachment.updated(kwargs["model"].policy, state.global_step)
+        self.attachment.updated(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attachment.end()
@@ -58,18 +61,19 @@ class MedusaPPOTrainer(PPOTrainer):
         """
         super().__init__(*args, **kwargs)
         config = as_config(medusa)
+        ranks = Ranks.here(config.model_dump(mode="json") if config else None)
         if config is None:
             return
-        if kwargs.get("peft_config") is not None or self.accelerator.num_processes > 1:
+        if kwargs.get("peft_config") is not None:
             raise ConfigError(
                 "Heads can't be trained beside this PPOTrainer.",
-                given=f"peft_config={kwargs.get('peft_config')}, {self.accelerator.num_processes} processes",
-                expected="the whole model in one process",
+                given=f"peft_config={kwargs.get('peft_config')}",
+                expected="the whole model, which its own passes go through",
                 do="Leave `medusa` out.",
             )
-        self.medusa = Attachment(config)
+        self.medusa = Attachment(config, ranks)
         self.medusa.folder = Path(self.args.output_dir) / "medusa"
-        self.medusa.engine = NoEngine()
+        self.medusa.engine = NoEngine() if ranks.leads else None
         self.add_callback(_Events(self.medusa))
 
     def train(self) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from verl.utils.device import get_device_name
 
 from heads.errors import ConfigError
 from medusa_ppo.actors.megatron import MegatronActor
 from medusa_ppo.loops.passes import RowTap
 from medusa_ppo.loops.remote import Tables
+from medusa_ppo.loops.verl.verl_trainer import on_device
 from medusa_ppo.types import Sampling
 
 
@@ -71,11 +71,7 @@ class MegatronEngineTap(RowTap):
             del engine.forward_step  # The class's own stands behind it.
 
     def tables(self) -> Tables | None:
-        """lm_head and embedding, on the rank that reports. Weights that verl keeps off the GPU are there for a moment."""
-        offloaded = self._engine.is_param_offload_enabled
-        if offloaded:
-            self._engine.to(get_device_name(), model=True, optimizer=False, grad=False)
-        self._actor.refresh()
-        if offloaded:
-            self._engine.to("cpu", model=True, optimizer=False, grad=False)
+        """lm_head and embedding, on the rank that reports."""
+        with on_device(self._engine):
+            self._actor.refresh()
         return (self._actor.lm_head_VD, self._actor.embedding_VD) if self.reports else None

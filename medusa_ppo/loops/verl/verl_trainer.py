@@ -12,6 +12,7 @@ What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +24,14 @@ from omegaconf import OmegaConf, open_dict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from medusa_ppo.loops import require_loop
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.passes import PassTap, Row, RowTap
-from medusa_ppo.loops.remote import EMBEDDINGS, LM_HEAD, RemoteAttachment, Tables, call_all, refuse, sum_counters
+from medusa_ppo.loops.remote import RemoteAttachment, Tables, WorkerTables, call_all, refuse, sum_counters
 from medusa_ppo.types import RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
     """verl's actor worker; the first data-parallel replica (with FSDP that is rank 0) taps its own log-prob pass."""
 
     _medusa_tap: RowTap | None = None
+    _medusa_tables: WorkerTables | None = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
@@ -66,16 +69,25 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_tables(self) -> Tables | None:
-        """lm_head and embedding, gathered from all ranks; from the rank that reports only."""
+        """lm_head and embedding, gathered from all ranks if they changed; from the rank that reports only."""
         if self.config.actor.strategy == MEGATRON:
             tap: Any = self._medusa_tap  # Other replicas have none: nothing crosses between replicas.
             return tap.tables() if tap is not None else None
-        parameters, _ = self.actor.engine.get_per_tensor_param()
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in parameters:  # Each step of it is a collective: every rank walks to the end.
-            if self.rank == 0 and (name == LM_HEAD or name.endswith(EMBEDDINGS)):
-                found["lm_head" if name == LM_HEAD else "embedding"] = tensor.detach().to("cpu", copy=True)
-        return (found.get("lm_head", found["embedding"]), found["embedding"]) if self.rank == 0 else None
+        engine = self.actor.engine
+        if self._medusa_tables is None:
+            self._medusa_tables = WorkerTables(engine.module, reports=self.rank == 0)
+        with on_device(engine):
+            return self._medusa_tables.changed()
+
+
+@contextlib.contextmanager
+def on_device(engine: Any) -> Iterator[None]:
+    """verl's weights that it keeps off the GPU are there for a moment."""
+    if engine.is_param_offload_enabled:
+        engine.to(get_device_name(), model=True, optimizer=False, grad=False)
+    yield
+    if engine.is_param_offload_enabled:
+        engine.to("cpu", model=True, optimizer=False, grad=False)
 
 
 def engine_tap(engine: Any, config: Any) -> RowTap:
@@ -137,7 +149,6 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         batch = super()._update_actor(batch, metrics)
         if self.medusa is not None:
             tables = _first(self.actor_rollout_wg.medusa_tables())
-            assert tables is not None, "the rank that reports gives the tables"
             self.medusa.tables_changed(tables, self.global_steps)
             metrics.update(self.medusa.figures())
         return batch

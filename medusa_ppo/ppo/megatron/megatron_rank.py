@@ -29,25 +29,22 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
-from medusa_ppo.ppo.learner import PolicyScores, Scores, UpdateTotals, adamw, minibatches, require_finite
-from medusa_ppo.ppo.models import TokenStats
+from medusa_ppo.ppo.learner import PolicyScores, Scores, UpdateTotals, adamw, minibatches
+from medusa_ppo.ppo.models import Support, TokenStats
+from medusa_ppo.ppo.shaping import learning_rate_share, set_learning_rate
 from medusa_ppo.types import Rollouts, Sampling
 
 
-def sharded_stats(
-    logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, sampling: Sampling, *, entropy: bool = False, kept: bool = False
-) -> TokenStats:
+def sharded_stats(logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, *, entropy: bool = False) -> TokenStats:
     """As `token_stats`, from this rank's logits; the same on every rank. Gradients reach this rank's logits only.
 
     Args:
-        logits_MV: without the vocabulary's padding, before the temperature.
+        logits_MV: float32, without the vocabulary's padding, at the sampling temperature, and cut to what was sampled from.
         ids_M: the response tokens.
         vocabulary: how the tokens are spread over ranks.
     """
-    scaled_MV = logits_MV.float() / sampling.temperature
-    logprobs_M, entropy_M = _LogprobAndEntropy.apply(scaled_MV, ids_M, vocabulary)
-    log_kept_M = _log_kept(scaled_MV.detach(), vocabulary, sampling) if kept else None
-    return TokenStats(logprobs_M, entropy_M if entropy else None, log_kept_M)
+    logprobs_M, entropy_M = _LogprobAndEntropy.apply(logits_MV, ids_M, vocabulary)
+    return TokenStats(logprobs_M, entropy_M if entropy else None)
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
@@ -67,14 +64,6 @@ class _LogprobAndEntropy(torch.autograd.Function):
         mass_MV = logprobs_MV.exp()
         grad_MV = -mass_MV * (picked_M[:, None] + entropy_grad_M[:, None] * (logprobs_MV + entropy_M[:, None]))
         return ctx.vocabulary.add_at(grad_MV, ids_M, picked_M), None, None
-
-
-def _log_kept(logits_MV: Tensor, vocabulary: Vocabulary, sampling: Sampling) -> Tensor:
-    """As `log_kept_mass`."""
-    if not sampling.top_k and sampling.top_p >= 1.0:
-        return torch.zeros_like(logits_MV[:, 0])
-    cut_MV = vocabulary.truncate(logits_MV, sampling.top_k, sampling.top_p)
-    return (vocabulary.logsumexp(cut_MV) - vocabulary.logsumexp(logits_MV)).squeeze(1)
 
 
 WEIGHTS = "weights"
@@ -111,6 +100,7 @@ class ActorRank:
         """
         self._rank, self._path, self._config, self._with_embedding = rank, path, config, with_embedding
         self._meeting: Meeting | None = None
+        self._support = Support(Sampling())  # Of the batch that was scored last.
 
     def meet_here(self) -> Place:
         """Open the place where the ranks find each other."""
@@ -136,11 +126,12 @@ class ActorRank:
     def score(self, rollouts: Rollouts, pad_id: int, sampling: Sampling, tapped: bool) -> RankScores | None:
         """Passes of actor and reference over this replica's sequences; the answer comes from the rank that reports."""
         batch = PPOBatch(rollouts, self._actor.device, pad_id)
+        self._support = Support(sampling)
         found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
         with self._view.tap() if tapped else contextlib.nullcontext() as tap:
             self._actor.run(
                 [causal_inputs(micro.input_ids_BT) for micro in micros],
-                lambda n, logits_BTV: found.put(batch, micros[n], self._stats(micros[n], logits_BTV, sampling, entropy=True, kept=True)),
+                lambda n, logits_BTV: found.put(batch, micros[n], self._stats(micros[n], logits_BTV, sampling, entropy=True)),
             )
         self._reference.run(
             [causal_inputs(micro.input_ids_BT) for micro in micros],
@@ -154,12 +145,12 @@ class ActorRank:
     def update(self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int) -> UpdateTotals | None:
         """All optimizer steps of one PPO update; the sums over this replica's sequences from the rank that reports.
 
-        Raises:
-            RunError: a gradient is not finite; on all ranks, before the step that would have spoiled the weights.
+        A step whose gradient is not finite is left out, on all ranks.
         """
         batch, config = PPOBatch(rollouts, self._actor.device, pad_id), self._config.ppo
         totals = UpdateTotals()
-        for sequences in minibatches(len(batch), config, self._config.seed, step):
+        set_learning_rate(self._optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
+        for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens, micros = int(batch.lengths_S[sequences].sum()), self._micros(batch, sequences)
 
             def loss(n: int, logits_BTV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens) -> Tensor:
@@ -168,9 +159,10 @@ class ActorRank:
 
             self._actor.clear_gradients()
             self._actor.run([causal_inputs(micro.input_ids_BT) for micro in micros], loss, backward=True)
-            norm = require_finite(self._actor.gather_gradients(), "actor")
+            norm = self._actor.gather_gradients()
             totals.tokens += tokens
-            totals.grad_norms.append(norm)
+            if not totals.norms.sound(norm):
+                continue
             for parameter in self._actor.model.parameters():
                 assert parameter.grad is not None, "gather_gradients puts it there"
                 parameter.grad.mul_(min(1.0, config.clip_norm / (norm + CLIP_EPSILON)))
@@ -178,15 +170,20 @@ class ActorRank:
         return totals if self._view.reports else None
 
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
-        """This replica's micro batches: every n-th sequence by length, so that replicas have about the same to do."""
-        ordered = sorted(sequences, key=lambda s: (batch.total_lengths[s], s))
-        share = ordered[self._actor.replica :: self._actor.replicas]
-        return list(batch.micro_batches(share, self._config.ppo.micro_batch_size or self._config.ppo.minibatch_size))
+        """This replica's micro batches: every n-th sequence by length, so that replicas have about the same to do.
 
-    def _stats(self, micro: MicroBatch, logits_BTV: Tensor, sampling: Sampling, *, entropy: bool = False, kept: bool = False) -> TokenStats:
+        Where tokens were cut it is every n-th of the whole batch: only the replica that scored a sequence knows what was left.
+        """
+        dealt = range(len(batch)) if self._support.cuts else sequences
+        share = sorted(dealt, key=lambda s: (batch.total_lengths[s], s))[self._actor.replica :: self._actor.replicas]
+        wanted = set(sequences)
+        size = self._config.ppo.micro_batch_size or self._config.ppo.minibatch_size
+        return list(batch.micro_batches([s for s in share if s in wanted], size))
+
+    def _stats(self, micro: MicroBatch, logits_BTV: Tensor, sampling: Sampling, *, entropy: bool = False) -> TokenStats:
         vocabulary = self._view.vocabulary
-        logits_MV = vocabulary.own_rows(logits_BTV[micro.predict_mask_BT], dim=1)
-        return sharded_stats(logits_MV, micro.response_ids_M, vocabulary, sampling, entropy=entropy, kept=kept)
+        scaled_MV = vocabulary.own_rows(logits_BTV[micro.predict_mask_BT], dim=1).float() / sampling.temperature
+        return sharded_stats(self._support.cut(scaled_MV, micro, vocabulary), micro.response_ids_M, vocabulary, entropy=entropy)
 
     # ---- weights --------------------------------------------------------------------------------------------------------------
 

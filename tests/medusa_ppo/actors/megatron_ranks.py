@@ -82,6 +82,9 @@ class Companion:
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
 
+    def give_way(self, wanted: bool) -> None:
+        pass
+
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 

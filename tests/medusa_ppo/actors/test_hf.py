@@ -134,6 +134,30 @@ def test_wrapped_model_is_tapped_too() -> None:
     assert torch.allclose(tap.hidden_BTD @ hf.lm_head_weight(model).T, logits_BTV, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "plain"),
+    [("final_logit_softcapping", 30.0, None), ("logit_scale", 0.0625, 1.0), ("logits_scaling", 8.0, 1.0)],
+)
+def test_logits_that_are_more_than_a_product_are_refused_by_name(setting: str, value: float, plain: float | None) -> None:
+    """Gemma-2, Cohere, Granite: the engine's `compute_logits` has it, the companion's product had not, and nobody said so."""
+    model = tiny("llama", tied=False)
+    setattr(model.config, setting, plain)
+    assert hf.as_view(model).lm_head_VD.shape[0]
+    setattr(model.config, setting, value)
+    with pytest.raises(ModelError, match=f"{setting}={value}"):
+        _ = hf.as_view(model).lm_head_VD
+
+
+def test_a_bias_of_lm_head_is_refused() -> None:
+    model = tiny("llama", tied=False)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.weight.shape[0]))
+    assert hf.as_view(model).lm_head_VD.shape[0]
+    with torch.no_grad():
+        model.lm_head.bias[3] = 0.5
+    with pytest.raises(ModelError, match="bias of lm_head"):
+        _ = hf.as_view(model).lm_head_VD
+
+
 def test_the_plugin_sees_any_actor_through_a_view() -> None:
     model = tiny("llama", tied=False)
     view = hf.as_view(model)

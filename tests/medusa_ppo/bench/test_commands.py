@@ -64,13 +64,27 @@ def test_companion(source: list[str], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rollout(source: list[str], heads: Path, tmp_path: Path) -> None:
     file = tmp_path / "rollout.json"
-    arguments = ("--heads", str(heads), "--stock-heads", str(heads), "--batches", "1,4", "--rounds", "1", "--eager", "--json", str(file))
+    arguments = (
+        "--heads",
+        str(heads),
+        "--stock-heads",
+        str(heads),
+        "--batches",
+        "1,4",
+        "--rounds",
+        "1",
+        "--eager",
+        "--fixed",
+        "1,3",
+        "--json",
+        str(file),
+    )
     run("rollout", *source, *arguments, "--max-new-tokens", "16")
     figures = json.loads(file.read_text())
-    assert figures["arms"] == ["none", "stock medusa", "n-gram", "ours, K fixed", "ours, K chosen"]
+    assert figures["arms"] == ["none", "stock medusa", "n-gram", "ours, K = 1", "ours, K = 3", "ours, K chosen"]
     rows = {(row["batch"], row["arm"]): row for row in figures["rows"]}
-    assert len(rows) == 10 and rows[1, "none"]["ratio"] == 1.0 and rows[4, "none"]["drafts_per_step"] == 0
-    assert rows[1, "stock medusa"]["drafts_per_step"] == 3 == rows[1, "ours, K fixed"]["drafts_per_step"]
+    assert len(rows) == 12 and rows[1, "none"]["ratio"] == 1.0 and rows[4, "none"]["drafts_per_step"] == 0
+    assert rows[1, "stock medusa"]["drafts_per_step"] == 3 == rows[1, "ours, K = 3"]["drafts_per_step"]
     assert file.with_suffix(".svg").is_file()
 
 

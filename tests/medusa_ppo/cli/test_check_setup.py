@@ -41,8 +41,9 @@ def test_each_command_is_real(step: machine_checks.Step) -> None:
         assert words[1:3] == ["job", "submit"] and given["entrypoint_num_gpus"] == 1
         words = list(given["entrypoint"])
     values = parsed(words)
-    if "config" in values:
-        config = load_config(ROOT / str(values["config"]).removeprefix("$PWD/"), values["overrides"])  # type: ignore[arg-type]
+    if values.get("config"):
+        name = str(values["config"])  # A path in the checkout, or a preset.
+        config = load_config(ROOT / name if name.endswith(".yaml") else Path(name), values["overrides"])  # type: ignore[arg-type]
         assert config.model.path == "models/actor" and config.data.path == "data/rows.jsonl" and config.name in step.command
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from medusa_ppo.cli import app
+from medusa_ppo.console import command
 
 COMMANDS = ["demo", "ppo", "plan", "train", "eval", "convert", "push", "report", "doctor", "check-setup"]
 
@@ -91,3 +93,17 @@ def test_a_template_that_was_typed_with_backslash_n_has_a_line_break(words: tupl
         command = command.commands[rest.pop(0)]
     context = command.make_context("x", [*rest, "--model", "m", "--data", "d", "--template", r"Question: {question}\nAnswer:"])
     assert context.params["template"] == "Question: {question}\nAnswer:"
+
+
+def test_allow_goes_with_resume() -> None:
+    assert "do this:  Add --resume" in run("ppo", "--config", "demo", "--allow", "ppo.steps", code=2)
+
+
+@pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another"), (errno.EIO, "--debug")])
+def test_a_disk_that_takes_nothing_is_one_sentence(number: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> None:
+        raise OSError(number, "No", "runs/x")
+
+    with pytest.raises(typer.Exit):
+        command(write)()
+    assert says in capsys.readouterr().err

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from medusa_ppo.cli import machine_checks
+from medusa_ppo.cli import app, machine_checks
+from medusa_ppo.engines.probe import tiny_model
 from medusa_ppo.vllm_plugin.hook_table import Finding
 
 
@@ -56,3 +59,13 @@ def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.Mon
         monkeypatch.setattr(machine_checks, "is_cpu_build", lambda cpu=cpu: cpu)
         check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "GPUs")
         assert check.ok is ok and "Some GPU" in check.found and "STACK=cuda" in check.do
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_doctor_judges_anyones_model_and_settings(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    asked = ["sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.max_new_tokens=32", "engine.num_drafts=2", "heads.num_heads=3"]
+    done = CliRunner().invoke(app, ["doctor", "--distribution", "--model", str(tmp_path / "model"), "--tokens", "1000", *asked])
+    assert done.exit_code == 0, done.output
+    assert "Honest: " in done.output and "All checks passed." in done.output

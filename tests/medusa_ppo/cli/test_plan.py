@@ -104,7 +104,7 @@ def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
     all_of_it, part = (make_plan(build_config({**base, "companion": c}), GPUS) for c in ({"num_gpus": 1}, sampled))
     states = [{move.what: move.size for move in plan.moves}["hidden states"] for plan in (all_of_it, part)]
     tokens = part.response_tokens
-    assert states[1] == round(tokens * 0.4) * 32 * 4 + tokens * (12 + 4) and states[0] == tokens * (32 * 4 + 12)
+    assert states[1] == round(tokens * 0.25) * 32 * 4 + tokens * (12 + 4) and states[0] == tokens * (32 * 4 + 12)
     assert "only while it trains" in part.processes[2].where and part.processes[2].gpus == 0.5
     assert "only while it trains" not in all_of_it.processes[2].where
 
@@ -189,6 +189,9 @@ def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) 
 def test_the_demo_and_mistakes(tmp_path: Path) -> None:
     demo = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")]), NO_GPU)
     assert 19e6 < demo.model.parameters < 21e6, "with the neurons that say nothing"
+    plain, drafting = demo.processes[3], demo.processes[1]
+    assert [p.name for p in demo.processes] == ["PPO loop", "engine", "companion", "plain engine"], "its comparison starts a second engine"
+    assert plain.memory == drafting.memory - drafting.parts["heads"] and "report.compare_pairs" in plain.where
     (tmp_path / "run.yaml").write_text("model: {path: /no/such/folder}\n")
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "run.yaml")])
     assert result.exit_code == 2

@@ -39,7 +39,7 @@ class ChainTask:
         self.lm_head_VD = (self.probs_VV.log().T @ self._frame_VD / 16.0).to(self.dtype)
         self.policy_version += 1
 
-    def batch(self, sequences: int = 24, length: int = 16, temperature: float = 1.0) -> RolloutBatch:
+    def batch(self, sequences: int = 48, length: int = 16, temperature: float = 1.0) -> RolloutBatch:
         lengths_S = torch.randint(2, length + 1, (sequences,), generator=self._generator)
         states, tokens = [], []
         for n in lengths_S.tolist():

@@ -19,6 +19,7 @@ from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.handover import Answer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
@@ -73,7 +74,7 @@ def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> Non
 
 def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     task = chain()
-    client = client_of(task, loss="ce", position_share=0.5)
+    client = client_of(task, position_share=0.5)
     responses = tuple(Response(n, (1,) * 9, (-1.0,) * 9, "stop") for n in range(10))
     rollouts = Rollouts(((1,),) * 10, responses, Counters(), 1.0, Sampling())
     collector = client.collector(rollouts)
@@ -81,13 +82,29 @@ def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     mask_BT[:, 0] = False
     collector.add(torch.randn(10, 10, task.hidden, generator=torch.Generator().manual_seed(0)), mask_BT, list(range(10)))
     batch = collector.batch()
-    trained_on = int(batch.weights_M.view(10, 9)[~batch.held_S].sum())
-    assert batch.hidden_MD.shape[0] == 2 * 9 + trained_on < 60
+    assert 27 <= batch.hidden_MD.shape[0] == 9 * batch.lengths_S.numel() == 90 - collector.left_out <= 45, "whole responses: they are short"
+    trained_on = 8 * int((~batch.held_S).sum())
     client.submit(batch)
     assert client.drain(60)
     status = client.status()
     assert status.error == "" and status.batches_trained == 1 and status.trained_tokens == trained_on
-    assert status.positions_frac == pytest.approx(trained_on / 64)
+    assert status.positions_frac == 1 and status.positions_left_out == collector.left_out
+
+
+def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None:
+    """It was dropped. At the tap, and where it was collected elsewhere; two of them have room side by side."""
+    task = chain()
+    batch = task.batch(600, 16)
+    budget = batch.nbytes // 20
+    client = client_of(task, queue_bytes=budget)
+    for _ in range(2):
+        client.submit(batch)
+    assert client.drain(60)
+    status = client.status()
+    assert status.batches_trained == 2 and status.batches_dropped == 0 and status.error == ""
+    assert status.trained_tokens > 0 and status.positions_left_out > 1.9 * len(batch.response_ids_M)
+    rollouts = Rollouts(((1,),), (Response(0, (1,) * 5000, (-1.0,) * 5000, "stop"),), Counters(), 1.0, Sampling())
+    assert client.collector(rollouts)._weights_M is not None
 
 
 def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
@@ -259,3 +276,37 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
     heads = HeadsConfig(task.hidden + 1, task.vocab, num_heads=3, lm_head="own")
     with pytest.raises(CompanionError, match="did not start"):
         CompanionClient(heads, CompanionConfig(), task.lm_head_VD, seed=0)
+
+
+def test_a_stuck_companion_is_started_again(chain, client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = chain()
+    client = client_of(task)
+    ended = []
+    monkeypatch.setattr("medusa_ppo.companion.client.ray.kill", lambda actor, no_restart: ended.append(no_restart))
+    monkeypatch.setattr("medusa_ppo.companion.client.ray.get", lambda *how, **more: Answer(None, "", "x", 0, 0, 301.0))
+    assert client.newest(0, 5.0) is None and ended == [False] and "not moved on" in client._error
+
+
+def test_a_companion_without_its_state_goes_on_from_the_engines_version(chain, client_of) -> None:
+    """It has no run folder, and its published files are gone with its node."""
+    task = chain()
+    client = client_of(task)
+    for _ in range(8):
+        client.submit(task.batch())
+    assert client.drain(60)
+    published = client.newest(0)
+    assert published is not None and published.version >= 2
+    kept = Path(published.path).rename(client._publish_dir / "kept.safetensors")
+    for file in client._publish_dir.glob("heads-*"):
+        file.unlink()
+    (client._publish_dir / "started").unlink()
+    client._newest = dataclasses.replace(published, path=str(kept))
+    ray.kill(client._actor, no_restart=False)
+    task.drift()
+    client.update_lm_head(task.lm_head_VD, task.policy_version)
+    deadline, newer = time.monotonic() + 90, None
+    while newer is None and time.monotonic() < deadline:
+        client.submit(task.batch(100))
+        client.drain(10)
+        newer = client.newest(published.version)
+    assert newer is not None and newer.version > published.version and client.status().restarts == 1

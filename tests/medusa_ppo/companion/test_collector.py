@@ -107,7 +107,7 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
     rollouts = dataclasses.replace(
         rollouts, responses=tuple(dataclasses.replace(r, prompt_index=i // 2) for i, r in enumerate(rollouts.responses))
     )
-    whole, sampled = BatchCollector(rollouts), BatchCollector(rollouts, EarlySample(0.4, 0.3, seed))
+    whole, sampled = BatchCollector(rollouts), BatchCollector(rollouts, EarlySample(0.5, 0.3, seed, ahead=3))
     order = list(range(12))
     rng.shuffle(order)
     for start in range(0, scored, 3):
@@ -115,12 +115,17 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
         hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
         assert whole.add(hidden_BTD, mask_BT, part) == sampled.add(hidden_BTD, mask_BT, part)
     full, some = whole.batch(), sampled.batch()
-    kept_M = some.weights_M > 0
-    assert torch.equal(some.hidden_MD, full.hidden_MD[kept_M]) and torch.equal(some.response_ids_M, full.response_ids_M)
-    assert torch.equal(some.logprobs_M, full.logprobs_M) and torch.equal(some.lengths_S, full.lengths_S)
+    weights = dict(zip([i for i in range(12) if lengths[i]], sampled._weights_M.split([n for n in lengths if n]), strict=True))
+    seen = [weights[i] for i in sorted(order[:scored]) if i in weights]
+    kept_S = torch.tensor([bool((weight >= 0).any()) for weight in seen])
+    expected = full.select(kept_S.nonzero()[:, 0])
+    kept_M = torch.cat([weight for weight, kept in zip(seen, kept_S, strict=True) if kept]) >= 0
+    assert torch.equal(some.hidden_MD, expected.hidden_MD[kept_M]) and torch.equal(some.response_ids_M, expected.response_ids_M)
+    assert torch.equal(some.logprobs_M, expected.logprobs_M) and torch.equal(some.lengths_S, expected.lengths_S)
     training, holdout = some.hold_out(0.3, seed=99)
-    assert 0 < kept_M.sum() < kept_M.numel() and training.weights_M is not None
+    assert 0 < kept_M.sum() < full.hidden_MD.shape[0] and training.weights_M is not None
     assert holdout is None or holdout.hidden_MD.shape[0] == int(holdout.lengths_S.sum())
+    assert sampled.left_out == sum(int((weight < 0).sum()) for weight in weights.values())
 
 
 def test_rows_that_are_none_of_the_rollouts_are_passed_over() -> None:

@@ -8,15 +8,25 @@ import dataclasses
 import pytest
 import torch
 
+from heads.acceptance import ReplayResult, replay_probabilities
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import Verdict, judge, replay
+from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
+from medusa_ppo.companion import gate
+from medusa_ppo.companion.gate import Evidence, Served, Verdict, find_fault, judge, replay, student_quantile
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.types import RolloutBatch
 
 
 def judged(candidate, serving, frozen, lm_head_VD, holdout, **how) -> Verdict:
-    return judge(candidate, serving, frozen, lambda heads: replay(heads, holdout, lm_head_VD, **how))
+    """The verdict on one holdout, as a cycle comes to it."""
+    if fault := find_fault(candidate, serving):
+        return Verdict(False, True, fault)
+    results = [replay(heads, holdout, lm_head_VD, **how) for heads in (candidate, serving, frozen or serving)]
+    evidence = Evidence()
+    evidence.add(1, results[0], results[1], holdout)
+    return judge(*results, evidence)
 
 
 def zero_heads(task, kind: str = "medusa", num_heads: int = 3) -> MedusaHeads:
@@ -127,3 +137,109 @@ def test_rarely_wrong_when_nothing_differs(chain) -> None:
     passed = sum(judged(left, right, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25))
     turned = sum(judged(right, left, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25))
     assert min(passed, turned) <= 6
+
+
+def equal_heads(prompts: int, siblings: int, correlation: float, seed: int) -> tuple[ReplayResult, ReplayResult, RolloutBatch]:
+    """Counts of two sets of heads that are equally good; a prompt's answers are alike in which of the two they happen to suit."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(10, 60, (prompts, 1), generator=generator) + torch.randint(0, 20, (prompts, siblings), generator=generator)
+    shared, own = (torch.randn(prompts, many, generator=generator, dtype=torch.float64) for many in (1, siblings))
+    luck = correlation**0.5 * shared + (1 - correlation) ** 0.5 * own
+    drafts_S, gained_S = lengths.double().flatten(), (0.5 * luck * lengths.double().sqrt()).flatten()
+    first, second = (
+        ReplayResult(drafts_S, (0.9 * drafts_S + gain_S)[:, None], torch.zeros_like(drafts_S)) for gain_S in (gained_S, 0 * gained_S)
+    )
+    ids_M = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    prompts_S = torch.arange(prompts).repeat_interleave(siblings)
+    return first, second, RolloutBatch(torch.zeros(len(ids_M), 1), ids_M, ids_M.float(), lengths.flatten(), prompts_S=prompts_S)
+
+
+@pytest.mark.parametrize("siblings", [4, 16])
+@pytest.mark.parametrize("prompts", [6, 24])
+def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(prompts: int, siblings: int) -> None:
+    """With a bootstrap over responses it was 15 and 26 in a hundred (4 and 16 siblings, many prompts)."""
+    count, passed = 800, 0
+    for seed in range(count):
+        evidence = Evidence()
+        evidence.add(1, *equal_heads(prompts, siblings, 0.2, seed))
+        passed += evidence.enough and evidence.difference(0.9).low > 0
+    assert 0.05 < passed / count <= 0.10 + 0.01, "a standard error beyond a tenth is chance"
+
+
+def test_small_holdouts_decide_together_and_old_ones_go() -> None:
+    evidence = Evidence()
+    holdouts = [equal_heads(2, 4, 0.2, seed) for seed in range(5)]
+    for batch, holdout in enumerate(holdouts, 1):
+        evidence.add(batch, *holdout)
+        assert evidence.enough == (batch >= 3) and len(evidence.tokens) == min(batch, 3)
+    again = Evidence()
+    for batch, holdout in enumerate(holdouts[2:], 3):
+        again.add(batch, *holdout)
+    assert again.difference(0.9) == evidence.difference(0.9), "only the last three stand in it"
+    back = Evidence()
+    back.load_state_dict(evidence.state_dict())
+    assert back.difference(0.9) == evidence.difference(0.9) and back.tokens == evidence.tokens
+    evidence.clear()
+    assert not evidence.enough
+
+
+def test_one_prompt_says_nothing_however_many_answers_it_has() -> None:
+    evidence = Evidence()
+    first, second, holdout = equal_heads(1, 64, 0.2, 0)
+    evidence.add(1, first, second, holdout)
+    assert not evidence.enough and evidence.difference(0.9).low == -float("inf")
+    assert "1 prompts" in judge(first, second, second, evidence).reason
+
+
+def test_quantiles_are_students() -> None:
+    from scipy import stats
+
+    for freedom in (5, 8, 30, 1000):
+        assert student_quantile(0.91, freedom) == pytest.approx(stats.t.ppf(0.91, freedom), rel=5e-3)
+
+
+def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = chain()
+    heads, holdout, rows = trained(task, 4), task.batch(40), []
+    whole = replay(heads, holdout, task.lm_head_VD)
+    monkeypatch.setattr(gate, "PIECE_TOKENS", 50)
+    original = gate._acceptance
+
+    def counted(heads: MedusaHeads, batch: RolloutBatch, *how) -> torch.Tensor:
+        rows.append(len(batch.response_ids_M))
+        return original(heads, batch, *how)
+
+    monkeypatch.setattr(gate, "_acceptance", counted)
+    pieces = replay(heads, holdout, task.lm_head_VD)
+    assert len(rows) > 4 and max(rows) <= 50 + 16 and sum(rows) == len(holdout.response_ids_M)
+    assert torch.equal(pieces.drafts_S, whole.drafts_S) and torch.equal(pieces.accepted_SK, whole.accepted_SK)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov"])
+@pytest.mark.parametrize("draft_temperature", [0.0, 0.7])
+def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature: float) -> None:
+    """With fewer drafts than heads, from a part of the vocabulary: what full logits give where all other tokens are cut."""
+    task = chain(sure=0.8)
+    heads, holdout, ids_W = trained(task, 6, kind), task.batch(20), torch.tensor([0, 2, 3, 5, 8, 9, 11])
+    tables = {"embedding_VD": task.lm_head_VD}
+    found = replay(heads, holdout, task.lm_head_VD, served=Served(draft_temperature, 2, ids_W), **tables)
+    segment_M = segments_from_lengths(holdout.lengths_S)
+    condition_MK = condition_ids(holdout.response_ids_M, segment_M, 3)
+    factored = heads.factored(holdout.hidden_MD, task.lm_head_VD, condition=condition_MK, embedding_VD=task.lm_head_VD)
+    logits_MKV = factored.multiply_out()
+    cut_V = torch.full((task.vocab,), -torch.inf).index_fill(0, ids_W, 0.0)
+    targets_MK, mask_MK = head_targets(holdout.response_ids_M, segment_M, 3)
+    if draft_temperature:
+        logq_MK = (logits_MKV / draft_temperature + cut_V).log_softmax(-1).gather(2, targets_MK[..., None])[..., 0]
+        accept_MK = (logq_MK - head_logprobs(holdout.logprobs_M, segment_M, 3)).clamp(max=0).exp().double()
+    else:
+        accept_MK = ((logits_MKV + cut_V).argmax(-1) == targets_MK).double()
+    accept_MK = (accept_MK * mask_MK).detach()
+    accept_MK[:, 2:] = 0
+    expected = replay_probabilities(accept_MK, holdout.lengths_S)
+    torch.testing.assert_close(found.accepted_SK, expected.accepted_SK, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.drafts_S, expected.drafts_S, rtol=1e-5, atol=1e-6)
+    assert (
+        found.mean_acceptance_length
+        < replay(heads, holdout, task.lm_head_VD, draft_temperature=draft_temperature, **tables).mean_acceptance_length
+    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_ppo.demo.demo_actor import RECORD, PretrainStatus, Recipe, actor_note, default_cache_dir, ensure_demo_actor, is_whole
+from medusa_ppo.demo import RECORD, PretrainStatus, Recipe, actor_note, default_cache_dir, ensure_demo_actor, is_whole
 from medusa_ppo.demo.task import demo_rows
 
 MICRO = Recipe(steps=3, batch_size=2, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, warmup_steps=1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from medusa_ppo.demo import demo_actor as pretrain
-from medusa_ppo.demo.demo_actor import PretrainStatus, Recipe, train_actor
+from medusa_ppo import demo as pretrain
+from medusa_ppo.demo import PretrainStatus, Recipe, train_actor
 from medusa_ppo.demo.task import build_tokenizer
 
 MICRO = Recipe(steps=24, batch_size=4, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, learning_rate=1e-2, warmup_steps=4)

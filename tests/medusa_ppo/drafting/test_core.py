@@ -10,21 +10,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
-from heads.modules import MedusaHeads
-from medusa_ppo.drafting import fused
+from heads.modules import Context, MedusaHeads
+from heads.targets import MISSING
+from medusa_ppo.drafting import context, fused
 from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
-from medusa_ppo.drafting.noise import DRAFT_LANE, key_of, uniforms
+from medusa_ppo.drafting.draft_vocabulary import plain_linear
+from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
 D, V, K, B = 8, 12, 4, 5
-MOST_OPERATIONS_A_HEAD = 40
+MOST_OPERATIONS_A_HEAD = {"hydra": 40, "context": 54}
 
 
-def random_heads(kind: str, lm_head: str = "shared", layers: int = 1, width: int = D) -> MedusaHeads:
+PAIRS = 3
+
+
+def random_heads(form: str, lm_head: str = "shared", layers: int = 1, width: int = D) -> MedusaHeads:
+    """Of a kind, or of kind hydra with a context."""
     torch.manual_seed(1)
-    heads = MedusaHeads(HeadsConfig(width, V, K, kind=kind, lm_head=lm_head, rank=4, num_layers=layers)).requires_grad_(False)
+    kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
+    sizes = HeadsConfig(width, V, K, kind=kind, lm_head=lm_head, rank=4, num_layers=layers, context=pairs)
+    heads = MedusaHeads(sizes).requires_grad_(False)
     for parameter in heads.parameters():
-        parameter.copy_(torch.randn_like(parameter) / 2)
+        parameter.copy_(torch.randn_like(parameter) / (4 if pairs else 2))
     return heads
 
 
@@ -38,7 +46,7 @@ class Actor:
         self.last_B = torch.randint(V, (batch,), generator=generator).to(device)
 
     def core(self, heads: MedusaHeads, **options: object) -> DraftingCore:
-        return DraftingCore(heads, lambda f: F.linear(f, self.lm_head_VD), lambda i: F.embedding(i, self.table_VD), **options)
+        return DraftingCore(heads, plain_linear(self.lm_head_VD), lambda i: F.embedding(i, self.table_VD), **options)
 
 
 def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) -> torch.Tensor:
@@ -47,25 +55,30 @@ def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) 
     positions_B = torch.arange(count, device=actor.last_B.device)
     keys_B = positions_B * 3 if seeded else None
     sampling = Sampling(torch.ones_like(positions_B, dtype=torch.float32), uniforms(positions_B, keys_B, None, DRAFT_LANE, K))
-    drafted = core.draft(actor.hidden_BD, actor.last_B, K, sampling)
-    slots.keep(positions_B, stamps(positions_B, positions_B), drafted.columns_BK, drafted.q)
+    drafted = core.draft(actor.hidden_BD, actor.last_B, K, sampling, slots=slots)
+    slots.stamp(positions_B, stamps(positions_B, positions_B), K)
     return drafted.ids_BK
 
 
 def teacher_logits(heads: MedusaHeads, actor: Actor, ids_BK: torch.Tensor) -> torch.Tensor:
     condition_BK = torch.cat([actor.last_B[:, None], ids_BK[:, :-1]], dim=1)
-    return heads(actor.hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=actor.table_VD)
+    pairs = None
+    if heads.config.context:  # Each stands at its only pair.
+        rows_Bn = torch.arange(len(ids_BK)).unsqueeze(1).masked_fill(torch.arange(PAIRS) < PAIRS - 1, MISSING)
+        pairs = Context.of(rows_Bn, actor.hidden_BD, actor.last_B)
+    return heads(actor.hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=actor.table_VD, context=pairs)
 
 
 @pytest.mark.parametrize("tables", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_drafts_and_q_are_those_of_the_trainers_heads(
     kind: str, lm_head: str, layers: int, tables: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not tables:
         monkeypatch.setattr(fused, "TABLE_ENTRIES", 0)
+        monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
     heads, actor = random_heads(kind, lm_head, layers), Actor()
     core = actor.core(heads)
     drafted = core.draft(actor.hidden_BD, actor.last_B, K)
@@ -83,8 +96,9 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
     assert torch.equal(q_BKV[~random], F.one_hot(sampled.ids_BK[~random], V).float())
 
 
-def test_heads_that_change_draft_after_the_next_load() -> None:
-    heads, actor = random_heads("hydra"), Actor()
+@pytest.mark.parametrize("form", ["hydra", "context"])
+def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
+    heads, actor = random_heads(form), Actor()
     core = actor.core(heads)
     core.draft(actor.hidden_BD, actor.last_B, K)
     for parameter in heads.parameters():
@@ -98,40 +112,54 @@ def test_heads_that_change_draft_after_the_next_load() -> None:
     assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1))
 
 
-def test_bfloat16_heads_draft_close_to_the_trainers() -> None:
-    heads, actor = random_heads("hydra").bfloat16(), Actor(dtype=torch.bfloat16)
+@pytest.mark.parametrize("form", ["hydra", "context"])
+def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
+    heads, actor = random_heads(form).bfloat16(), Actor(dtype=torch.bfloat16)
     drafted = actor.core(heads).draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)))
     expected_BKV = teacher_logits(heads, actor, drafted.ids_BK).log_softmax(-1)
     apart = (torch.stack(drafted.q, dim=1).log() - expected_BKV).square().mean().sqrt()
     assert apart < 0.03 * expected_BKV.std()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     trials = 20_000
     heads, actor = random_heads(kind), Actor(1)
+    slots, slots_B = DraftSlots(trials, K, V, torch.device("cpu")), torch.arange(trials)
     hidden_BD, last_B = actor.hidden_BD.expand(trials, D), actor.last_B.expand(trials)
-    keys_B = torch.tensor([key_of(seed) for seed in range(trials)])
+    keys_B = keys_of(range(trials))
     sampling = Sampling(torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K))
-    drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling)
-    for k, q_BV in enumerate(drafted.q):
+    drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling, slots=slots)
+    slots.stamp(slots_B, slots_B, K)
+    kept = slots.look_up(slots_B, slots_B, K)
+    for k in range(K):
+        q_BV = kept.rows(torch.full((trials, 1), k))
+        assert torch.equal(kept.q_BK[:, k], q_BV.gather(1, drafted.ids_BK[:, k : k + 1]).squeeze(1))
         seen_V, expected_V = torch.bincount(drafted.ids_BK[:, k], minlength=V).double(), q_BV.double().sum(0)
         likely = expected_V > 5
         expected_V = expected_V * seen_V[likely].sum() / expected_V[likely].sum()
         assert chisquare(seen_V[likely].numpy(), expected_V[likely].numpy()).pvalue > 1e-3, k
 
 
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
     heads, actor, ids_W = random_heads(kind), Actor(), torch.tensor([1, 3, 4, 8, 11])
     core = actor.core(heads)
     core.use_vocabulary(ids_W, lambda f: F.linear(f, actor.lm_head_VD[ids_W]))
     drafted = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)))
-    assert torch.equal(drafted.ids_BK, ids_W[drafted.columns_BK])
+    assert torch.isin(drafted.ids_BK, ids_W).all()
     logits_BKW = teacher_logits(heads, actor, drafted.ids_BK)[:, :, ids_W]
     torch.testing.assert_close(torch.stack(drafted.q, dim=1), logits_BKW.softmax(-1), rtol=1e-3, atol=1e-5)
     greedy = core.draft(actor.hidden_BD, actor.last_B, K)
     assert torch.equal(greedy.ids_BK, ids_W[teacher_logits(heads, actor, greedy.ids_BK)[:, :, ids_W].argmax(-1)])
+
+
+def test_heads_are_held_once() -> None:
+    """Their parameters are views of what is multiplied with, so new values need no second copy."""
+    heads, actor = random_heads("hydra"), Actor()
+    fused_heads = actor.core(heads).fused
+    held = {tensor.untyped_storage().data_ptr() for tensor in (fused_heads._in_RE, fused_heads._out_KRH)}
+    assert {weight.untyped_storage().data_ptr() for weight in [*heads.mlp_in, heads.mlp_out]} == held
 
 
 def test_own_lm_heads_have_no_draft_vocabulary() -> None:
@@ -143,7 +171,7 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
     """Not on its place, not on its neighbours, not on the slot."""
     heads, actor = random_heads("hydra"), Actor(40)
     core = actor.core(heads)
-    keys_B = torch.tensor([key_of(seed) for seed in range(40)])
+    keys_B = keys_of(range(40))
     positions_B, temperature_B = torch.arange(40) * 3, torch.linspace(0, 1.5, 40)
 
     def drafts(rows: torch.Tensor) -> torch.Tensor:
@@ -174,25 +202,27 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("form", ["hydra", "context"])
 @pytest.mark.parametrize("tables", [True, False])
-def test_operations_do_not_grow_with_requests(tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_do_not_grow_with_requests(tables: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not tables:
         monkeypatch.setattr(fused, "TABLE_ENTRIES", 0)
+        monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
     for seeded in (False, True):
         counts = []
         for batch in (1, 256):
             actor = Actor(batch)
-            core, slots = actor.core(random_heads("hydra")), DraftSlots(256, K, V, torch.device("cpu"))
+            core, slots = actor.core(random_heads(form)), DraftSlots(256, K, V, torch.device("cpu"))
             with torch.inference_mode():
                 one_step(core, slots, actor, seeded)  # What is made when first asked for is made.
                 with Counted() as mode:
                     one_step(core, slots, actor, seeded)
             counts.append(mode.count)
         assert counts[0] == counts[1]
-        assert counts[0] <= MOST_OPERATIONS_A_HEAD * K, counts
+        assert counts[0] <= MOST_OPERATIONS_A_HEAD[form] * K, counts
 
 
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_the_call_compiles_whole(kind: str) -> None:
     heads, actor = random_heads(kind), Actor()
     core = actor.core(heads)
@@ -201,12 +231,12 @@ def test_the_call_compiles_whole(kind: str) -> None:
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
         sampling = Sampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))
-        drafted = core.draft(hidden_BD, last_B, K, sampling)
-        slots.keep(positions_B, stamps(positions_B, positions_B), drafted.columns_BK, drafted.q)
+        drafted = core.draft(hidden_BD, last_B, K, sampling, slots=slots)
+        slots.stamp(positions_B, stamps(positions_B, positions_B), K)
         return drafted.ids_BK
 
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
         assert torch.equal(whole(compiled, actor.hidden_BD, actor.last_B), step(eager, actor.hidden_BD, actor.last_B))
-    torch.testing.assert_close(compiled.q_NW, eager.q_NW)
-    assert torch.equal(compiled.stamps_S, eager.stamps_S)
+    torch.testing.assert_close(compiled.cumulative_KRX, eager.cumulative_KRX)
+    assert torch.equal(compiled.stamps_R, eager.stamps_R)

@@ -62,7 +62,7 @@ def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> N
         refreshed(token_map, lm_head_VD, bias_V)
         features_ND = torch.randn(7, D, dtype=torch.float64)
         whole_NV = F.linear(features_ND, lm_head_VD, bias_V)
-        assert torch.allclose(token_map.logits(features_ND), whole_NV[:, token_map.ids_W], atol=1e-12)
+        assert torch.allclose(token_map.product(features_ND), whole_NV[:, token_map.ids_W], atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
@@ -76,7 +76,7 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
     token_map = refreshed(counted(W, [3, 9, 11, 30, 31]), lm_head_VD)
     ids_W = token_map.ids_W
     core = DraftingCore(heads, lambda f: f @ lm_head_VD.T, lambda ids_B: table_VD[ids_B])
-    core.use_vocabulary(ids_W, token_map.logits)
+    core.use_vocabulary(ids_W, token_map.product)
 
     def whole(ids_BK: torch.Tensor) -> torch.Tensor:
         condition_BK = torch.cat([last_B[:, None], ids_BK[:, :-1]], dim=1)
@@ -85,6 +85,20 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
     best = core.draft(hidden_BD, last_B, K)
     assert torch.equal(best.ids_BK, ids_W[whole(best.ids_BK).argmax(-1)])
     drawn = core.draft(hidden_BD, last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)))
-    assert torch.equal(drawn.ids_BK, ids_W[drawn.columns_BK])
+    assert torch.isin(drawn.ids_BK, ids_W).all()
     q_BKW = (whole(drawn.ids_BK) / 0.7).softmax(-1)
     assert torch.allclose(torch.stack(drawn.q, dim=1), q_BKW, atol=1e-4)
+
+
+def test_an_lm_head_with_a_soft_cap_is_left_to_the_engine() -> None:
+    token_map = counted(W, [3, 9, 11, 30, 31])
+    lm_head_VD = 10 * torch.randn(V, D)
+    token_map.refresh(lambda f: 5 * torch.tanh(F.linear(f, lm_head_VD) / 5), D, torch.float32, torch.device("cpu"))
+    assert token_map.ids_W is None and token_map.product is None
+
+
+def test_all_rows_of_a_small_lm_head_are_held_where_asked_for() -> None:
+    lm_head_VD, features_ND = torch.randn(V, D), torch.randn(3, D)
+    token_map = refreshed(TokenMap(0, V, whole=True), lm_head_VD)
+    assert token_map.ids_W is None
+    torch.testing.assert_close(token_map.product(features_ND), F.linear(features_ND, lm_head_VD))

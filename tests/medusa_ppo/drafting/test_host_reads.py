@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
 from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
-from medusa_ppo.drafting.ring import PairRing
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
 D, V, K, B, W = 8, 12, 4, 5, 6
@@ -82,13 +82,14 @@ def test_the_instrument_sees_a_read_and_a_copy() -> None:
                 torch.ones(3)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 @pytest.mark.parametrize("vocabulary", [False, True])
 def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
     width = W if vocabulary else V
     with FakeTensorMode(), Indexing():
         with torch.device("cuda"):
-            heads = MedusaHeads(HeadsConfig(D, V, K, kind=kind, rank=4)).requires_grad_(False)
+            pairs = 4 if kind == "context" else 0
+            heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra" if pairs else kind, rank=4, context=pairs)).requires_grad_(False)
             lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
             ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
             rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
@@ -96,17 +97,19 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
         if ids_W is not None:
             core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
         slots = DraftSlots(8, K, width, rows_B.device, ids_W)
-        ring = PairRing(8, 4, D, hidden_BD.dtype, rows_B.device)
+        ring = PairRing(8, 4, 2 * D, hidden_BD.dtype, rows_B.device)
         with NoCopies():
+            seen = None
+            if isinstance(core.fused, ContextHeads):
+                pairs_NX = core.fused.pairs(hidden_BD, rows_B)
+                ring.write(rows_B, rows_B, rows_B, pairs_NX[:, D:])
+                seen = Seen(pairs_NX[:, :D], *ring.read(rows_B, rows_B, rows_B))
             sampling = Sampling(share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B)
             for count, how in ((K, sampling), (K - 1, None)):
-                drafted = core.draft(hidden_BD, rows_B, count, how)
+                drafted = core.draft(hidden_BD, rows_B, count, how, seen, slots)
                 assert drafted.ids_BK.shape == (B, count) and drafted.ids_BK.device.type == "cuda"
-                if drafted.q:
-                    slots.keep(rows_B, stamps(rows_B, rows_B), drafted.columns_BK, drafted.q)
+                slots.stamp(rows_B, stamps(rows_B, rows_B), count)
             kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
             assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
             assert slots.whole_rows(kept, rows_B, rows_B, rows_B, V).shape == (B, V)
             uniforms(rows_B, None, None, ACCEPT_LANE, K)
-            ring.write(rows_B, rows_B, rows_B, hidden_BD, rows_B)
-            assert ring.read(rows_B, rows_B, rows_B)[0].shape == (B, 4, D)

@@ -6,12 +6,24 @@ import pytest
 import torch
 from scipy import stats
 
-from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LANES, LAST_LANE, MOST_DRAFTS, counted, draw, key_of, uniforms
+from medusa_ppo.drafting.noise import (
+    ACCEPT_LANE,
+    DRAFT_LANE,
+    LANES,
+    LAST_LANE,
+    MOST_DRAFTS,
+    counted,
+    cumulate,
+    draw,
+    float32_below,
+    keys_of,
+    uniforms,
+)
 
 
 def numbers(seeds: int, positions: int, lanes: int) -> torch.Tensor:
     """`[seeds, positions, lanes]` of neighbouring seeds, positions and lanes."""
-    keys = torch.tensor([key_of(seed) for seed in range(seeds)]).repeat_interleave(positions)
+    keys = keys_of(range(seeds)).repeat_interleave(positions)
     places = torch.arange(positions).repeat(seeds)
     return counted(keys, places, 0, lanes).view(seeds, positions, lanes)
 
@@ -42,14 +54,14 @@ def test_low_bits_are_as_random_as_high_ones() -> None:
 
 
 def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
-    keys, places = torch.tensor([key_of(7), key_of(8), key_of(-1)]), torch.tensor([5, 900, 5])
+    keys, places = keys_of([7, 8, -1]), torch.tensor([5, 900, 5])
     together = counted(keys, places, 0, 4)
     for row in range(3):
         alone = counted(keys[row : row + 1], places[row : row + 1], 0, 4)
         assert torch.equal(alone[0], together[row])
     assert torch.equal(counted(keys, places, 2, 2), together[:, 2:])
     assert len(together.unique()) == together.numel()
-    assert key_of(2**64 + 3) == key_of(3)
+    assert keys_of([2**64 + 3]) == keys_of([3])
 
 
 def test_purposes_never_share_a_number() -> None:
@@ -58,7 +70,7 @@ def test_purposes_never_share_a_number() -> None:
 
 
 def test_unseeded_requests_draw_once_for_all() -> None:
-    places, keys = torch.zeros(3, dtype=torch.int64), torch.tensor([key_of(1), 0, key_of(1)])
+    places, keys = torch.zeros(3, dtype=torch.int64), keys_of([1, 0, 1])
     seeded = torch.tensor([True, False, True])
     mixed = uniforms(places, keys, seeded, 0, 4, torch.Generator().manual_seed(3))
     drawn = torch.rand((3, 4), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -73,6 +85,24 @@ def test_tokens_are_drawn_in_proportion_to_their_mass() -> None:
     counts = torch.bincount(draw(mass_V.expand(20_000, 6), uniform_B1).squeeze(1), minlength=6)
     assert counts[[0, 2, 5]].sum() == 0
     assert stats.chisquare(counts[[1, 3, 4]].numpy(), [7500, 2500, 10_000]).pvalue > 1e-3
+
+
+def test_columns_are_drawn_with_exactly_the_probability_that_q_says() -> None:
+    """The steps of the sums are q to the last bit: uniforms just below and at each of them fall on its two sides."""
+    mass_BW = (6 * torch.randn(50, 200, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    sums_BX = torch.empty(50, 199)
+    cumulate(mass_BW, sums_BX)
+    assert (sums_BX.diff() >= 0).all()
+    torch.testing.assert_close(sums_BX.diff(), mass_BW[:, 1:-1], atol=1e-7, rtol=1e-4)
+    inside = (sums_BX > 0) & (sums_BX < 1)
+    for uniform_BX, right in ((sums_BX.double(), True), (torch.nextafter(sums_BX.double(), torch.tensor(0.0).double()), False)):
+        column_BX = torch.searchsorted(sums_BX, float32_below(uniform_BX), right=True)
+        index_BX = torch.arange(199).expand_as(column_BX)
+        assert ((column_BX > index_BX) == right)[inside].all()
+    ends_B1 = torch.tensor([[0.0], [1 - 2.0**-53]], dtype=torch.float64)
+    one_hot_BX = torch.empty(2, 3)
+    cumulate(torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(2, 1), one_hot_BX)
+    assert torch.searchsorted(one_hot_BX, float32_below(ends_B1), right=True).squeeze(1).tolist() == [2, 2]
 
 
 def test_the_ends_of_the_unit_interval_fall_on_tokens_with_mass() -> None:

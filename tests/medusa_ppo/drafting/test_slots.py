@@ -1,12 +1,59 @@
-"""q by slot: found by who drafted and where, taken for one-hot whenever that is not so."""
+"""What is kept by slot: slots kept and given on, and q found by who drafted and where."""
 
 from __future__ import annotations
 
 import torch
 
-from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
+from medusa_ppo.drafting.noise import cumulate, keys_of
+from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Traits, stamps
 
 S, K, W = 4, 3, 5
+CPU = torch.device("cpu")
+
+
+def plain(_: str) -> Traits:
+    return Traits()
+
+
+def test_a_request_keeps_its_slot_and_its_number_while_it_lives() -> None:
+    seating, live = Seating(3, CPU), dict.fromkeys("abc")
+    first = seating.seat(["a", "b"], plain, live)
+    assert seating.seat(["a", "b"], plain, live) is first
+    turned = seating.seat(["c", "b", "a"], plain, live)
+    assert turned.slots_B[[2, 1]].tolist() == first.slots_B.tolist()
+    assert turned.requests_B[[2, 1]].tolist() == first.requests_B.tolist()
+    assert len(set(turned.slots_B.tolist())) == 3 and max(turned.slots_B.tolist()) < 3
+
+
+def test_slots_of_the_ended_and_then_of_the_waiting_are_given_on_under_a_new_number() -> None:
+    seating = Seating(2, CPU)
+    before = seating.seat(["a", "b"], plain, dict.fromkeys("ab"))
+    after = seating.seat(["b", "c"], plain, dict.fromkeys("bc"))
+    assert after.slots_B[0] == before.slots_B[1] and after.slots_B[1] == before.slots_B[0]
+    assert after.requests_B[1] not in before.requests_B
+    full = seating.seat(["d", "e"], plain, dict.fromkeys("bcde"))
+    assert sorted(full.slots_B.tolist()) == [0, 1]
+    back = seating.seat(["b"], plain, dict.fromkeys("bde"))
+    assert back.requests_B[0] not in [*before.requests_B, *after.requests_B, *full.requests_B]
+
+
+def test_seeds_and_grammars_become_tensors_only_where_there_are_any() -> None:
+    traits = {"a": Traits(), "b": Traits(seed=5), "c": Traits(seed=0, one_hot=True)}
+    seating = Seating(3, CPU)
+    none = seating.seat(["a"], traits.__getitem__, traits)
+    assert none.keys_B is None and none.seeded_B is None and none.drawn_B is None
+    mixed = seating.seat(["a", "b"], traits.__getitem__, traits)
+    assert mixed.seeded_B.tolist() == [False, True] and mixed.keys_B[1] == keys_of([5])[0] and mixed.drawn_B is None
+    all_seeded = seating.seat(["c", "b"], traits.__getitem__, traits)
+    assert all_seeded.seeded_B is None and all_seeded.drawn_B.tolist() == [0.0, 1.0]
+
+
+def draw(slots: DraftSlots, q: list[torch.Tensor], columns_BK: torch.Tensor) -> None:
+    """As the drafting call leaves it, had the uniforms fallen so."""
+    places = slots.places(len(q), len(columns_BK))
+    for k, q_BW in enumerate(q):
+        cumulate(q_BW, places.cumulative[k])
+        places.columns[k].copy_(columns_BK[:, k : k + 1])
 
 
 def filled() -> tuple[DraftSlots, torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
@@ -17,7 +64,8 @@ def filled() -> tuple[DraftSlots, torch.Tensor, torch.Tensor, list[torch.Tensor]
     stamps_B = stamps(torch.tensor([10, 11, 12]), torch.tensor([7, 8, 9]))
     q = [torch.rand(3, W).softmax(-1) for _ in range(K)]
     columns_BK = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 1]])
-    slots.keep(slots_B, torch.where(torch.tensor([True, True, False]), stamps_B, NOTHING), columns_BK, q)
+    draw(slots, q, columns_BK)
+    slots.stamp(slots_B, torch.where(torch.tensor([True, True, False]), stamps_B, NOTHING), K)
     return slots, slots_B, stamps_B, q, columns_BK
 
 
@@ -27,9 +75,9 @@ def test_q_is_found_whatever_the_order_of_the_batch() -> None:
     kept = slots.look_up(slots_B[turned], stamps_B[turned], K)
     assert kept.sampled_BK.all()
     expected_BK = torch.stack([q_BW.gather(1, columns_BK[:, k : k + 1]).squeeze(1) for k, q_BW in enumerate(q)], dim=1)
-    assert torch.equal(kept.q_BK, expected_BK[turned])
+    torch.testing.assert_close(kept.q_BK, expected_BK[turned])
     at_B1 = torch.tensor([[2], [0]])
-    assert torch.equal(kept.rows(at_B1), torch.stack([q[2][1], q[0][0]]))
+    torch.testing.assert_close(kept.rows(at_B1), torch.stack([q[2][1], q[0][0]]))
 
 
 def test_one_hot_drafts_stale_ones_and_those_of_others_have_no_q() -> None:
@@ -44,24 +92,34 @@ def test_one_hot_drafts_stale_ones_and_those_of_others_have_no_q() -> None:
     assert not slots.look_up(slots_B, stamps_B, K).sampled_BK.any()
 
 
+def test_who_sat_out_a_step_finds_nothing() -> None:
+    """Its row is another's by then."""
+    slots, slots_B, stamps_B, q, columns_BK = filled()
+    draw(slots, [q_BW[:1] for q_BW in q], columns_BK[:1])
+    slots.stamp(slots_B[1:2], stamps_B[1:2] + 1, K)
+    assert not slots.look_up(slots_B[:1], stamps_B[:1], K).sampled_BK.any()
+
+
 def test_places_beyond_what_was_drafted_have_no_q() -> None:
     slots, slots_B, stamps_B, q, columns_BK = filled()
     later_B = stamps_B + 2
-    slots.keep(slots_B, later_B, columns_BK[:, :1], q[:1])
+    draw(slots, q[:1], columns_BK[:, :1])
+    slots.stamp(slots_B, later_B, 1)
     assert slots.look_up(slots_B, later_B, K).sampled_BK.tolist() == [[True, False, False]] * 3
     assert not slots.look_up(slots_B, stamps_B, K).sampled_BK.any()
 
 
 def test_whole_rows_are_spread_one_hot_or_empty() -> None:
     torch.manual_seed(0)
-    slots = DraftSlots(S, K, 3, torch.device("cpu"), torch.tensor([1, 4, 6]))
+    slots = DraftSlots(S, 2, 3, torch.device("cpu"), torch.tensor([1, 4, 6]))
     slots_B, stamps_B = torch.tensor([1, 2]), stamps(torch.tensor([1, 2]), torch.tensor([3, 3]))
     q = [torch.rand(2, 3).softmax(-1) for _ in range(2)]
-    slots.keep(slots_B, stamps_B, torch.tensor([[0, 2], [1, 1]]), q)
+    draw(slots, q, torch.tensor([[0, 2], [1, 1]]))
+    slots.stamp(slots_B, stamps_B, 2)
     stale_B = torch.stack([stamps_B[0], stamps_B[1] + 1])
     kept = slots.look_up(slots_B, stale_B, 2)
     rows_TV = slots.whole_rows(kept, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.tensor([1, -1, 4, -1]), 8)
     expected_TV = torch.zeros(4, 8)
     expected_TV[0, [1, 4, 6]] = q[0][0]
     expected_TV[2, 4] = 1
-    assert torch.equal(rows_TV, expected_TV)
+    torch.testing.assert_close(rows_TV, expected_TV)

@@ -33,9 +33,9 @@ class Actor:
     def lm_head_VD(self) -> torch.Tensor:
         return self.model.lm_head.weight.detach()
 
-    def random_heads(self, seed: int, scale: float = 0.05, kind: str = "medusa") -> MedusaHeads:
+    def random_heads(self, seed: int, scale: float = 0.05, kind: str = "medusa", context: int = 0) -> MedusaHeads:
         torch.manual_seed(seed)
-        sizes = HeadsConfig(self.model.config.hidden_size, self.model.config.vocab_size, HEADS, kind=kind)
+        sizes = HeadsConfig(self.model.config.hidden_size, self.model.config.vocab_size, HEADS, kind=kind, context=context)
         heads = MedusaHeads(sizes).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, EngineError, RunError, SwapError
 from heads.tensorfile import tensorwise_checksum
-from medusa_ppo.actors.seam import SpreadActor
+from medusa_ppo.actors import SpreadActor
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state, actor_stream
 from medusa_ppo.engines.colocated import ColocatedEngine

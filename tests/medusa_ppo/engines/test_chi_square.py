@@ -6,7 +6,7 @@ A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,14 +47,15 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-@pytest.fixture(scope="module", params=["medusa", "hydra"])
+@pytest.fixture(scope="module", params=["medusa", "hydra", "context"])
 def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedEngine]:
     folder = tmp_path_factory.mktemp("toy")
     model.save_pretrained(folder / "model")
     torch.manual_seed(3)
-    heads = MedusaHeads(HeadsConfig(D, V, 3, kind=request.param)).requires_grad_(False)
+    kind, pairs = ("hydra", 3) if request.param == "context" else (request.param, 0)
+    heads = MedusaHeads(HeadsConfig(D, V, 3, kind=kind, context=pairs)).requires_grad_(False)
     for parameter in heads.parameters():
-        parameter.copy_(torch.randn_like(parameter) * 0.2)
+        parameter.copy_(torch.randn_like(parameter) * (0.1 if pairs else 0.2))
     save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
     config = EngineConfig(max_num_seqs=256, max_model_len=32, threads=1, memory_fraction=0.02)
     with ColocatedEngine(folder / "model", folder / "heads", config) as started:
@@ -106,14 +107,12 @@ def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: An
 
 
 def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = DraftSlots.keep
+    honest = DraftSlots.stamp
 
-    def dishonest(
-        slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, columns_BK: torch.Tensor, q: Sequence[torch.Tensor]
-    ) -> None:
-        flat = [q_BW**0.25 for q_BW in q]
-        honest(slots, slots_B, stamps_B, columns_BK, [q_BW / q_BW.sum(-1, keepdim=True) for q_BW in flat])
+    def dishonest(slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> None:
+        honest(slots, slots_B, stamps_B, count)
+        slots.cumulative_KRX.pow_(0.5)  # The sums of another distribution.
 
     engine.configure(sampled=True, draft_temperature=1.0)
-    monkeypatch.setattr(DraftSlots, "keep", dishonest)
+    monkeypatch.setattr(DraftSlots, "stamp", dishonest)
     assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4

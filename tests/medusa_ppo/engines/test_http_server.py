@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 import torch
 
@@ -14,6 +22,7 @@ from heads.checkpoint import checksum, save_state
 from heads.errors import EngineError, SwapError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines import http_server
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.ray_engine import make_engine
@@ -33,7 +42,7 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: Path) -> None:
+def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config.model_copy(update={"backend": "server"})
     with make_engine(actor.path, actor.heads_path, config, seed=0) as engine:
         assert isinstance(engine, ServerEngine)
@@ -68,7 +77,14 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
         (tmp_path / "bad.safetensors").write_text("nothing")
         with pytest.raises(SwapError):
             engine.swap_heads(tmp_path / "bad.safetensors", 2)
-        attached = ServerEngine(actor.path, actor.heads_path, config.model_copy(update={"backend": str(engine._client.base_url)}))
+        address = config.model_copy(update={"backend": str(engine._client.base_url)})
+        for path in ("/collective_rpc", "/pause", "/update_weights", "/v1/completions", "/sleep"):  # Nobody asks without the token.
+            assert httpx.post(f"{engine._client.base_url}{path}", json={}).status_code == 401, path
+        monkeypatch.delenv("MEDUSA_PPO_TOKEN", raising=False)
+        with pytest.raises(EngineError, match="MEDUSA_PPO_TOKEN"):
+            ServerEngine(actor.path, actor.heads_path, address)
+        monkeypatch.setenv("MEDUSA_PPO_TOKEN", engine._client.headers["Authorization"].removeprefix("Bearer "))
+        attached = ServerEngine(actor.path, actor.heads_path, address)
         assert attached.generate(actor.prompts[:2], greedy).counters.drafts > 0
         long = Sampling(0.0, max_new_tokens=300, ignore_eos=True)
         undisturbed = attached.generate(actor.prompts[:16], long)
@@ -102,3 +118,148 @@ def test_nobody_at_the_url(actor: Actor, engine_config: EngineConfig, monkeypatc
     config = engine_config.model_copy(update={"backend": f"http://127.0.0.1:{server.free_port()}"})
     with pytest.raises(EngineError, match="No vLLM server answers"):
         make_engine(actor.path, None, config)
+
+
+# ---- a server that answers late, wrongly, twice or not at all ----------------------------------------------------------------------
+
+
+COMPLETION = {"choices": [{"token_ids": [3, 4], "logprobs": {"token_logprobs": [-0.5, -0.1]}, "finish_reason": "length"}]}
+
+
+class Strange:
+    """A server of one listening socket. `behave` gets each connection after its request was read."""
+
+    def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
+        self.requests: list[bytes] = []
+        self._behave, self._open = behave, threading.Event()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while request := connection.recv(1 << 16):
+                self.requests.append(request)
+                self._behave(connection, request)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def answer(body: object, status: str = "200 OK", length: int | None = None) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length or len(content)}\r\n\r\n".encode() + content
+
+
+def silent(connection: socket.socket, request: bytes) -> None:
+    time.sleep(30.0)
+
+
+def gone_at_once(connection: socket.socket, request: bytes) -> None:
+    connection.close()
+
+
+def drip(connection: socket.socket, request: bytes) -> None:
+    connection.sendall(answer(b"", length=10_000_000))
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.05)
+
+
+def endless(connection: socket.socket, request: bytes) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b"x" * 65536)
+
+
+def half(connection: socket.socket, request: bytes) -> None:
+    connection.sendall(answer(COMPLETION, length=10_000))
+    connection.close()
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket, bytes], None]], tuple[ServerEngine, Strange]]]:
+    """An engine attached to a strange server; patience of half a second."""
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_server, "TOKEN_S", 0.0)
+    monkeypatch.setattr(http_server, "MOST_ANSWER_BYTES", 1 << 20)
+    servers: list[Strange] = []
+
+    def build(behave: Callable[[socket.socket, bytes], None]) -> tuple[ServerEngine, Strange]:
+        servers.append(server := Strange(behave))
+        engine = ServerEngine.__new__(ServerEngine)
+        engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))  # type: ignore[assignment]
+        engine.max_drafts, engine._workers, engine._process, engine._log, engine._model_name = 0, 4, None, Path(os.devnull), "model"
+        engine._client = httpx.Client(base_url=server.address, limits=http_server.LIMITS)
+        return engine, server
+
+    yield build
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "behave", [lambda c, r: None, drip, endless, half, lambda c, r: c.close()], ids=["silent", "drip", "endless", "half", "gone"]
+)
+def test_an_answer_that_does_not_come_is_an_error_in_time(ask, behave) -> None:
+    engine, _ = ask(behave)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="can't be reached"):
+        engine.generate([[1, 2]] * 8, Sampling(max_new_tokens=4))
+    assert time.monotonic() - began < 60.0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>hello</html>",
+        b"",
+        b"[" * 100_000,
+        {"choices": []},
+        {"choices": [{**COMPLETION["choices"][0], "token_ids": [3]}]},
+        {"choices": [{**COMPLETION["choices"][0], "token_ids": [3, 99]}]},
+        {"choices": [{**COMPLETION["choices"][0], "token_ids": [1] * 9, "logprobs": {"token_logprobs": [0.0] * 9}}]},
+        b'{"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [NaN]}, "finish_reason": "stop"}]}',
+    ],
+)
+def test_a_wrong_answer_is_an_error(ask, body: object) -> None:
+    engine, _ = ask(lambda connection, request: connection.sendall(answer(body)))
+    with pytest.raises(EngineError):
+        engine.generate([[1, 2]], Sampling(max_new_tokens=4))
+    engine.close()
+
+
+def test_what_a_server_says_twice_is_no_answer_to_the_next_question(ask) -> None:
+    other = json.loads(json.dumps(COMPLETION).replace("3, 4", "5, 6"))
+    engine, server = ask(lambda connection, request: connection.sendall(answer(COMPLETION) + answer(other)))
+    for _ in range(3):
+        rollouts = engine.generate([[1, 2]], Sampling(max_new_tokens=4))
+        assert [r.token_ids for r in rollouts.responses] == [(3, 4)]
+    assert len(server.requests) >= 3
+    engine.close()
+
+
+def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 0.6)
+    engine, server = ask(lambda connection, request: connection.sendall(answer({}, "503 No")))
+    with pytest.raises(EngineError, match="No vLLM server answers"):
+        engine._wait_until_healthy(started_here=False)
+    assert 1 <= len(server.requests) <= 4
+    engine.close()
+
+
+@pytest.mark.parametrize(("status", "says"), [("599 Odd", "599"), ("401 No", "MEDUSA_PPO_TOKEN"), ("404 No", "VLLM_SERVER_DEV_MODE")])
+def test_a_refusal_says_what_to_do(ask, status: str, says: str) -> None:
+    engine, _ = ask(lambda connection, request: connection.sendall(answer({}, status)))
+    with pytest.raises(EngineError, match=says):
+        engine.plugin_report()
+    engine.close()

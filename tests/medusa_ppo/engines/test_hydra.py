@@ -1,17 +1,23 @@
-"""Conditioned heads in the real engine: what it drafts is what the heads draft, after every swap."""
+"""Conditioned heads in the real engine: what it drafts is what the heads draft, after every swap; with a context, what replay sees."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from heads.checkpoint import save_heads, save_state
+from heads.modules import Context, MedusaHeads
+from heads.targets import context_rows
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.drafting.core import DraftingCore
+from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.types import Rollouts, Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with it; test_ray_engine.py has a quick one.
@@ -41,3 +47,112 @@ def test_the_engine_drafts_what_the_heads_draft_before_and_after_a_swap(
         assert hydra_engine.probe(hidden_BD.tolist(), ids_B.tolist()) == expected_BK.tolist()
         seen.append(expected_BK.tolist())
     assert seen[0] != seen[1]
+
+
+PAIRS = 16
+NEW_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def context_heads(actor: Actor) -> MedusaHeads:
+    """Random ones that read their context: what it says is as large as the state."""
+    heads = actor.random_heads(3, kind="hydra", context=PAIRS)
+    heads.context_out.mul_(20)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def context_engine(
+    actor: Actor, context_heads: MedusaHeads, engine_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ColocatedEngine]:
+    folder = tmp_path_factory.mktemp("context") / "heads"
+    save_heads(folder, context_heads, lm_head_VD=actor.lm_head_VD)
+    with ColocatedEngine(actor.path, folder, engine_config) as engine:
+        yield engine
+
+
+def drafter_of(engine: ColocatedEngine) -> Any:
+    return engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def expected_q(
+    actor: Actor, heads: MedusaHeads, prompt: Sequence[int], response: Sequence[int], at: int, drafts_K: torch.Tensor, cut: int = 0
+):
+    """q of every head at a row of a response, as replay sees it: its context are the pairs of the response alone."""
+    text = torch.tensor([[*prompt, *response]])
+    hidden_TD = actor.model.model(input_ids=text).last_hidden_state[0, len(prompt) - 1 : -1]
+    ids_T = torch.tensor(response)
+    rows_1n = context_rows(torch.zeros_like(ids_T), PAIRS)[at : at + 1].clone()
+    rows_1n[:, : PAIRS - cut if cut else 0] = -1
+    condition_1K = torch.cat([ids_T[at : at + 1], drafts_K[:-1]])[None]
+    table_VD = actor.model.model.embed_tokens.weight
+    context = Context.of(rows_1n, hidden_TD, ids_T)
+    logits = heads(hidden_TD[at : at + 1], actor.lm_head_VD, condition=condition_1K, embedding_VD=table_VD, context=context)
+    return logits[0].softmax(-1)
+
+
+def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
+    context_engine: ColocatedEngine, actor: Actor, context_heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every request at many steps, whatever was accepted before; and another q where it looks at its own pair alone."""
+    drafter = drafter_of(context_engine)
+    honest, seen = drafter._core.draft, []
+
+    def draft(*given: Any, **named: Any) -> Any:
+        drafted = honest(*given, **named)
+        seats = drafter._seats
+        seen.append((seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, torch.stack(drafted.q, 1)))
+        return drafted
+
+    monkeypatch.setattr(drafter._core, "draft", draft)
+    context_engine.configure(sampled=True, draft_temperature=1.0)
+    prompts = actor.prompts[:6]
+    rollouts = context_engine.generate(prompts, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    first = min(int(requests_B.min()) for requests_B, *_ in seen)
+    apart, alone = [], []
+    for requests_B, positions_B, ids_BK, q_BKV in seen[3::7]:
+        for row, (request, position) in enumerate(zip(requests_B.tolist(), positions_B.tolist(), strict=True)):
+            prompt, response = prompts[request - first], rollouts.responses[request - first].token_ids
+            at = position - len(prompt) - 1
+            if 0 <= at < len(response):
+                for cut, found in ((0, apart), (1, alone)):
+                    q_KV = expected_q(actor, context_heads, prompt, response, at, ids_BK[row], cut)
+                    found.append(float((q_KV - q_BKV[row]).abs().sum(-1).max()))
+    assert len(apart) > 20 and max(apart) < 1e-2, (len(apart), max(apart))
+    assert sorted(alone)[len(alone) // 2] > 0.1
+
+
+def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in rollouts.responses]
+
+
+def test_with_a_context_greedy_tokens_are_those_without_drafts(context_engine: ColocatedEngine, actor: Actor) -> None:
+    greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    context_engine.configure(num_drafts=0)
+    expected = tokens(context_engine.generate(actor.prompts, greedy))
+    for sampled in (False, True):
+        context_engine.configure(num_drafts=HEADS, sampled=sampled)
+        rollouts = context_engine.generate(actor.prompts, greedy)
+        assert rollouts.counters.drafts > 1000
+        assert tokens(rollouts) == expected
+
+
+def test_with_a_context_sampled_tokens_have_the_models_distribution(
+    context_engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The randomised PIT; drafts that are verified against a flatter q than they were drawn from fail it."""
+    context_engine.configure(num_drafts=HEADS, sampled=True, draft_temperature=0.7)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    right, wrong = Uniformity(), Uniformity()
+    add_rollouts(right, actor.model, context_engine.generate(actor.prompts, sampling))
+    honest = DraftSlots.keep
+
+    def dishonest(
+        slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, columns_BK: torch.Tensor, q: Sequence[torch.Tensor]
+    ) -> None:
+        honest(slots, slots_B, stamps_B, columns_BK, [(flat := q_BW**0.25) / flat.sum(-1, keepdim=True) for q_BW in q])
+
+    monkeypatch.setattr(DraftSlots, "keep", dishonest)
+    add_rollouts(wrong, actor.model, context_engine.generate(actor.prompts, sampling))
+    assert right.honest and right.tokens > 3000, right.figures()
+    assert not wrong.honest, wrong.figures()

@@ -19,6 +19,7 @@ from heads.errors import CheckpointError, ConfigError, DataError, EngineError, L
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch
@@ -36,8 +37,8 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def heads_folder(path: Path, hidden: int = 8, vocab: int = 16, count: int = 3) -> Path:
-    save_heads(path, MedusaHeads(HeadsConfig(hidden, vocab, count)), lm_head_VD=torch.zeros(vocab, hidden))
+def heads_folder(path: Path, hidden: int = 8, vocab: int = 16, count: int = 3, **more: Any) -> Path:
+    save_heads(path, MedusaHeads(HeadsConfig(hidden, vocab, count, **more)), lm_head_VD=torch.zeros(vocab, hidden))
     return path
 
 
@@ -50,6 +51,27 @@ def test_plan(model: Path, tmp_path: Path) -> None:
     plain = plan_launch(model, None, EngineConfig(), seed=7)
     assert (plain.max_drafts, plain.drafting["num_drafts"]) == (0, 0)
     assert "speculative_config" not in plain.engine_args
+
+
+def test_a_large_vocabulary_is_drafted_from_in_part(model: Path, tmp_path: Path) -> None:
+    size = 40_000
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": size, "eos_token_id": 3}))
+    heads = heads_folder(tmp_path / "heads", vocab=size)
+    assert plan_launch(model, heads, EngineConfig(), 0).drafting["draft_vocab"] == 8192
+    assert plan_launch(model, heads, EngineConfig(draft_vocab=0), 0).drafting["draft_vocab"] == 0
+    assert "draft_vocab" not in plan_launch(model, None, EngineConfig(), 0).drafting
+
+
+@pytest.mark.parametrize("listed", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_response_ends_at_the_tokenizers_end_token_too(model: Path, listed: str) -> None:
+    tokens = [{"id": 9, "content": "<end>"}, {"id": 8, "content": "<pad>"}]
+    settings = {"eos_token": {"content": "<end>"} if listed == "tokenizer.json" else "<end>"}
+    if listed == "tokenizer.json":
+        (model / listed).write_text(json.dumps({"added_tokens": tokens}))
+    else:
+        settings["added_tokens_decoder"] = {str(token["id"]): {"content": token["content"]} for token in tokens}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert plan_launch(model, None, EngineConfig(), seed=7).stop_ids == (5, 3, 4, 9)
 
 
 def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +149,35 @@ def test_what_cannot_be_combined_is_named(model: Path, tmp_path: Path, extra: di
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
 
 
-def test_vllms_v2_runner_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its list of what it can't run names Medusa; forced, it breaks later."""
+def test_a_runner_that_the_environment_asks_for_must_be_the_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(UnsupportedVersionError, match="V2"):
+    with pytest.raises(ConfigError, match=r"engine\.runner=v2"):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(), 0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    plan = plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(runner="v2"), 0)
+    assert plan.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V1, and V2 only where it is asked for and can be had: it never ran on a GPU."""
+    heads, context = heads_folder(tmp_path / "heads"), heads_folder(tmp_path / "context", kind="hydra", context=4)
+
+    def runner(heads: Path = heads, **settings: Any) -> str:
+        return plan_launch(model, heads, EngineConfig(**settings), 0).runner
+
+    assert runner() == "v1" and plan_launch(model, None, EngineConfig(), 0).runner == ""
+    with pytest.raises(UnsupportedVersionError, match="CPU build"):
+        runner(runner="v2")
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
+    assert (runner(), runner(runner="v2")) == ("v1", "v2")
+    with pytest.raises(ConfigError, match="choose_drafts"):
+        runner(runner="v2", choose_drafts=True)
+    with pytest.raises(ConfigError, match="context of 4"):
+        runner(context, runner="v2")
+    monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
+    assert runner() == "v1"
+    with pytest.raises(UnsupportedVersionError, match=r"0\.26"):
+        runner(runner="v2")
 
 
 @pytest.mark.parametrize(

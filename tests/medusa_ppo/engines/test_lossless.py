@@ -40,6 +40,6 @@ def test_greedy_tokens_are_those_of_an_engine_without_speculation(actor: Actor, 
                 chooser.choose = lambda batch: rng.randrange(HEADS + 1)
             engine.configure(choose=True, sampled=sampled)
             rollouts = engine.generate(prompts[part * 64 : (part + 1) * 64], greedy)
-            assert rollouts.counters.drafts > 100 * at_random
+            assert rollouts.counters.drafts >= 100 * at_random  # The measured choice may be not to draft at all.
             given += tokens(rollouts)
     assert given == expected

@@ -423,14 +423,14 @@ def test_replicas_have_addresses_of_their_own() -> None:
 
 
 def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
-    host = EngineHost("model", None, {}, 0, None)
+    host = EngineHost("model", None, EngineConfig(), 0, None)
     host._engine = engine = StandIn(0)  # type: ignore[assignment]
     file = state_file(tmp_path, 3.0)
-    status, receipt, state = host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 7, None)
-    assert status == "result" and receipt == SwapReceipt(7, checksum(load_state(file)), 0.0)
+    receipt, state = host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 7, None)
+    assert receipt == SwapReceipt(7, checksum(load_state(file)), 0.0)
     assert state["heads_version"] == engine.heads_version == 7
     engine.refuses_swaps = True
-    assert host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8, None)[0] == "error"
+    assert isinstance(host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8, None)[0], SwapError)
     assert not list(Path("/dev/shm").glob("medusa-ppo-received-*"))
 
 

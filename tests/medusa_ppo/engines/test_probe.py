@@ -1,13 +1,20 @@
-"""The statistic that the doctor trusts: small for honest samples, large for a wrong temperature, top-k or top-p."""
+"""The statistic that the doctor trusts: small for honest samples, large for a wrong temperature, top-k or top-p; and its verdict on an
+engine."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from heads.vocabulary import truncate_logits
-from medusa_ppo.engines.probe import honesty_z
+from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.drafting.uniformity import sentence
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import beginnings, honesty_z, judge, sample
 from medusa_ppo.types import Sampling
+from tests.medusa_ppo.engines.conftest import HEADS, Actor
 
 
 def draw(logits_MV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -32,3 +39,27 @@ def test_truncation_keeps_the_likeliest_token_and_the_smallest_sufficient_set() 
     assert torch.isfinite(truncate_logits(logits_MV, 0, 0.6)).tolist() == [[True, True, False, False]]
     assert torch.isfinite(truncate_logits(logits_MV, 3, 1.0)).tolist() == [[True, True, True, False]]
     assert torch.isfinite(truncate_logits(logits_MV, 3, 0.6)).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_verdict_on_an_engine(engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Honest as it is; wrong, and not for another reason, when q is not what drafts were drawn from."""
+    sampling = Sampling(0.8, max_new_tokens=64, ignore_eos=True)
+    engine.configure(sampled=True)
+    torch.manual_seed(5)
+    honest = sample(engine, beginnings(actor.model.config), sampling, 4000, lambda done: None)
+    assert engine.num_drafts == HEADS and honest[0][0].counters.drafts and not honest[1][0].counters.drafts
+    drafting, plain = judge(actor.model, honest, lambda done: None)
+    assert plain is None and sentence(drafting, plain).startswith("Honest") and drafting.tokens >= 4000
+
+    stamp = DraftSlots.stamp
+
+    def flattened(slots: DraftSlots, *args: Any) -> None:
+        stamp(slots, *args)
+        slots.cumulative_KRX.pow_(0.5)  # The sums of another distribution.
+
+    monkeypatch.setattr(DraftSlots, "stamp", flattened)
+    runs = sample(engine, beginnings(actor.model.config), sampling, 4000, lambda done: None)
+    drafting, plain = judge(actor.model, runs, lambda done: None)
+    assert plain is not None and plain.honest and sentence(drafting, plain).startswith("WRONG")

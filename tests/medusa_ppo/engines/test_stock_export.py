@@ -23,7 +23,7 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig, EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.launch import plan_launch
-from medusa_ppo.exchange.convert import convert
+from medusa_ppo.exchange import convert
 from medusa_ppo.standalone.collect import Sample, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.types import Sampling

@@ -15,7 +15,7 @@ import torch
 
 from heads.checkpoint import load_heads
 from heads.errors import CheckpointError
-from medusa_ppo.exchange.convert import convert
+from medusa_ppo.exchange import convert
 
 SPARE_BYTES = 64 << 20
 WATCHED = (

@@ -16,7 +16,7 @@ from heads.checkpoint import load_heads, load_lm_head, save_heads
 from heads.errors import CheckpointError, ConfigError, MedusaError, ModelError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.exchange.convert import convert
+from medusa_ppo.exchange import convert
 from medusa_ppo.exchange.formats import FORMATS, PlainHeads, representable_formats
 
 D, V, K = 16, 40, 3

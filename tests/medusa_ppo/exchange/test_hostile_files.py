@@ -26,7 +26,7 @@ from heads.checkpoint import save_heads
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.exchange.convert import convert
+from medusa_ppo.exchange import convert
 from medusa_ppo.exchange.foreign import read_foreign
 
 D, V, K = 16, 40, 3

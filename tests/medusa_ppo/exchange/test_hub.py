@@ -21,8 +21,8 @@ from heads.errors import CheckpointError, ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
+from medusa_ppo.exchange import convert
 from medusa_ppo.exchange import hub as hub_module
-from medusa_ppo.exchange.convert import convert
 from medusa_ppo.exchange.hub import Hub, local_heads, model_card, push_heads, scrubbed
 
 D, V, K = 16, 40, 3

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from heads.checkpoint import load_heads
+from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config import build_config
-from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
-from medusa_ppo.loops.drafting_engine import DraftingEngine
+from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.processes import local_ray
-from medusa_ppo.types import Rollouts, Sampling
+from medusa_ppo.types import Rollouts, Sampling, SwapReceipt
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]
 ENGINE = {"max_num_seqs": 32, "threads": 1, "enforce_eager": True}
@@ -87,3 +89,28 @@ def test_switched_off_it_is_the_plain_engine_to_the_bit(chain_actor: Path, tmp_p
     assert rewards[0] == rewards[1]
     assert all(torch.equal(value, learned[1][name]) for name, value in learned[0].items())
     assert not all(torch.equal(value, learned[0][name]) for name, value in start.items()), "nothing was learned"
+
+
+class Pool(BroadcastPool):
+    """A pool without engines: what it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[list[str], int]] = []
+
+    def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
+        self.sent.append((sorted(stream.entries), version))
+        return SwapReceipt(version, "", 0.0)
+
+
+def test_a_broadcast_actor_reaches_the_pool_behind_it_and_other_loops_refuse_one(chain_actor: Path):
+    told: list[int] = []
+    engine: Any = DraftingEngine.__new__(DraftingEngine)
+    engine.engine, engine._actor = Pool(), load_actor(chain_actor)
+    engine.plugin = SimpleNamespace(policy_updated=lambda actor, version: told.append(version))
+    with ActorSync(engine) as sync:
+        assert sync(engine._actor, 3).version == 3
+    entries, version = engine.engine.sent[0]
+    assert version == 3 and "model.embed_tokens.weight" in entries and told == [3]
+
+    with pytest.raises(ConfigError, match="carries the actor into it by itself"):
+        Attachment(build_config({"engine": {"transfer": "broadcast"}}))

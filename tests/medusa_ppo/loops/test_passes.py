@@ -67,8 +67,7 @@ def test_padded_micro_batches_in_another_order(model: LlamaForCausalLM):
 @torch.no_grad()
 def test_packed_rows(model: LlamaForCausalLM):
     states_MD, logprobs = reference(model)
-    tap = PassTap(torch.nn.Sequential(), Sampling(), 2**20)
-    tap._base = model.model
+    tap = PassTap(model, Sampling(), 2**20)
     ids = torch.tensor([[token for prompt, answer in ROWS for token in (*prompt, *answer)]])
     positions = torch.tensor([[i for prompt, answer in ROWS for i in range(len(prompt) + len(answer))]])
     with tap.watch(ROWS):

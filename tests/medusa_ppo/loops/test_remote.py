@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import ConfigError
@@ -15,9 +17,10 @@ from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config import build_config
 from medusa_ppo.loops.passes import PassTap
-from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse
+from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse, serve
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.types import Counters, Sampling
+from medusa_ppo.vllm_plugin.rpc import TOKEN
 
 
 class Workers:
@@ -100,8 +103,46 @@ def test_tables_are_read_from_the_files_and_are_those_of_the_model(tied: bool, t
     assert torch.equal(lm_head, embedding) == tied
 
 
+def test_tables_of_other_names_are_the_models_own(tmp_path: Path):
+    """A Pythia's lm_head is `embed_out` in its files; it was its input embedding for us once."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=32, **sizes))
+    model.save_pretrained(tmp_path)
+    lm_head, embedding = read_tables(str(tmp_path))
+    assert torch.equal(lm_head, model.get_output_embeddings().weight) and torch.equal(embedding, model.gpt_neox.embed_in.weight)
+    assert not torch.equal(lm_head, embedding)
+
+
 def test_settings_are_refused_by_name():
     refuse("a loop", {"--one": False})
     with pytest.raises(ConfigError, match="a loop") as error:
         refuse("a loop", {"--one": False, "--two": True, "--three": True})
     assert "--two, --three" in str(error.value) and "--one" not in str(error.value)
+
+
+def test_a_server_is_started_with_heads_that_are_made_once(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execvpe", lambda file, arguments, environment: started.append(arguments))
+    serve(str(chain_actor), str(tmp_path / "heads"), build_config({"heads": {"num_heads": 2}}), "127.0.0.1", ["--port", "8000"])
+    heads, metadata = load_heads(tmp_path / "heads")
+    assert heads.config.num_heads == 2
+
+    serve(
+        str(chain_actor), str(tmp_path / "heads"), build_config({"heads": {"num_heads": 4}, "engine": {"num_drafts": 2}}), "localhost", []
+    )
+    assert load_heads(tmp_path / "heads")[1].checksum == metadata.checksum, "heads that are there are left alone"
+
+    flags = started[0][3:]
+    named = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert json.loads(named["--speculative-config"]) == {"method": "medusa", "model": str(tmp_path / "heads"), "num_speculative_tokens": 2}
+    assert named["--worker-extension-cls"].endswith("MedusaWorker") and named["--logprobs-mode"] == "processed_logprobs"
+    assert "--disable-log-stats" not in named and named["--port"] == "8000"
+    assert named["--host"] == "127.0.0.1" and named["--middleware"].endswith("ControlGuard")
+
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=TOKEN):
+        serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "0.0.0.0", [])
+    monkeypatch.setenv(TOKEN, "secret")
+    serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "0.0.0.0", [])
+    assert started[-1][-2:] == ["--host", "0.0.0.0"] and len(started) == 3

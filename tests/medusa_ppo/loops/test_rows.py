@@ -122,3 +122,19 @@ def test_a_pass_that_fails_leaves_no_tap_open(model: LlamaForCausalLM):
 
     assert not model.base_model._forward_hooks and recorder.collector.seen == 0
     tap.close()
+
+
+def test_a_pass_with_the_adapter_off_is_the_reference_policys(model: LlamaForCausalLM):
+    peft = pytest.importorskip("peft")  # In the environments of make test-contracts.
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    given = rollouts()
+    ids, attention = padded([2, 0, 3, 1], random.Random(1))
+    recorder = Recorder(given)
+    tap = ForwardTap(adapted, recorder)  # type: ignore[arg-type]
+    tap.expect(given)
+    with adapted.disable_adapter():
+        adapted(input_ids=ids, attention_mask=attention)
+    assert recorder.passes == 0
+    adapted(input_ids=ids, attention_mask=attention)
+    assert recorder.passes == 1 and recorder.collector.complete
+    tap.close()

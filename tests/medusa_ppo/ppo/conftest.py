@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
 from heads.checkpoint import checksum, load_state
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -153,3 +161,26 @@ def make_rollouts() -> Callable[..., Rollouts]:
         return Rollouts(prompts, responses, Counters(), 1.0, Sampling())
 
     return make
+
+
+@pytest.fixture(scope="session")
+def save_judge() -> Callable[..., None]:
+    """save_judge(folder, labels=1, by_steps=False, hidden=16) -> a random reward model of the letters a, b and c, with its tokenizer."""
+    return _save_judge
+
+
+def _save_judge(folder: Path, labels: int = 1, by_steps: bool = False, hidden: int = 16) -> None:
+    letters = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2, "c": 3}, unk_token="[PAD]"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=1 if hidden == 16 else 2,
+        num_attention_heads=2,
+        num_labels=labels,
+        pad_token_id=0,
+    )
+    (LlamaForTokenClassification if by_steps else LlamaForSequenceClassification)(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="[PAD]").save_pretrained(folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heads.errors import SwapError
-from medusa_ppo.engines.actor_sync import ActorSync, actor_state
+from medusa_ppo.engines.actor_sync import ActorSync, actor_state, actor_stream
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -21,7 +21,7 @@ def test_names_are_those_of_a_checkpoint(tiny_actor, tmp_path: Path, tied: bool)
         assert actor_state(actor).keys() == set(file.keys())
         for name, tensor in actor_state(actor).items():
             torch.testing.assert_close(file.get_tensor(name), tensor, rtol=0, atol=0)
-    assert all(t.dtype == torch.bfloat16 for t in actor_state(actor, torch.bfloat16).values())
+    assert all(dtype == torch.bfloat16 for dtype, _ in actor_stream(actor, torch.bfloat16).entries.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])

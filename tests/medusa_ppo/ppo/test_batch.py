@@ -32,7 +32,7 @@ def test_response_coordinates():
     batch = PPOBatch(rollouts())
     assert batch.mask_SR.tolist() == [[True, True, False], [True, True, True]]
     torch.testing.assert_close(batch.behaviour_SR, torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.5]]))
-    assert batch.tokens == 5
+    assert int(batch.lengths_S.sum()) == 5
 
 
 def test_pack_and_unpack_are_inverse_whatever_the_order(make_rollouts):

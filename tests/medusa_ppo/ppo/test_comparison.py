@@ -11,7 +11,7 @@ import pytest
 from medusa_ppo import metrics as names
 from medusa_ppo.config import build_config
 from medusa_ppo.ppo.comparison import STEP_S, Comparison
-from medusa_ppo.ppo.prompts import Prompt, PromptStream
+from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.run_state import RunPosition
 
 STREAM = PromptStream([Prompt(str(i), (i,), {}) for i in range(64)], seed=0)

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +31,14 @@ from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
 from medusa_ppo.ppo import session as session_file
-from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.generation import RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.prompts import PromptStream
 from medusa_ppo.ppo.rewards import make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint
 from medusa_ppo.processes import bundle
 from medusa_ppo.reports import trackers
 from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
@@ -46,6 +46,7 @@ from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
 NODE = Hardware(8, True, 16, "eight GPUs and sixteen cores")
 CHAIN, STATE = 12, 16  # Tokens that follow from each other, and the width of their states.
 REPLAYED = {"companion": {"replay_versions": 2}}
+EVALUATED = {"ppo": {"eval_every": 1}, "data": {"eval_path": "other.jsonl"}}
 GENERATED = {"report": {"speed_every": 1}}
 
 # key -> (another value, where it shows, what else must be set for it to show)
@@ -68,12 +69,16 @@ ROWS: dict[str, Row] = {
     "data.template": ("Q: {prompt}", "prompts", {}),
     "data.answer_column": ("solution", "prompts", {}),
     "data.max_prompt_tokens": (5, "prompts", {}),
+    "data.eval_path": ("third.jsonl", "streams", EVALUATED),
+    "data.eval_split": ("train[:2]", "streams", EVALUATED),
+    "data.ptx_path": ("rows.txt", "streams", {"ppo": {"ptx_coefficient": 0.5}, "data": {"ptx_path": "other.txt"}}),
     "sampling.temperature": (0.7, "sampling", {}),
     "sampling.top_p": (0.9, "sampling", {}),
     "sampling.top_k": (20, "sampling", {}),
     "sampling.max_new_tokens": (32, "sampling", {}),
     "sampling.responses_per_prompt": (2, "sampling", {}),
     "engine.backend": ("server", "plan", {}),
+    "engine.runner": ("v2", "launch", {}),
     "engine.replicas": (2, "plan", {}),
     "engine.resource": ("near", "ray_room", {}),
     "engine.dtype": ("float32", "launch", {}),
@@ -92,6 +97,7 @@ ROWS: dict[str, Row] = {
     "heads.path": ("heads", "first_heads", {}),
     "heads.kind": ("medusa", "first_heads", {}),
     "heads.num_heads": (3, "first_heads", {}),
+    "heads.context": (8, "first_heads", {}),
     "heads.lm_head": ("own", "first_heads", {}),
     "companion.enabled": (False, "plugin", {}),
     "companion.on_error": ("raise", "plugin", {}),
@@ -99,7 +105,7 @@ ROWS: dict[str, Row] = {
     "companion.learning_rate": (1e-3, "learned", {}),
     "companion.average": (0.5, "learned", {}),
     "companion.batch_positions": (32, "learned", {}),
-    "companion.schedule": ("drift", "learned", {}),
+    "companion.schedule": ("fixed", "plugin", {}),
     "companion.epochs": (3, "learned", {}),
     "companion.position_share": (0.5, "learned", {}),
     "companion.queue_bytes": (2**28, "plan", {}),
@@ -118,15 +124,32 @@ ROWS: dict[str, Row] = {
     "ppo.micro_batch_size": (8, "plan", {}),
     "ppo.actor_learning_rate": (3e-3, "updated", {}),
     "ppo.critic_learning_rate": (3e-3, "updated", {}),
+    "ppo.learning_rate_schedule": ("linear", "updated", {}),
+    "ppo.warmup_steps": (2, "updated", {}),
+    "ppo.advantages": ("rloo", "updated", {}),
     "ppo.gamma": (0.9, "updated", {}),
     "ppo.lam": (0.5, "updated", {}),
     "ppo.clip_range": (0.01, "updated", {"ppo": {"actor_learning_rate": 1e-2}}),
     "ppo.value_clip_range": (0.001, "updated", {}),
+    "ppo.value_clip_unit": ("returns", "updated", {"ppo": {"value_clip_range": 3e-3}}),
     "ppo.kl_coefficient": (0.5, "updated", {}),
+    "ppo.kl_estimator": ("k3", "updated", {}),
+    "ppo.kl_in_loss": (True, "updated", {"ppo": {"kl_estimator": "k3", "kl_coefficient": 1.0}}),
+    "ppo.kl_goal": (0.001, "updated", {}),
+    "ppo.kl_stop": (1e-6, "updated", {"ppo": {"actor_learning_rate": 1e-2}}),
     "ppo.entropy_coefficient": (0.1, "updated", {}),
     "ppo.clip_norm": (0.01, "updated", {}),
+    "ppo.importance_bound": (2.0, "updated", {}),
+    "ppo.scale_rewards": (True, "updated", {}),
+    "ppo.length_penalty": (0.1, "updated", {}),
+    "ppo.cut_responses": ("mask", "updated", {}),
+    "ppo.ptx_coefficient": (0.7, "updated", {"ppo": {"ptx_coefficient": 0.1}, "data": {"ptx_path": "other.txt"}}),
     "ppo.reward": ("long_responses:longer", "reward", {}),
+    "ppo.reward_template": ("{prompt}a{response}", "judged", {}),
+    "ppo.step_separator": ("b", "judged", {}),
+    "ppo.eval_every": (1, "evaluated", {}),
     "ppo.checkpoint_every": (3, "loop", {}),
+    "ppo.keep_checkpoints": (2, "kept", {}),
     "ppo.threads": (3, "threads", {}),
     "report.compare_pairs": (2, "compared", {}),
     "report.speed_every": (2, "pairs", {}),
@@ -203,10 +226,7 @@ class Places:
         return imported
 
     def prompts(self, config: RunConfig) -> Any:
-        def tokenizer(texts: list[str]) -> dict[str, Any]:
-            return {"input_ids": [[ord(c) for c in text] for text in texts]}
-
-        found = PromptStream.load(config.data, tokenizer, seed=0)  # type: ignore[arg-type]
+        found = PromptStream.load(config.data, letters, seed=0)  # type: ignore[arg-type]
         return [(prompt.text, prompt.row["answer"]) for prompt in found.prompts]
 
     def sampling(self, config: RunConfig) -> Any:
@@ -218,11 +238,11 @@ class Places:
 
     def plugin(self, config: RunConfig) -> Any:
         started: list[Any] = []
-        self._patch.setattr("medusa_ppo.plugin.CompanionClient", lambda *a, **k: started.append(a))
+        self._patch.setattr("medusa_ppo.plugin.CompanionClient", lambda *a, **k: started.append(a) or SimpleNamespace(shared=True))
         heads, table = initial_heads(config, self._tiny_actor()), torch.zeros(16, 32)
         engine: Any = SimpleNamespace(swap_heads=lambda *a: 1 / 0)
         plugin = MedusaPlugin.start_from_tables(config, heads, (table, table), engine, self._folder)
-        return len(started), plugin.installer._on_error
+        return len(started), plugin.installer._on_error, plugin.account is None
 
     def learned(self, config: RunConfig) -> Any:
         """The companion's whole state after some batches."""
@@ -230,7 +250,7 @@ class Places:
         cycle = Cycle(HeadsConfig(STATE, CHAIN, 2), section, TABLE_VD, seed=0)
         for version in range(4):
             cycle.run(chain_batch(version))
-        return cycle.digest()
+        return checksum(cycle.state_dict())
 
     def process(self, config: RunConfig) -> Any:
         seen: list[Any] = []
@@ -242,13 +262,40 @@ class Places:
     def updated(self, config: RunConfig) -> Any:
         """Weights of actor and critic after two updates from the same rollouts."""
         actor = self._tiny_actor()
-        learner = Learner(actor, Critic(actor), config.ppo, seed=config.seed)
+        learner = Learner(actor, Critic(actor) if config.ppo.advantages == "gae" else None, config.ppo, seed=config.seed)
         batch = PPOBatch(self._rollouts)
+        texts = None if config.ppo.ptx_coefficient is None else text_batch([(1, 2, 3)], learner.device, 0)
         rewards_S = torch.arange(len(self._rollouts.responses)) / 4
         for step in range(2):
             scores, _ = learner.score(batch, rewards_S, Sampling())
-            learner.update(batch, scores, Sampling(), step)
-        return checksum(learner.actor.state_dict()), checksum(dict(learner.critic.named_parameters()))
+            learner.update(batch, scores, Sampling(), step, texts)
+        return checksum(learner.actor.state_dict()), learner.critic and checksum(dict(learner.critic.named_parameters()))
+
+    def streams(self, config: RunConfig) -> Any:
+        """What is evaluated on, and what is learned by heart."""
+        session = session_file.RunSession(config, ProgressSink())
+        return [stream and [prompt.text for prompt in stream.prompts] for stream in session._streams(letters)[1:]]  # type: ignore[arg-type]
+
+    def judged(self, config: RunConfig) -> Any:
+        """What the loop asks a reward model."""
+        source = make_reward(config.ppo.model_copy(update={"reward": "steps" if config.ppo.step_separator else "judge"}))
+        one: Any = SimpleNamespace(
+            config=config, reward=source, tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: ["ab"[i[0] % 2] for i in ids])
+        )
+        prompts: Any = [SimpleNamespace(text="a", row={})] * len(self._rollouts.prompts)
+        return loop_file.PPOLoop._rewards(one, self._rollouts, prompts).tolist()
+
+    def evaluated(self, config: RunConfig) -> Any:
+        """Whether there is something to evaluate on."""
+        session = session_file.RunSession(config.model_copy(update={"data": build_config({"data": {"path": "demo"}}).data}), ProgressSink())
+        return session._streams(letters)[1] is not None  # type: ignore[arg-type]
+
+    def kept(self, config: RunConfig) -> Any:
+        shutil.rmtree(config.run_dir, ignore_errors=True)
+        learner: Any = SimpleNamespace(save=lambda folder: None)
+        for step in (1, 2, 3):
+            save_checkpoint(config.run_dir, learner, RunPosition(step), config)
+        return sorted(path.parent.name for path in config.run_dir.rglob("state.json"))
 
     def reward(self, config: RunConfig) -> Any:
         source = make_reward(config.ppo)
@@ -260,7 +307,8 @@ class Places:
         self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, config: saved.append(position.next_step))
         self._patch.setattr(loop_file.PPOLoop, "step", lambda self, step: {})
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(("prompts", "tokenizer", "learner", "reward", "sync", "plugin", "engine")), trackers=trackers.TrackerGroup()
+            **dict.fromkeys(("prompts", "tokenizer", "learner", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            trackers=trackers.TrackerGroup(),
         )
         loop = loop_file.PPOLoop(config, parts, ProgressSink())
         loop.run(SimpleNamespace(step=lambda values: None))  # type: ignore[arg-type]
@@ -291,7 +339,7 @@ class Places:
 
         class Session:
             def __init__(self, *arguments: Any) -> None:
-                self.prepare = lambda resume: (parts, None, None)
+                self.prepare = lambda *arguments: (parts, None, None)
                 self.save = self.finish = lambda *arguments: None
                 self.compare = lambda parts, measure: asked.append("compare")
 
@@ -322,7 +370,7 @@ class Places:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> Path:
     """Actors, heads, prompts and a reward that configurations name."""
     folder = tmp_path_factory.mktemp("places")
     (folder / "long_responses.py").write_text(REWARD)
@@ -330,15 +378,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
         tiny_actor(hidden=hidden).save_pretrained(folder / name)
     torch.manual_seed(1)
     save_heads(folder / "heads", MedusaHeads(HeadsConfig(32, 16, 4, "hydra")), lm_head_VD=tiny_actor().lm_head.weight.detach())
-    for name, mark in (("rows", "a"), ("other", "b")):
+    for name, mark in (("rows", "a"), ("other", "b"), ("third", "c")):
         rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1)} for n in (3, 5, 8)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.txt").write_text(f"one {mark}\ntwo {mark}\n")
+    save_judge(folder / "judge")
+    save_judge(folder / "steps", by_steps=True)
     return folder
 
 
 @pytest.fixture
 def places(folder: Path, monkeypatch: pytest.MonkeyPatch, tiny_actor, make_rollouts) -> Places:
-    return Places(folder, monkeypatch, tiny_actor, make_rollouts(8))
+    rollouts: Rollouts = make_rollouts(8)
+    ends = ("stop", "length", "stop", "stop")
+    responses = (replace(response, finish_reason=end) for response, end in zip(rollouts.responses, ends * 2, strict=True))
+    return Places(folder, monkeypatch, tiny_actor, replace(rollouts, responses=tuple(responses)))
+
+
+def letters(texts: list[str]) -> dict[str, Any]:
+    """A tokenizer."""
+    return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
 
 def _enough(*arguments: Any, **more: Any) -> Any:

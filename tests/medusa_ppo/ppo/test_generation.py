@@ -1,12 +1,101 @@
-"""Paired steps: which ones, in which order, and what becomes of the extra rollouts."""
+"""Prompts: their order, the rows behind them, what is left out. Paired steps: which, in which order, what becomes of the extra rollouts."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from heads.errors import DataError
 from medusa_ppo import metrics as names
-from medusa_ppo.config import RunConfig, build_config
-from medusa_ppo.ppo.generation import SpeedPairs, num_drafts, sampling_of
+from medusa_ppo.config import DataConfig, RunConfig, build_config
+from medusa_ppo.ppo.generation import Prompt, PromptStream, SpeedPairs, num_drafts, sampling_of
+
+
+def stream(count: int, seed: int = 0) -> PromptStream:
+    return PromptStream([Prompt(str(i), (i,), {}) for i in range(count)], seed=seed)
+
+
+def texts(prompts: list[Prompt]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+class Letters:
+    """A tokenizer that makes one token of each letter."""
+
+    def __call__(self, batch: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(c) for c in text] for text in batch]}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"q": "x" * n, "solution": str(n)}) + "\n" for n in (2, 9, 3)))
+    return path
+
+
+def test_one_pass_shows_every_prompt_once():
+    seen = [text for step in range(5) for text in texts(stream(10).batch(step, 2))]
+    assert sorted(seen, key=int) == [str(i) for i in range(10)]
+
+
+def test_a_batch_may_cross_passes_and_be_larger_than_the_data():
+    assert len(stream(3).batch(0, 8)) == 8
+    whole = [t for step in range(6) for t in texts(stream(7).batch(step, 7))]
+    cut = [t for step in range(14) for t in texts(stream(7).batch(step, 3))]
+    assert whole == cut, "the stream must not depend on the size of its batches"
+
+
+def test_order_is_the_seeds_alone():
+    assert texts(stream(50).batch(3, 8)) == texts(stream(50).batch(3, 8))
+    assert texts(stream(50).batch(3, 8)) != texts(stream(50, seed=1).batch(3, 8))
+    assert texts(stream(8).batch(0, 8)) != texts(stream(8).batch(1, 8)), "each pass has an order of its own"
+
+
+def test_long_prompts_are_left_out_and_counted(file: Path):
+    found = PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="solution", max_prompt_tokens=4), Letters(), seed=0)
+    assert found.left_out == 1
+    assert [(p.text, p.row["answer"]) for p in found.prompts] == [("xx", "2"), ("xxx", "3")]
+
+
+def test_nothing_usable_is_an_error(file: Path):
+    with pytest.raises(DataError, match="No prompt is usable"):
+        PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column=None, max_prompt_tokens=1), Letters(), seed=0)
+
+
+def test_missing_answer_column_is_named(file: Path):
+    with pytest.raises(DataError, match="solution"):
+        PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="answer"), Letters(), seed=0)
+
+
+def test_no_answer_is_asked_for_where_a_reward_model_judges(file: Path):
+    found = PromptStream.load(DataConfig(path=str(file), template="{q}"), Letters(), seed=0, needs_answer=False)
+    assert len(found.prompts) == 3
+    named = PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="solution"), Letters(), seed=0, needs_answer=False)
+    assert named.prompts[0].row["answer"], "one that is there is read"
+
+
+def test_the_evaluation_has_other_prompts(file: Path):
+    with pytest.raises(DataError, match="no splits"):
+        PromptStream.load_evaluation(DataConfig(path=str(file), template="{q}", answer_column="solution"), Letters())
+    both = [PromptStream.load(DataConfig(), Letters(), seed=0), PromptStream.load_evaluation(DataConfig(), Letters())]
+    train, evaluation = ({prompt.text for prompt in stream.prompts} for stream in both)
+    assert evaluation and not train & evaluation
+
+
+def test_texts_are_cut_and_too_short_ones_left_out(tmp_path: Path):
+    (tmp_path / "texts.txt").write_text("abcdef\nx\nyz\n")
+    found = PromptStream.load_texts(str(tmp_path / "texts.txt"), Letters(), seed=0, longest=4)
+    assert [len(prompt.token_ids) for prompt in found.prompts] == [4, 2]
+    with pytest.raises(DataError, match="text"):
+        (tmp_path / "rows.jsonl").write_text('{"words": "abc"}\n')
+        PromptStream.load_texts(str(tmp_path / "rows.jsonl"), Letters(), seed=0, longest=4)
+
+
+def test_the_demo_task_needs_no_file():
+    found = PromptStream.load(DataConfig(path="demo", split="train[:5]"), Letters(), seed=0)
+    assert len(found.prompts) == 5 and all(p.row["answer"] for p in found.prompts)
 
 
 def config(every: int | None = 2, prompts: int | None = None, drafts: int | None = None) -> RunConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ import torch
 from heads.errors import RunError
 from medusa_ppo import metrics as names
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.models import Critic, masked_deviation
 from medusa_ppo.types import Sampling
 
 FAST = {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2}
@@ -171,3 +173,156 @@ def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(tiny_a
     with pytest.raises(RunError, match="not finite"):
         one.update(batch, scores, Sampling(), 0)
     assert torch.equal(weights(one.actor), before)
+
+
+def trained(actor, batch, count=3, rewards=None, sampling=None, texts=None, critic=True, **settings):
+    """Learner and its last report after some steps on the same rollouts."""
+    one = learner(actor, **settings) if critic else Learner(copy.deepcopy(actor), None, PPOConfig(**{**FAST, **settings}), seed=3)
+    rewards = torch.arange(float(len(batch))) / 4 if rewards is None else rewards
+    for step in range(count):
+        scores, report = one.score(batch, rewards, sampling or Sampling())
+        report |= one.update(batch, scores, sampling or Sampling(), step, texts)
+    return one, report
+
+
+def both(one: Learner) -> torch.Tensor:
+    return torch.cat([weights(one.actor), weights(one.critic)])
+
+
+@pytest.mark.parametrize(
+    "options, plain",
+    [
+        ({"kl_estimator": "k1", "scale_rewards": False, "length_penalty": 0.0, "cut_responses": 0.0}, {}),
+        ({"cut_responses": "mask"}, {}),  # None was cut.
+        ({"kl_stop": 1e9}, {}),
+        ({"kl_goal": 0.1, "kl_coefficient": 1e-30}, {"kl_coefficient": 0.0}),
+        ({"kl_in_loss": True, "kl_estimator": "k3", "kl_coefficient": 0.0}, {"kl_coefficient": 0.0}),
+        ({"learning_rate_schedule": "linear", "steps": 10**17}, {}),
+        ({"importance_bound": 1e9}, {}),  # The engine's log-probs are the actor's.
+    ],
+)
+def test_an_option_that_is_off_changes_no_bit(tiny_actor, make_rollouts, options: dict, plain: dict):
+    actor, batch = tiny_actor(), PPOBatch(make_rollouts(8))
+    batch.behaviour_SR = learner(actor).score(batch, torch.zeros(8), Sampling())[0].logprobs_SR
+    count = 1 if "importance_bound" in options else 3
+    assert torch.equal(*(both(trained(actor, batch, count, **settings)[0]) for settings in (options, plain)))
+
+
+def test_a_value_clip_that_never_binds_is_none(tiny_actor, make_rollouts):
+    found = [both(trained(tiny_actor(), PPOBatch(make_rollouts(8)), value_clip_range=clip)[0]) for clip in (1e9, None)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_top_k_of_everything_changes_no_bit(tiny_actor, make_rollouts):
+    actor, batch = tiny_actor(), PPOBatch(make_rollouts(8))
+    found = [both(trained(actor, batch, sampling=sampling)[0]) for sampling in (Sampling(), Sampling(top_k=16))]
+    assert torch.equal(*found)
+
+
+def test_the_ratio_starts_at_one_under_a_cut(tiny_actor, make_rollouts):
+    _, report = trained(tiny_actor(), PPOBatch(make_rollouts(8)), 1, sampling=Sampling(top_p=0.5), epochs=1)
+    assert report[names.KL_UPDATE] == pytest.approx(0.0, abs=1e-9) and report[names.CLIP_FRAC] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_groups_learn_without_a_critic(tiny_actor, make_rollouts, tmp_path, kind: str):
+    batch, rewards = PPOBatch(make_rollouts(8)), torch.tensor([1.0, 0.0] * 4)
+    one, report = trained(tiny_actor(), batch, 6, rewards, critic=False, advantages=kind, kl_coefficient=0.0)
+    gained = (one.score(batch, rewards, Sampling())[0].logprobs_SR - one.score(batch, rewards, Sampling())[0].reference_SR).sum(1)
+    assert (gained[0::2] > gained[1::2]).all(), "the better of each two became likelier than the other"
+    assert names.VALUE_LOSS not in report
+    one.save(tmp_path)
+    again = Learner(tiny_actor(seed=5), None, PPOConfig(advantages=kind), seed=3)
+    again.load(tmp_path)
+    assert torch.equal(weights(again.actor), weights(one.actor))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_kl_in_the_loss_holds_the_policy_back(tiny_actor, make_rollouts, estimator: str):
+    batch, moved = PPOBatch(make_rollouts(8)), []
+    for coefficient in (0.0, 5.0):
+        settings = {"kl_in_loss": True, "kl_estimator": estimator, "kl_coefficient": coefficient, "actor_learning_rate": 3e-3}
+        one, _ = trained(tiny_actor(), batch, 8, torch.tensor([1.0, 0.0] * 4), **settings)
+        scores, _ = one.score(batch, torch.zeros(8), Sampling())
+        moved.append((scores.logprobs_SR - scores.reference_SR).abs()[batch.mask_SR].mean().item())
+    assert moved[1] < 0.7 * moved[0]
+
+
+def test_an_update_ends_where_the_policy_went_too_far(tiny_actor, make_rollouts):
+    batch = PPOBatch(make_rollouts(8))
+    whole, stopped = (trained(tiny_actor(), batch, 1, epochs=6, kl_stop=stop)[1] for stop in (None, 0.01))
+    assert whole[names.ACTOR_STEPS] == 6 and 1 <= stopped[names.ACTOR_STEPS] < 6
+    assert stopped[names.KL_UPDATE] < whole[names.KL_UPDATE]
+
+
+def test_masked_responses_teach_nothing(tiny_actor, make_rollouts):
+    """The same as if they had not been sampled, whatever their rewards."""
+    rollouts = make_rollouts(8)
+    responses = tuple(dataclasses.replace(r, finish_reason="length" if i % 2 else "stop") for i, r in enumerate(rollouts.responses))
+    cut = PPOBatch(dataclasses.replace(rollouts, responses=responses))
+    without = PPOBatch(dataclasses.replace(rollouts, responses=responses[0::2]))
+    found = []
+    for batch, rewards in ((cut, [1.0, 77.0, 0.0, -5.0, 3.0, 9.0, 2.0, 1.0]), (without, [1.0, 0.0, 3.0, 2.0])):
+        one, _ = trained(tiny_actor(), batch, 2, torch.tensor(rewards), cut_responses="mask", minibatch_size=8)
+        found.append(both(one))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_learned_from_a_batch_of_cut_responses(tiny_actor, make_rollouts):
+    rollouts = make_rollouts(4)
+    responses = tuple(dataclasses.replace(r, finish_reason="length") for r in rollouts.responses)
+    actor = tiny_actor()
+    one, report = trained(actor, PPOBatch(dataclasses.replace(rollouts, responses=responses)), 1, cut_responses="mask")
+    assert torch.equal(weights(one.actor), weights(actor)) and report[names.ACTOR_STEPS] == 0
+
+
+def test_a_step_without_a_finite_gradient_is_left_out_and_counted(tiny_actor, make_rollouts):
+    """One of two minibatches is spoiled: the other one is learned from."""
+    batch, actor = PPOBatch(make_rollouts(8)), tiny_actor()
+    one = learner(actor, epochs=1, minibatch_size=4)
+    scores, _ = one.score(batch, torch.arange(8.0), Sampling())
+    scores.advantages_SR[0, 0] = float("inf")
+    report = one.update(batch, scores, Sampling(), 0)
+    assert report[names.STEPS_SKIPPED] == 1 and report[names.ACTOR_STEPS] == 1
+    assert weights(one.actor).isfinite().all() and not torch.equal(weights(one.actor), weights(actor))
+
+
+def test_texts_beside_ppo_become_likelier(tiny_actor, make_rollouts):
+    batch, texts = PPOBatch(make_rollouts(8)), text_batch([(1, 2, 3, 4), (5, 6, 7)], torch.device("cpu"), 0)
+    losses = [trained(tiny_actor(), batch, 6, texts=texts, ptx_coefficient=weight)[1][names.PTX_LOSS] for weight in (1e-9, 1.0)]
+    assert losses[1] < 0.7 * losses[0]
+    off, _ = trained(tiny_actor(), batch)
+    assert not torch.equal(both(off), both(trained(tiny_actor(), batch, texts=texts, ptx_coefficient=1.0)[0]))
+
+
+def test_the_gap_to_the_engine_by_hand(tiny_actor, make_rollouts):
+    batch, one = PPOBatch(make_rollouts(4)), learner(tiny_actor(), importance_bound=1.2)
+    exact, _ = one.score(batch, torch.zeros(4), Sampling())
+    gap = torch.where(batch.mask_SR, torch.tensor(0.1), 0.0)
+    gap[0, 0] = 0.5
+    batch.behaviour_SR = exact.logprobs_SR - gap
+    scores, report = one.score(batch, torch.zeros(4), Sampling())
+    tokens = int(batch.lengths_S.sum())
+    assert report[names.LOGPROB_GAP] == pytest.approx((0.1 * (tokens - 1) + 0.5) / tokens, rel=1e-4)
+    assert report[names.LOGPROB_GAP_MAX] == pytest.approx(0.5, rel=1e-4)
+    assert report[names.IMPORTANCE_CUT] == pytest.approx(1 / tokens, rel=1e-4)
+    kl = lambda d: math.exp(d) - 1 - d  # noqa: E731
+    assert report[names.ENGINE_KL] == pytest.approx((kl(0.1) * (tokens - 1) + kl(0.5)) / tokens, rel=1e-3)
+    assert scores.weights_SR[0, 0].item() == pytest.approx(1.2)
+    assert scores.weights_SR[1, 0].item() == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+def test_a_value_clip_in_units_of_the_returns_follows_the_rewards_scale(tiny_actor, make_rollouts):
+    """With rewards a thousand times larger the critic's loss grows by a million, and just as much is clipped away."""
+    batch, rewards, shares = PPOBatch(make_rollouts(8)), torch.tensor([1.0, 0.0] * 4), []
+    for scale in (1.0, 1000.0):
+        one = learner(tiny_actor(), value_clip_range=0.1, value_clip_unit="returns", kl_coefficient=0.0)
+        scores, _ = one.score(batch, scale * rewards, Sampling())
+        clip = 0.1 * masked_deviation(scores.returns_SR, batch.mask_SR)
+        shares.append(clip / scale)
+    assert shares[1] == pytest.approx(shares[0], rel=1e-4)
+    found = [
+        weights(trained(tiny_actor(), batch, 4, 1000 * rewards, value_clip_range=0.1, value_clip_unit=unit)[0].critic)
+        for unit in ("reward", "returns")
+    ]
+    assert not torch.equal(*found)

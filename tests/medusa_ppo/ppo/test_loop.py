@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop
+from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.prompts import Prompt, PromptStream
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import ProgressSink
-from medusa_ppo.ppo.run_state import load_checkpoint, read_position
+from medusa_ppo.ppo.run_state import read_position, saved_folder
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter, read_run
 from medusa_ppo.types import CompanionStatus, RolloutBatch, Rollouts
@@ -122,8 +125,8 @@ def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, s
     Scene(settings(tmp_path / "cut", steps=3, checkpoint_every=2), tiny_actor(), sampling_engine).run()
     config = settings(tmp_path / "cut", steps=4, checkpoint_every=2)
     rest = Scene(config, tiny_actor(), sampling_engine)
-    position = read_position(config.run_dir, config)
-    load_checkpoint(config.run_dir, rest.learner)
+    position = read_position(config.run_dir, config, ["ppo.steps"])
+    rest.learner.load(saved_folder(config.run_dir))
     rest.sync(rest.learner.actor, position.policy_version)
     found = rest.run(position, resume_step=position.next_step)
     assert [s[names.STEP] for s in found] == [0, 1, 2, 3]
@@ -137,6 +140,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
+
+    def give_way(self, wanted: bool) -> None:
+        pass
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
@@ -252,3 +258,95 @@ def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engin
     scene.run()
     (line,) = (scene.config.run_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)[names.STEP] == 0
+
+
+class Saved(Numbers):
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def best(config: RunConfig) -> dict:
+    return json.loads((config.run_dir / "best" / "evaluation.json").read_text())
+
+
+def test_evaluations_change_no_bit_and_the_best_actor_is_kept(tmp_path: Path, tiny_actor, sampling_engine):
+    found = []
+    for every in (None, 2):
+        config = settings(tmp_path / str(every), steps=6, epochs=4, eval_every=every)
+        scene = Scene(config, tiny_actor(), sampling_engine)
+        scene.parts.tokenizer = Saved()
+        if every:
+            scene.parts.evaluation = PromptStream([Prompt(str(i), (i,), {}) for i in range(5, 13)], seed=0)
+        found.append((scene.run(), scene.weights()))
+    (plain, before), (steps, after) = found
+    assert torch.equal(before, after) and not any(names.EVAL_REWARD in step for step in plain)
+    evaluated = {step[names.STEP]: step[names.EVAL_REWARD] for step in steps if names.EVAL_REWARD in step}
+    assert list(evaluated) == [1, 3, 5]
+    assert best(config)[names.STEP] == max(evaluated, key=evaluated.get) and best(config)[names.EVAL_REWARD] == max(evaluated.values())
+    kept = load_actor(config.run_dir / "best")
+    if best(config)[names.STEP] == 5:
+        assert torch.equal(torch.cat([p.detach().flatten() for p in kept.parameters()]), after)
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path, tiny_actor, sampling_engine):
+    config = settings(tmp_path, steps=4, checkpoint_every=1, keep_checkpoints=2)
+    Scene(config, tiny_actor(), sampling_engine).run()
+    kept = sorted((config.run_dir / "checkpoints").iterdir())
+    assert [folder.name for folder in kept] == ["step-000003", "step-000004"]
+    for name in ("actor", "actor_optimizer", "critic"):
+        last, newest = (folder / f"{name}.safetensors" for folder in (kept[1], config.run_dir / "checkpoint"))
+        assert last.read_bytes() == newest.read_bytes() != (kept[0] / f"{name}.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["gae", "grpo", "rloo"])
+def test_each_kind_of_advantages_learns(tmp_path: Path, tiny_actor, sampling_engine, kind: str):
+    config = settings(tmp_path, steps=20, epochs=4, advantages=kind)
+    scene = Scene(config, tiny_actor(), sampling_engine)
+    if kind != "gae":
+        scene.parts.learner = Learner(scene.learner.actor, None, config.ppo, seed=0)
+    rewards = [step[names.REWARD_MEAN] for step in scene.run()]
+    assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.5, rewards
+
+
+def test_an_adaptive_coefficient_follows_the_kl_of_the_steps(tmp_path: Path, tiny_actor, sampling_engine):
+    config = settings(tmp_path, steps=6, epochs=4, kl_coefficient=0.1, kl_goal=0.02)
+    steps = Scene(config, tiny_actor(), sampling_engine).run()
+    assert steps[-1][names.KL_COEFFICIENT] != 0.1
+    for before, after in itertools.pairwise(steps):
+        change = 0.1 * max(-1.0, min(1.0, before[names.KL_REFERENCE] / 0.02 - 1))
+        assert after[names.KL_COEFFICIENT] == pytest.approx(before[names.KL_COEFFICIENT] * (1 + change))
+
+
+def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor, sampling_engine):
+    """Each token is a step here; a 3 as the second one is all that is paid for, and is learned."""
+
+    class Steps(Numbers):
+        def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+            return [f"{row[0]}|" if row[0] else "" for row in ids]
+
+    def second(prompt: str, response: str, row: dict) -> list[float]:
+        words = [word for word in response.split("|") if word] or [""]
+        return [float(n == 1 and word == "3") for n, word in enumerate(words)]
+
+    config = settings(tmp_path, steps=12, epochs=4, step_separator="|")
+    scene = Scene(config, tiny_actor(), sampling_engine)
+    scene.parts.tokenizer, scene.parts.reward = Steps(), CallableReward(second, "second")
+    rewards = [step[names.REWARD_MEAN] for step in scene.run()]
+    assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.3, rewards
+
+
+def test_another_policy_in_the_engine_is_told_once(tmp_path: Path, tiny_actor, sampling_engine):
+    class Told(ProgressSink):
+        notes: ClassVar[list[str]] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    scene = Scene(settings(tmp_path, steps=1, importance_bound=2.0), tiny_actor(), sampling_engine)
+    scene.engine.actor.lm_head.weight.data.mul_(30.0)  # A sync that missed.
+    told = PPOLoop(scene.config, scene.parts, Told())
+    told.sync = lambda actor, version: None
+    told.sync.collect_s, told.sync.nbytes = 0.0, 0
+    steps = [told.step(0), told.step(1)]
+    assert len(Told.notes) == 1 and "importance_bound" in Told.notes[0]
+    assert all(step[names.LOGPROB_GAP] > 0.05 and step[names.ENGINE_KL] > 0.05 for step in steps)

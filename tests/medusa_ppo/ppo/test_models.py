@@ -1,13 +1,18 @@
-"""Log-probs against the plain formula, the sampler's temperature and truncation, the critic, the reference."""
+"""Log-probs against the plain formula, the sampler's temperature and truncation, the critic, the reference; PPO's formulas by hand."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.models import Critic, frozen_copy, log_kept_mass, token_stats
+from medusa_ppo.config import PPOConfig
+from medusa_ppo.ppo import models as losses
+from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
+from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.models import Critic, Support, token_stats
 from medusa_ppo.types import Sampling
 
 VOCAB = 16
@@ -61,10 +66,13 @@ def kept_by_hand(p: list[float], top_k: int, top_p: float) -> float:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (2, 1.0), (0, 0.6), (0, 0.85), (3, 0.7), (1, 0.1)])
-def test_kept_mass_against_a_loop(top_k: int, top_p: float):
-    p = [0.4, 0.3, 0.17, 0.08, 0.05]
-    found = log_kept_mass(torch.tensor([p]).log(), top_k, top_p).exp().item()
-    assert found == pytest.approx(kept_by_hand(p, top_k, top_p) if (top_k or top_p < 1) else 1.0, rel=1e-5)
+def test_what_a_cut_leaves_against_a_loop(top_k: int, top_p: float):
+    """The likeliest token was sampled, so nothing else is kept than what the cut leaves."""
+    p = torch.tensor([0.4, 0.3, 0.17, 0.08, 0.05])
+    micro = MicroBatch((0,), torch.tensor([[3, 0]]), torch.tensor([[False, True]]))
+    cut_MV = Support(Sampling(top_k=top_k, top_p=top_p)).cut(p.log()[None], micro)
+    expected = p[0] / (kept_by_hand(p.tolist(), top_k, top_p) if (top_k or top_p < 1) else 1.0)
+    torch.testing.assert_close(cut_MV.softmax(-1)[0, 0], expected, rtol=1e-5, atol=0)
 
 
 def test_critic_starts_at_zero_and_shares_nothing(make_rollouts, tiny_actor):
@@ -89,7 +97,7 @@ def test_critic_reads_the_state_before_the_token(make_rollouts, tiny_actor):
 
 def test_reference_never_moves(tiny_actor):
     actor = tiny_actor()
-    reference = frozen_copy(actor)
+    reference = Learner(actor, Critic(actor), PPOConfig()).reference
     assert not any(p.requires_grad for p in reference.parameters())
     with torch.no_grad():
         actor.lm_head.weight.add_(1.0)
@@ -103,3 +111,191 @@ def test_bfloat16_products_stay_close_and_weights_float32(make_rollouts, tiny_ac
     rough = token_stats(actor, micro, Sampling(), autocast=True).logprobs_M
     assert rough.dtype == torch.float32 and not torch.equal(exact, rough)
     torch.testing.assert_close(rough, exact, rtol=0.02, atol=0.02)
+
+
+def test_masked_mean_counts_every_token_once():
+    values = torch.tensor([[1.0, 2.0, 3.0], [10.0, 99.0, 99.0]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    assert losses.masked_mean(values, mask).item() == pytest.approx(4.0)
+    assert losses.masked_mean(values, torch.zeros_like(mask)).item() == 0.0
+
+
+def test_masked_mean_ignores_nan_on_padding():
+    values = torch.tensor([[1.0, float("nan")]])
+    assert losses.masked_mean(values, torch.tensor([[True, False]])).item() == 1.0
+
+
+def test_score_lands_on_the_last_real_token_and_kl_on_every_token():
+    logprobs = torch.tensor([[-1.0, -2.0, 7.0], [-0.5, -0.5, -0.5]])
+    reference = torch.tensor([[-2.0, -1.0, -7.0], [-0.5, -1.5, -0.5]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    rewards = losses.token_rewards(torch.tensor([5.0, -1.0]), logprobs, reference, mask, kl_coefficient=0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1, 5.1, 0.0], [0.0, -0.1, -1.0]]))
+
+
+def test_gae_of_three_tokens_by_hand():
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    advantages, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.9, lam=0.5)
+    a2 = 1.0 - 0.2
+    a1 = (0.9 * 0.2 - 0.4) + 0.45 * a2
+    a0 = (0.9 * 0.4 - 0.5) + 0.45 * a1
+    torch.testing.assert_close(advantages, torch.tensor([[a0, a1, a2]]))
+    torch.testing.assert_close(returns, advantages + values)
+
+
+def test_gae_does_not_see_what_stands_behind_the_last_token():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 6), torch.randn(2, 6)
+    mask = torch.arange(6)[None] < torch.tensor([[4], [6]])
+    advantages, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.99, lam=0.95)
+    short, _ = losses.generalized_advantages(rewards[:1, :4], values[:1, :4], mask[:1, :4], gamma=0.99, lam=0.95)
+    torch.testing.assert_close(advantages[:1, :4], short)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def test_lambda_one_gives_the_discounted_return():
+    torch.manual_seed(1)
+    rewards, values, mask = torch.randn(1, 5), torch.randn(1, 5), torch.ones(1, 5, dtype=torch.bool)
+    _, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.9, lam=1.0)
+    expected = [sum(0.9**j * rewards[0, r + j].item() for j in range(5 - r)) for r in range(5)]
+    torch.testing.assert_close(returns[0], torch.tensor(expected))
+
+
+def test_whitening_is_over_all_real_tokens():
+    torch.manual_seed(2)
+    values = torch.randn(7, 9) * 3 + 2
+    mask = torch.arange(9)[None] < torch.randint(1, 10, (7, 1))
+    white = losses.whiten(values, mask)
+    assert white[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert white[mask].std(unbiased=False).item() == pytest.approx(1.0, abs=1e-5)
+    assert not white[~mask].any()
+
+
+def test_whitening_equal_values_gives_zeros_not_nan():
+    assert not losses.whiten(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "clipped"),
+    [(1.5, 1.0, -1.2, 1), (1.5, -1.0, 1.5, 0), (0.5, 1.0, -0.5, 0), (0.5, -1.0, 0.8, 1), (1.1, 2.0, -2.2, 0)],
+)
+def test_clipped_surrogate_takes_the_worse_of_the_two(ratio: float, advantage: float, expected: float, clipped: int):
+    new = torch.tensor([math.log(ratio)], requires_grad=True)
+    terms = losses.clipped_surrogate(new, torch.zeros(1), torch.tensor([advantage]), 0.2)
+    assert terms.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert terms.clipped.item() == clipped
+    terms.loss.backward()
+    assert (new.grad.item() == 0) == bool(clipped), "a clipped token must not push the policy, every other one must"
+
+
+def test_first_pass_gradient_is_the_policy_gradient():
+    torch.manual_seed(3)
+    new = torch.randn(6, requires_grad=True)
+    advantages = torch.randn(6)
+    losses.clipped_surrogate(new, new.detach().clone(), advantages, 0.2).loss.backward()
+    torch.testing.assert_close(new.grad, -advantages)
+
+
+def test_kl_of_the_update_is_never_negative():
+    torch.manual_seed(4)
+    new, old = torch.randn(100), torch.randn(100)
+    for n, o in zip(new, old, strict=True):
+        assert losses.clipped_surrogate(n[None], o[None], torch.ones(1), 0.2).kl.item() >= 0
+
+
+def test_value_loss_by_hand():
+    values = torch.tensor([1.0, 0.0], requires_grad=True)
+    old, returns = torch.tensor([0.5, 0.0]), torch.tensor([1.0, 1.0])
+    loss = losses.clipped_value_loss(values, old, returns, 0.2)
+    # First: moved past the clip, so the clipped error (0.7 - 1)^2 is the worse one. Second: not moved, error 1.
+    assert loss.item() == pytest.approx(0.5 * (0.09 + 1.0))
+    loss.backward()
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.0]))
+
+
+def test_the_three_estimates_by_hand_and_on_average():
+    new, old = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
+    assert losses.kl_estimates(new, old, "k1").tolist() == [1.0, -1.0]
+    assert losses.kl_estimates(new, old, "k2").tolist() == [0.5, 0.5]
+    torch.testing.assert_close(losses.kl_estimates(new, old, "k3"), torch.tensor([1 / math.e, math.e - 2]))
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+    exact = (p * (p / q).log()).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((p * losses.kl_estimates(p.log(), q.log(), estimator)).sum(), exact)
+
+
+def test_k2_as_a_loss_has_the_gradient_of_the_kl():
+    logits, q = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.tensor([0.5, 0.3, 0.2])
+    logp = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((logp.exp().detach() * losses.kl_estimates(logp, q.log(), "k2")).sum(), logits)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_group_advantages_by_hand():
+    rewards, prompts = torch.tensor([1.0, 0.0, 5.0, 2.0, 9.0, 3.0]), torch.tensor([0, 0, 1, 1, 1, 2])
+    trained = torch.tensor([True, True, True, True, False, True])
+    found = losses.group_advantages(rewards, prompts, trained, "rloo")
+    torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 3.0, -3.0, 0.0, 0.0]))
+    found = losses.group_advantages(rewards, prompts, trained, "grpo")
+    torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0]), rtol=1e-3, atol=0)
+    assert not losses.group_advantages(torch.ones(4), torch.zeros(4, dtype=torch.int64), trained[:4], "grpo").any()
+
+
+def test_rewards_of_steps_stand_where_they_were_earned():
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    steps, none = torch.tensor([[1.0, 0.0, 2.0], [0.0, 5.0, 0.0]]), torch.zeros(2, 3)
+    assert torch.equal(losses.token_rewards(steps, none, none, mask, 0.1), steps)
+    _, returns = losses.generalized_advantages(steps, none, mask, gamma=1.0, lam=1.0)
+    assert returns.tolist() == [[3, 2, 2], [5, 5, 0]]
+
+
+def test_a_value_clip_that_never_binds_is_none():
+    values, old, returns = (torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    found = [losses.clipped_value_loss(values, old, returns, clip) for clip in (1e9, None)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+def test_importance_weights_by_hand():
+    gap = torch.tensor([0.0, math.log(1.5), math.log(5.0), -math.log(2.0)])
+    torch.testing.assert_close(losses.importance_weights(gap, 2.0), torch.tensor([1.0, 1.5, 2.0, 0.5]))
+    logprobs, old, advantages = torch.zeros(4), torch.zeros(4), torch.arange(4.0)
+    plain = losses.clipped_surrogate(logprobs, old, advantages, 0.2).loss
+    assert torch.equal(losses.clipped_surrogate(logprobs, old, advantages, 0.2, torch.ones(4)).loss, plain)
+    weighted = losses.clipped_surrogate(logprobs, old, advantages, 0.2, torch.tensor([9.0, 2.0, 0.0, 1.0])).loss
+    assert weighted.item() == -5.0
+
+
+def test_support_is_of_the_actor_that_sampled(tiny_actor, make_rollouts):
+    """Another policy's probabilities are taken over the same tokens; without a cut nothing changes."""
+    batch, actor, other = PPOBatch(make_rollouts(4)), tiny_actor(), tiny_actor(seed=1)
+    for model in (actor, other):
+        model.lm_head.weight.data.mul_(8.0)
+    (micro,) = batch.micro_batches(list(range(4)), 4)
+    whole = token_stats(other, micro, Sampling(), entropy=True)
+    same = token_stats(other, micro, Sampling(), entropy=True, support=Support(Sampling()))
+    assert torch.equal(whole.logprobs_M, same.logprobs_M) and torch.equal(whole.entropy_M, same.entropy_M)
+    sampling = Sampling(top_k=3)
+    support = Support(sampling)
+    mine = token_stats(actor, micro, sampling, entropy=True, support=support)
+    theirs = token_stats(other, micro, sampling, entropy=True, support=support)
+    for row, s in enumerate(micro.sequences):  # Slowly, from the definition.
+        (alone,) = batch.micro_batches([s], 1)
+        ids_MV = alone.response_ids_M
+        logits = {m: m(alone.input_ids_BT).logits[0, alone.first_predicting : -1].detach() for m in (actor, other)}
+        kept = torch.zeros_like(logits[actor]).scatter_(1, logits[actor].topk(3).indices, 1.0).scatter_(1, ids_MV[:, None], 1.0).bool()
+        place = slice(sum(int(batch.lengths_S[x]) for x in micro.sequences[:row]), None)
+        for stats, model in ((mine, actor), (theirs, other)):
+            p = (logits[model].softmax(-1) * kept) / (logits[model].softmax(-1) * kept).sum(-1, keepdim=True)
+            count = len(ids_MV)
+            torch.testing.assert_close(stats.logprobs_M[place][:count].exp(), p.gather(1, ids_MV[:, None])[:, 0], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(stats.entropy_M[place][:count], torch.special.entr(p).sum(-1), rtol=1e-3, atol=1e-4)
+
+
+def test_a_cut_leaves_gradients_finite(tiny_actor, make_rollouts):
+    batch, actor, sampling = PPOBatch(make_rollouts(4)), tiny_actor(), Sampling(top_p=0.3)
+    (micro,) = batch.micro_batches(list(range(4)), 4)
+    stats = token_stats(actor, micro, sampling, entropy=True, support=Support(sampling))
+    (stats.logprobs_M.sum() + stats.entropy_M.sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in actor.parameters())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,12 @@ import torch
 
 from heads.errors import CheckpointError, ConfigError
 from medusa_ppo.config import PPOConfig, RunConfig, build_config
-from medusa_ppo.ppo import learner as learner_module
+from medusa_ppo.ppo import models
 from medusa_ppo.ppo import run_state as checkpoint
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.run_state import RunPosition, companion_state, load_checkpoint, read_position, save_checkpoint
+from medusa_ppo.ppo.run_state import RunPosition, companion_state, read_position, save_checkpoint, saved_folder
 from medusa_ppo.types import Sampling
 
 
@@ -50,7 +52,7 @@ def test_resumed_is_bit_identical_to_never_stopped(tiny_actor, make_rollouts, co
     save_checkpoint(config.run_dir, first, RunPosition(2, 2, 1.5), config)
     second = learner(actor)
     assert read_position(config.run_dir, config) == RunPosition(2, 2, 1.5)
-    load_checkpoint(config.run_dir, second)
+    second.load(saved_folder(config.run_dir))
     train(second, batch, range(2, 4))
     assert torch.equal(weights(second), weights(whole))
     assert torch.equal(second.reference.lm_head.weight, actor.lm_head.weight), "the reference is the first actor, not the saved one"
@@ -78,7 +80,7 @@ def test_a_crash_between_the_renames_loses_nothing(tiny_actor, config: RunConfig
     with pytest.raises(OSError, match="power cut"):
         save_checkpoint(config.run_dir, one, RunPosition(2, 2, 0.0), config)
     assert read_position(config.run_dir, config).next_step == 1
-    load_checkpoint(config.run_dir, one)
+    one.load(saved_folder(config.run_dir))
 
 
 def test_the_companions_state_goes_along(tiny_actor, config: RunConfig):
@@ -103,8 +105,36 @@ def test_another_configuration_is_refused_by_name(tiny_actor, config: RunConfig)
     save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
     with pytest.raises(ConfigError, match="seed was 0"):
         read_position(config.run_dir, config.model_copy(update={"seed": 1}))
-    longer = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 99})})
-    assert read_position(config.run_dir, longer).next_step == 1, "more steps than planned are welcome"
+
+
+def test_a_key_may_differ_if_it_is_named(tiny_actor, config: RunConfig):
+    save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
+    changed = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 99, "clip_range": 0.3}), "name": "run"})
+    with pytest.raises(ConfigError) as error:
+        read_position(config.run_dir, changed)
+    assert "ppo.steps was" in str(error.value) and "--allow ppo.steps --allow ppo.clip_range" in error.value.do
+    with pytest.raises(ConfigError, match=r"ppo\.clip_range was"):
+        read_position(config.run_dir, changed, ["ppo.steps"])
+    assert read_position(config.run_dir, changed, ["ppo.steps", "ppo.clip_range"]).next_step == 1
+    assert read_position(config.run_dir, changed, ["ppo"]).next_step == 1
+    with pytest.raises(ConfigError, match="Did you mean"):
+        read_position(config.run_dir, changed, ["ppo.stepps"])
+
+
+def test_a_moved_folder_and_a_key_that_the_state_does_not_know_are_no_change(tiny_actor, config: RunConfig, tmp_path: Path):
+    folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
+    state = json.loads((folder / "state.json").read_text())
+    del state["config"]["ppo"]["clip_range"], state["config"]["report"]
+    (folder / "state.json").write_text(json.dumps(state))
+    assert read_position(config.run_dir, config.model_copy(update={"name": "other", "out": str(tmp_path / "moved")})).next_step == 1
+
+
+def test_no_secret_is_saved(tiny_actor, config: RunConfig):
+    engine = config.engine.model_copy(update={"backend": "http://me:s3cret@host:1", "extra": {"api_key": "s3cret"}})
+    config = config.model_copy(update={"engine": engine})
+    folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
+    assert "s3cret" not in (folder / "state.json").read_text()
+    assert read_position(config.run_dir, config).next_step == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 9}', '{"format_version": 1, "next_step": "x"}'])
@@ -119,7 +149,7 @@ def test_another_models_weights_are_refused(tiny_actor, config: RunConfig):
     save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
     before = learner(tiny_actor(hidden=16))
     with pytest.raises(CheckpointError, match="do not fit"):
-        load_checkpoint(config.run_dir, before)
+        before.load(saved_folder(config.run_dir))
 
 
 def test_torn_file_is_refused(tiny_actor, config: RunConfig):
@@ -127,14 +157,14 @@ def test_torn_file_is_refused(tiny_actor, config: RunConfig):
     data = (folder / "actor.safetensors").read_bytes()
     (folder / "actor.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError):
-        load_checkpoint(config.run_dir, learner(tiny_actor()))
+        learner(tiny_actor()).load(saved_folder(config.run_dir))
 
 
 def test_a_full_disk_does_not_end_the_run(tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(learner_module, "save_state", full)
+    monkeypatch.setattr(models, "save_state", full)
     checkpoint.try_save(config.run_dir, learner(tiny_actor()), RunPosition(3, 3, 0.0), config)
     assert "step 3" in caplog.text and "No space" in caplog.text
     assert not list(config.run_dir.iterdir())
@@ -143,3 +173,71 @@ def test_a_full_disk_does_not_end_the_run(tiny_actor, config: RunConfig, monkeyp
 def test_state_names_its_configuration(tiny_actor, config: RunConfig):
     folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
     assert json.loads((folder / "state.json").read_text())["config"]["name"] == "run"
+
+
+# ---- disks: full, read-only, and files that are half there or have other bytes -----------------------------------------------------
+
+
+@pytest.fixture
+def saved_twice(tiny_actor, config: RunConfig) -> RunConfig:
+    """A run that keeps two checkpoints, of steps 1 and 2."""
+    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"keep_checkpoints": 2})})
+    one = learner(tiny_actor())
+    for step in (1, 2):
+        save_checkpoint(config.run_dir, one, RunPosition(step, step, 0.0), config)
+    return config
+
+
+def spoil(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    path.unlink()  # A kept checkpoint is a link to the same bytes.
+    if how != "gone":
+        path.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "gone"])
+@pytest.mark.parametrize("name", ["actor.safetensors", "critic_optimizer.safetensors", "shaping.json"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(saved_twice: RunConfig, how: str, name: str, caplog):
+    run_dir = saved_twice.run_dir
+    spoil(run_dir / "checkpoint" / name, how)
+    assert read_position(run_dir, saved_twice).next_step == 2, "its kept twin is whole"
+    spoil(run_dir / "checkpoints" / "step-000002" / name, how)
+    assert read_position(run_dir, saved_twice).next_step == 1 and name in caplog.text
+    assert saved_folder(run_dir).name == "step-000001"
+    spoil(run_dir / "checkpoints" / "step-000001" / name, how)
+    with pytest.raises(CheckpointError, match="damaged") as error:
+        read_position(run_dir, saved_twice)
+    assert str(error.value).count(name) == 3 and "keep_checkpoints" in error.value.do
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "gone"])
+def test_a_damaged_state_file_too(saved_twice: RunConfig, how: str):
+    for folder in ("checkpoint", "checkpoints/step-000002"):
+        path = saved_twice.run_dir / folder / "state.json"
+        spoil(path, how if how != "flip" else "cut")
+    assert read_position(saved_twice.run_dir, saved_twice).next_step == 1
+
+
+@pytest.mark.parametrize("limit", [100, 3000, 20_000])
+def test_a_really_full_disk_leaves_the_checkpoint_before(tiny_actor, config: RunConfig, limit: int, caplog):
+    one = learner(tiny_actor())
+    save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)
+    with no_file_beyond(limit):
+        checkpoint.try_save(config.run_dir, one, RunPosition(2, 2, 0.0), config)
+    assert "step 2" in caplog.text and "stays" in caplog.text
+    assert read_position(config.run_dir, config).next_step == 1 and [p.name for p in config.run_dir.iterdir()] == ["checkpoint"]
+    checkpoint.try_save(config.run_dir, one, RunPosition(3, 3, 0.0), config)
+    assert read_position(config.run_dir, config).next_step == 3
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int):
+    """The kernel refuses to write further; Python ignores the signal that comes with it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

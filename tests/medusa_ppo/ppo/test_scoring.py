@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
 
 from heads.errors import ConfigError, DataError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo.rewards import CallableReward, ModelReward, find_callable, make_reward
+from medusa_ppo.ppo.rewards import CallableReward, ModelReward, earned_by_steps, find_callable, make_reward, step_ends
 
 
 def length(prompt: str, response: str, row: dict) -> float:
@@ -64,18 +65,8 @@ def test_our_own_errors_pass_through():
 
 
 @pytest.fixture
-def reward_model(tmp_path: Path) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocab = {"[PAD]": 0, "a": 1, "b": 2, "c": 3}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1, pad_token_id=0
-    )
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(tmp_path)
+def reward_model(tmp_path: Path, save_judge) -> Path:
+    save_judge(tmp_path)
     return tmp_path
 
 
@@ -98,3 +89,79 @@ def test_unusable_reward_models(reward_model: Path, tmp_path_factory):
     model.save_pretrained(reward_model)
     with pytest.raises(ModelError, match="one output"):
         ModelReward(str(reward_model))
+
+
+def texts(count: int, longest: int = 100) -> list[str]:
+    drawn = random.Random(0)
+    return ["".join(drawn.choices("abc", k=drawn.randrange(longest))) for _ in range(count)]
+
+
+def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_batch(tmp_path: Path, save_judge):
+    save_judge(tmp_path, hidden=64)
+    source, every = ModelReward(str(tmp_path)), texts(200)
+    expected = source.score([""] * 200, every, [{}] * 200)
+    drawn = random.Random(1)
+    for size in (1, 7, 33, 90):
+        mix = drawn.sample(range(200), size)
+        found = source.score([""] * size, [every[i] for i in mix], [{}] * size)
+        assert torch.equal(found, expected[mix])
+
+
+def test_a_template_is_what_the_model_reads(reward_model: Path):
+    plain, source = ModelReward(str(reward_model)), ModelReward(str(reward_model), template="c{prompt}b{response}ca")
+    assert torch.equal(source.score(["a"], ["bb"], [{}]), plain.score(["cab"], ["bbca"], [{}]))
+
+
+@pytest.mark.parametrize("template", ["{response}", "{response}{prompt}", "{prompt}{response}{end}"])
+def test_a_template_needs_prompt_and_response(reward_model: Path, template: str):
+    with pytest.raises(ConfigError, match="template"):
+        ModelReward(str(reward_model), template=template)
+
+
+def test_a_foreign_tokenizer_is_refused(reward_model: Path):
+    LlamaForSequenceClassification.from_pretrained(reward_model).resize_token_embeddings(3)
+    model = LlamaForSequenceClassification.from_pretrained(reward_model)
+    model.resize_token_embeddings(3)
+    model.save_pretrained(reward_model)
+    with pytest.raises(ModelError, match="vocabulary is not its training's"):
+        ModelReward(str(reward_model))
+
+
+@pytest.mark.parametrize(
+    "pieces, expected",
+    [
+        (["a", "\n", "b", "c"], [(2, 1), (4, 3)]),
+        (["a", "\n", ""], [(2, 2)]),  # The end token belongs to the last step.
+        (["\n", "a", "\n", "\n", "b"], [(3, 2), (5, 4)]),  # What is blank is no step.
+        (["a\nb\n", "c"], [(2, 0), (4, 0), (5, 1)]),
+        (["", ""], [(0, 1)]),
+        (["a", "b"], [(2, 1)]),
+    ],
+)
+def test_where_steps_end(pieces: list[str], expected: list[tuple[int, int]]):
+    assert step_ends(pieces, "\n") == expected
+
+
+def test_each_step_has_its_reward_at_its_last_token():
+    source = CallableReward(lambda prompt, response, row: [len(step) for step in response.split("|") if step], "steps")
+    found = earned_by_steps(source, [["ab", "|", "c"], ["abc"]], ["", ""], [{}, {}], "|")
+    assert found.tolist() == [[0, 2, 1], [3, 0, 0]]
+
+
+def test_process_rewards_of_another_number_of_steps_are_refused():
+    source = CallableReward(lambda prompt, response, row: [1.0, 2.0], "two")
+    with pytest.raises(RunError, match="another number of steps"):
+        earned_by_steps(source, [["a"]], [""], [{}], "|")
+    with pytest.raises(RunError, match="reward function failed"):
+        earned_by_steps(CallableReward(lambda *_: 1.0, "one"), [["a"]], [""], [{}], "|")
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+@torch.no_grad()
+def test_a_process_reward_model_is_read_at_the_end_of_each_step(tmp_path: Path, save_judge, labels: int):
+    save_judge(tmp_path, labels, by_steps=True)
+    source = make_reward(PPOConfig(reward=str(tmp_path), step_separator="c"))
+    ((first, second),) = source.score_steps(["a"], [["bac", "b"]], [{}])
+    logits = LlamaForTokenClassification.from_pretrained(tmp_path)(torch.tensor([[1, 2, 1, 3, 2]])).logits[0]
+    judged = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
+    torch.testing.assert_close(torch.tensor([first, second]), judged[[3, 4]], rtol=1e-4, atol=1e-5)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.records import Run, read_run
 from medusa_ppo.reports.summary import build_summary
 
 
@@ -47,6 +47,8 @@ CASES: dict[str, Run] = {
     "batches_dropped": make({"companion_batches_dropped": 2}),
     "plugin_exposed": make({"plugin_exposed_s": 3.0, "wall_s": 20.0}),
     "logprob_gap": make({"logprob_gap": 0.2}),
+    "off_policy": make({"importance_cut_frac": 0.1}),
+    "steps_skipped": make({"optimizer_steps_skipped": 1}),
     "large_update": make({"kl_update": 0.2}),
     "truncated": make({"truncated_frac": 0.7}),
     "entropy_collapse": make({"entropy": 2.0}, {"entropy": 0.1}),

@@ -18,12 +18,12 @@ import pytest
 from heads.errors import UsageError
 from medusa_ppo import metrics
 from medusa_ppo.companion.schedule import REASONS
+from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.page import follow, render_page, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
-from medusa_ppo.reports.records import Run, read_run
 from medusa_ppo.reports.summary import build_summary
-from medusa_ppo.reports.tables import config_rows, shown_versions, summary_rows, version_rows
+from medusa_ppo.reports.tables import comparison_rows, config_rows, shown_versions, summary_rows, version_rows
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -217,7 +217,7 @@ def test_the_schedule_stands_with_its_reasons(runs: Path) -> None:
     card = text.split('id="schedule"')[1].split("</table>")[0]
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in card.split("<tbody>")[1].split("</tr>")[:3]]
     assert [row[:2] for row in rows] == [["floor", "10"], ["behind", "5"], ["start", "1"]]
-    assert all(row[2] == REASONS[row[0]] for row in rows)
+    assert all(row[2] == REASONS.get(row[0], "") for row in rows) and rows[2][2], "`floor` is of runs before 0.2"
     assert 'id="chart-passes"' in card and metrics.COMPANION_PASSES not in other_metrics(run)
     (row,) = [figure for what, figure in summary_rows(build_summary(run)) if "passes" in what]
     assert row == "0.906 (floor 10, behind 5, start 1)"
@@ -238,3 +238,13 @@ def test_what_the_plugin_is_worth_stands_on_the_page_with_and_without(runs: Path
     assert '<tr><th scope="row">a whole PPO step</th><td>11.0 s</td><td>10.0 s</td><td>\N{MULTIPLICATION SIGN}1.10</td>' in text
     assert "<td>650</td><td>500</td>" in text and "Time of a whole PPO step" in text and "10 % more time" in text
     assert text.count("Measured on an actor of paper.") == 2, "beside the verdict and beside the table"
+
+
+def test_figures_that_only_one_of_two_runs_has_stand_beside_a_dash(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    steps = [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]
+    compared = replace(run, meta={**run.meta, "comparison": {"steps": steps}})
+    for here, there in ((run, compared), (compared, run)):
+        rows = {what: figures for what, *figures in comparison_rows(build_summary(here), build_summary(there))}
+        step = rows["A whole PPO step, with the plugin / without it"]
+        assert step[here is run].startswith("11.0 s / 10.0 s") and step[here is not run] == w.NONE

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_ppo.reports import wording
-from medusa_ppo.reports.records import Run, read_run
+from medusa_ppo.reports import Run, read_run, wording
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import render_markdown, summary_rows, verdict
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from medusa_ppo.reports import read_run
 from medusa_ppo.reports.page import render_page, write_report
-from medusa_ppo.reports.records import read_run
 from medusa_ppo.reports.summary import build_summary
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from heads.errors import RunError, UsageError
-from medusa_ppo.reports.records import KILLED, UNKNOWN, number, numbers, read_run
+from medusa_ppo.reports import KILLED, UNKNOWN, number, numbers, read_run
+from medusa_ppo.reports.store import RunWriter
 
 
 def write_lines(path: Path, *lines: str) -> Path:
@@ -80,6 +81,17 @@ def test_status_tells_a_living_process_from_one_that_is_gone(tmp_path: Path) -> 
     for meta, expected in cases:
         (tmp_path / "run.json").write_text(json.dumps(meta))
         assert read_run(tmp_path).status == expected, meta
+
+
+def test_a_clock_that_jumps_does_not_kill_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RunWriter(tmp_path, {})
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 0.0)  # psutil counts from the boot, by the clock.
+    assert read_run(tmp_path).status == "running"
+    meta = json.loads((tmp_path / "run.json").read_text())
+    meta["process"]["start_ticks"] += 1  # Another process of the same number.
+    (tmp_path / "run.json").write_text(json.dumps(meta))
+    assert read_run(tmp_path).status == "killed"
+    writer.close()
 
 
 def test_number_and_numbers_take_finite_numbers_only() -> None:

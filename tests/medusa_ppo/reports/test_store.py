@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from heads.errors import RunError, UsageError
-from medusa_ppo.reports.store import RunWriter, cpu_model, hardware, package_versions, read_run
+from medusa_ppo import __version__
+from medusa_ppo.reports.store import RunWriter, commit, cpu_model, hardware, package_versions, read_run
 
 
 def write_steps(writer: RunWriter, *steps: int) -> None:
@@ -96,6 +98,35 @@ def test_resume_cuts_the_steps_that_are_done_again(tmp_path: Path) -> None:
         write_steps(RunWriter(tmp_path, {}, resume_step=2), 1)
 
 
+def test_a_run_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/bin/medusa-ppo", "ppo", "--config", "my file", "model.path=hf_abcdef123", "engine.backend=http://me:pw@host", "x.api_key=pw"]
+    monkeypatch.setattr(sys, "argv", [*words, "--token", "pw", "data.max_prompt_tokens=5"])
+    write_steps(RunWriter(tmp_path, {"seed": 7, "ppo": {"steps": 4}, "hub": {"token": "pw"}}), 0)
+    meta = json.loads((tmp_path / "run.json").read_text())
+    said = "medusa-ppo ppo --config 'my file' 'model.path=***' "
+    said += "'engine.backend=http://***@host' 'x.api_key=***' --token '***' data.max_prompt_tokens=5"
+    assert meta["command"] == said and meta["config"]["hub"]["token"] == "***"
+    assert meta["versions"]["medusa-ppo"] == __version__ and {"torch", "transformers", "ray"} <= meta["versions"].keys()
+    again = RunWriter(tmp_path, {"seed": 7, "ppo": {"steps": 9}}, resume_step=1)
+    again.finish()
+    assert again.meta["resumed"][0]["was"] == {"config.ppo.steps": 4, "config.hub.token": "***"}
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>at step 1, before it config.ppo.steps was 4" in page and "medusa-ppo ppo --config" in page
+    assert '<th scope="row">seed</th><td>7</td>' in page
+
+
+def test_the_commit_of_a_checkout_and_of_none(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "file").write_text("one")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    clean = commit(tmp_path)
+    assert clean is not None and len(clean) == 40
+    (tmp_path / "file").write_text("two")
+    assert commit(tmp_path) == f"{clean} with changes"
+
+
 def test_resume_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run to go on with"):
         RunWriter(tmp_path, {}, resume_step=1)
@@ -142,3 +173,40 @@ def test_reports_import_without_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'ray', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "reports load a heavy library"
+
+
+def test_a_step_that_finds_the_disk_full_is_written_as_soon_as_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = RunWriter(tmp_path, {})
+    write_steps(writer, 0)
+    before, limits = (tmp_path / "metrics.jsonl").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))  # Room for a part of a line.
+        write_steps(writer, 1, 2)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before, "no half line"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Step 1 could not be written" in caplog.text
+    write_steps(writer, 3)
+    writer.finish()
+    assert read_run(tmp_path).step_numbers() == [0, 1, 2, 3] and read_run(tmp_path).unreadable_lines == 0
+
+
+def test_lines_that_never_found_room_are_an_error_at_the_end(tmp_path: Path) -> None:
+    writer, limits = RunWriter(tmp_path, {}), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        write_steps(writer, 0)
+        with pytest.raises(OSError):
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_steps_missing_before_a_checkpoint_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = RunWriter(tmp_path, {})
+    write_steps(first, 0, 1, 2)
+    first.close()
+    data = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(data.replace(b'"step": 1', b'"st\x00p": 1'))
+    RunWriter(tmp_path, {}, resume_step=3).close()
+    assert "of the 3 steps before the checkpoint" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.reports.records import Run, read_run
+from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.summary import (
     SUMMARY_KEYS,
     acceptance_per_position,
@@ -100,6 +100,7 @@ def test_every_figure_of_a_run_worked_out_by_hand() -> None:
     assert summary["companion"] == {
         "trained_tokens": 1000, "versions_published": 3, "batches_dropped": None, "train_s": 3.5, "hidden_s": 4.0, "exposed_s": 0.5,
         "optimizer_steps": 30, "passes": 1.25, "reasons": [["behind", 1], ["floor", 1]],
+        "saved_s": None, "lost_s": None, "net_s": None,
     }  # fmt: skip
     assert summary["staleness"] == {"last": 2.0, "max": 2.0}
     assert summary["phases_s"]["generate"] == 7.0 and summary["phases_s"]["sync"] is None

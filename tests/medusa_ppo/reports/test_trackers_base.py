@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from medusa_ppo import metrics as names
+from medusa_ppo.reports import trackers
 from medusa_ppo.reports.trackers import TrackerGroup, flatten
 
 
@@ -66,3 +72,44 @@ def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(caplog: pytest.LogCa
     assert good.lines[1] == (1, {names.STEP: 1.0, names.REWARD_MEAN: 0.5}) and good.closed == 1
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1 and "wandb" in warnings[0] and "no network" in warnings[0]
+
+
+class Hanging(Recorder):
+    """Never comes back from its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.end.wait()
+
+
+def test_a_tracker_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.3)
+    hanging, good = Hanging(), Recorder()
+    group, began = TrackerGroup({"wandb": hanging, "ray": good}), time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        for step in range(10):
+            group.log({names.STEP: step})
+            time.sleep(0.02)
+        group.close()
+    hanging.end.set()
+    assert time.monotonic() - began < 30.0
+    assert [step for step, _ in good.lines] == list(range(10)) and good.closed == 1
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if "wandb failed" in record.getMessage() and "does not answer" in record.getMessage()
+    ]
+
+
+def test_a_clock_that_jumps_changes_no_duration() -> None:
+    """Wall time is asked for stamps and names alone: nothing of ours measures or waits by it."""
+    users = {}
+    for path in (Path(trackers.__file__).parents[1]).rglob("*.py"):
+        found = re.findall(r"\btime\.time\(|\bdatetime\.(?:now|utcnow)\(|time_ns\(", path.read_text())
+        if found:
+            users[path.name] = found
+    assert users == {"store.py": ["datetime.now("], "service.py": ["time_ns("], "team.py": ["time_ns("]}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medusa_ppo import metrics as names
-from medusa_ppo.reports.trackers import PREFIX, RayTracker, exported_names
+from medusa_ppo.reports.trackers import PREFIX, RayTracker
 
 DASHBOARD = Path(__file__).resolve().parents[3] / "configs" / "grafana-dashboard.json"
 
@@ -57,7 +57,8 @@ def test_the_dashboard_shows_names_that_exist() -> None:
     used = {re.fullmatch(r'(\w+)\{run=~"\$run"\}', expression)[1] for expression in expressions}
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
     used |= set(re.findall(r"label_values\((\w+), run\)", variables["run"]["query"]["query"]))
-    assert used <= exported_names(), used - exported_names()
+    exported = {f"ray_{PREFIX}{name}" for name in names.describe()}
+    assert used <= exported, used - exported
     assert {f"ray_{PREFIX}{name}" for name in (names.MAL_SERVING, names.REPLAY_FROZEN, names.SWAP_ALARMS)} <= used
 
 

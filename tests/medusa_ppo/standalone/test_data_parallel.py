@@ -19,10 +19,9 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.meeting import Meeting
+from medusa_ppo.standalone import TrainOptions
 from medusa_ppo.standalone.data_parallel import deal_parts
-from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition
-from medusa_ppo.standalone.train import train_heads
-from medusa_ppo.standalone.train_options import TrainOptions
+from medusa_ppo.standalone.train import ResumeFolder, TrainPosition, train_heads
 from medusa_ppo.types import RolloutBatch
 
 SIZES = (32, 16)
@@ -38,7 +37,8 @@ def random_batch(lengths: list[int], seed: int) -> RolloutBatch:
 def trained(batch: RolloutBatch, team: Meeting | None, rows: int) -> dict[str, torch.Tensor]:
     lm_head_VD = torch.randn(*SIZES, generator=torch.Generator().manual_seed(9))
     config = CompanionConfig(loss="ce_tv", batch_positions=rows, epochs=1)
-    trainer = HeadsTrainer(MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0, team=team)
+    trainer = HeadsTrainer(MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0)
+    trainer.join(team)
     trainer.train_batch(batch)
     return trainer.state_dict()
 

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from heads.errors import DataError
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.ppo.generation import RolloutFiles
-from medusa_ppo.standalone.samples import samples_from_rollouts
+from medusa_ppo.standalone import TrainOptions
+from medusa_ppo.standalone.collect import samples_from_rollouts
 from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.standalone.train import train_heads
-from medusa_ppo.standalone.train_options import TrainOptions
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 ROW: dict[str, Any] = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "logprobs": [-1.0, -0.5, 0.0], "temperature": 1.0, "top_p": 1.0}

@@ -17,10 +17,9 @@ from heads.checkpoint import load_heads
 from heads.errors import ConfigError, DataError
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.console import OfflineProgress
-from medusa_ppo.standalone.samples import ResumeFolder, TrainPosition
-from medusa_ppo.standalone.scene import find_source, read_scene
-from medusa_ppo.standalone.train import plan_training, train_heads
-from medusa_ppo.standalone.train_options import TrainOptions
+from medusa_ppo.standalone import TrainOptions
+from medusa_ppo.standalone.scene import find_source, plan_training, read_scene
+from medusa_ppo.standalone.train import ResumeFolder, TrainPosition, train_heads
 
 TIMES = ("tokens_per_s", "wall_s")
 
@@ -124,6 +123,10 @@ def test_other_settings_are_refused_and_fresh_begins_anew(options: TrainOptions,
         train(options)
     with pytest.raises(ConfigError, match="epochs 1 \\(was 3\\)"):
         train(replace(options, epochs=1))
+    settings = options.out / "resume" / "settings.json"
+    settings.write_text(settings.read_text().replace('"format_version": 2', '"format_version": 1'))
+    with pytest.raises(ConfigError, match="format_version 2 \\(was 1\\)"):
+        train(options)
     train(replace(options, epochs=1, fresh=True))
     assert len(log(options)) == 4
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from heads.checkpoint import load_heads
 from medusa_ppo.cli import app
 from medusa_ppo.standalone.collect import Sample
-from medusa_ppo.standalone.samples import ResumeFolder
+from medusa_ppo.standalone.train import ResumeFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

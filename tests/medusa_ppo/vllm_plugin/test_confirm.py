@@ -8,7 +8,7 @@ import torch
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.drafting.draft_vocabulary import TokenMap
+from medusa_ppo.drafting.draft_vocabulary import TokenMap, plain_linear
 from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, fixed_sampling
 
 D, V, K = 32, 60, 3
@@ -20,7 +20,8 @@ class Scene:
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32, lm_head: str = "shared", layers: int = 1) -> None:
         torch.manual_seed(0)
-        self.config = HeadsConfig(D, V, K, kind=kind, lm_head=lm_head, num_layers=layers, rank=4)
+        pairs = 6 if kind == "context" else 0
+        self.config = HeadsConfig(D, V, K, kind="hydra" if pairs else kind, lm_head=lm_head, num_layers=layers, rank=4, context=pairs)
         self.dtype = dtype
         self.lm_head_VD, self.table_VD = torch.randn(V, D).to(dtype), torch.randn(V, D).to(dtype)
         self.heads = self.random(1)
@@ -34,7 +35,7 @@ class Scene:
         return heads
 
     def logits(self, features_ND: torch.Tensor) -> torch.Tensor:
-        return features_ND @ self.lm_head_VD.T
+        return features_ND.to(self.dtype) @ self.lm_head_VD.T
 
     def embed(self, ids_B: torch.Tensor) -> torch.Tensor:
         return self.table_VD[ids_B]
@@ -42,19 +43,21 @@ class Scene:
     def verdict(
         self, state: dict[str, torch.Tensor], packed_from: MedusaHeads | None = None, temperature: float = 1.0, native: bool = False
     ) -> str:
-        hidden_BD, last_ids_B = fixed_inputs(self.config, self.dtype, CPU)
+        fixed = fixed_inputs(self.config, self.dtype, CPU)
         hydra = self.config.kind == "hydra"
-        core = DraftingCore(packed_from or self.heads, self.logits, self.embed, dtype=self.dtype if native else torch.float32)
+        pack = plain_linear if native else lambda weight: plain_linear(weight.float())
+        core = DraftingCore(packed_from or self.heads, self.logits, self.embed, pack)
         core.temperatures_K.fill_(temperature)
         ids_W = self.token_map.ids_W if self.token_map else None
-        core.use_vocabulary(ids_W, self.token_map.logits if self.token_map else None)
-        draft = core.draft(hidden_BD, last_ids_B, K, fixed_sampling(K, CPU))
+        core.use_vocabulary(ids_W, self.token_map.product if self.token_map else None)
+        seen = core.fused.seen(*fixed) if self.config.context else None
+        draft = core.draft(fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], K, fixed_sampling(K, CPU), seen)
         plain = Plain(self.logits, self.embed if hydra else None, self.dtype, temperature, ids_W)
-        return find_difference(draft, state, self.config, hidden_BD, last_ids_B, plain)
+        return find_difference(draft, state, self.config, fixed, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
     scene = Scene(kind, dtype, layers=2)
     state = scene.heads.trainable_state()
@@ -62,12 +65,20 @@ def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
     assert "head 1" in scene.verdict(scene.random(2).trainable_state())
 
 
-@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "context"])
 def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
     scene = Scene(kind)
     state = scene.heads.trainable_state()
     name = "blocks.2.layers.0.weight"
     assert "head 3" in scene.verdict(state | {name: state[name] * 1.05})
+
+
+@pytest.mark.parametrize("name", ["context.in.weight", "context.out.weight", "cell.start.weight", "cell.token.weight", "cell.step.weight"])
+def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
+    scene = Scene("context")
+    scene.heads = scene.random(1, scale=0.4)
+    state = scene.heads.trainable_state()
+    assert scene.verdict(state) == "" != scene.verdict(state | {name: state[name] * 1.05})
 
 
 def test_heads_in_another_order_are_found() -> None:

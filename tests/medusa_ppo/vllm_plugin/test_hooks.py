@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+import torch
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.vllm_plugin import hook_table, mends
@@ -77,3 +80,20 @@ def test_a_version_between_tested_ones_is_used_with_a_warning(monkeypatch: pytes
     assert not plugin.is_tested("0.30.1")
     assert plugin.require_vllm() == "0.30.1"
     assert "not tested" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_packed_products_are_close_to_plain_ones(dtype: torch.dtype, rows: int) -> None:
+    """Whatever becomes of the weight: a packed product holds what it reads."""
+    torch.manual_seed(0)
+    weight, rows_ND = torch.randn(96, 64).to(dtype), torch.randn(rows, 64).to(dtype)
+    weight[7] = 0
+    expected_NW = rows_ND.float() @ weight.float().T
+    product = internals.packed_linear(weight)
+    del weight
+    gc.collect()
+    junk = [torch.full((96,), torch.nan) for _ in range(100)]
+    limit = 0.02 if internals.packs_8_bit(dtype, torch.device("cpu")) else 1e-5
+    assert (product(rows_ND).float() - expected_NW).square().mean().sqrt() < limit * expected_NW.std()
+    assert len(junk) == 100

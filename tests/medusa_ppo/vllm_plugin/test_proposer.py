@@ -11,18 +11,19 @@ import torch
 from scipy.stats import chisquare
 
 from heads.heads_config import HeadsConfig
-from heads.modules import MedusaHeads
+from heads.modules import Context, MedusaHeads
+from heads.targets import MISSING
 
 pytest.importorskip("vllm")
 
-from medusa_ppo.drafting.core import DraftingCore
+from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.seating import Seating
+from medusa_ppo.drafting.slots import Seating
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
 from medusa_ppo.vllm_plugin import hooks
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 
-D, V, K = 8, 10, 2
+D, V, K, PAIRS = 8, 10, 2, 4
 CPU = torch.device("cpu")
 MANY = 30_000
 
@@ -30,9 +31,9 @@ MANY = 30_000
 class Step:
     """A proposer of hydra heads, and requests that share one state: their drafts and tokens have one distribution each."""
 
-    def __init__(self, size: int, seeds: list[int | None] | None = None, grammar: bool = False) -> None:
+    def __init__(self, size: int, seeds: list[int | None] | None = None, grammar: bool = False, pairs: int = 0) -> None:
         torch.manual_seed(0)
-        heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra")).requires_grad_(False)
+        heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra", context=pairs)).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
         self.lm_head_VD, self.table_VD, self.hidden_1D = torch.randn(V, D) / 6, torch.randn(V, D), torch.randn(1, D)
@@ -43,13 +44,14 @@ class Step:
         proposer.sampled, proposer.choose, proposer.fed, proposer.draft_temperature = True, False, True, 1.0
         proposer.heads, proposer.token_map = heads, TokenMap(0, 0)
         proposer._core = DraftingCore(heads, self.logits, lambda ids_B: self.table_VD[ids_B])
-        proposer._lm_head = self.logits
+        proposer._lm_head, proposer._target = self.logits, torch.nn.Module()
         proposer._seating = Seating(size, CPU)
         proposer._use_vocabulary()
+        proposer._make_ring()
         self.proposer, self.seeds = proposer, seeds or [None] * size
         asked = SimpleNamespace(json=None) if grammar else None
         self.live = {
-            str(row): SimpleNamespace(sampling_params=SimpleNamespace(seed=seed, structured_outputs=asked))
+            str(row): SimpleNamespace(sampling_params=SimpleNamespace(seed=seed, structured_outputs=asked), prompt_token_ids=[1])
             for row, seed in enumerate(self.seeds)
         }
 
@@ -120,7 +122,7 @@ def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_mod
     runs_B, last_B = step.verify(keys, 7, padded_BK, [K] * MANY, p_KV)
     assert runs_B.sum() == 0 and p_value(last_B, p_KV[0]) > 1e-3
     slots = step.proposer._slots
-    kept = slots.look_up(torch.arange(3), slots.stamps_S[:3], K)
+    kept = slots.look_up(torch.arange(3), slots.stamps_R[:3], K)
     assert kept.sampled_BK.all()
     rows_TV = slots.whole_rows(kept, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), torch.tensor([-1, -1, 4]), V)
     assert rows_TV[:2].sum() == 0 and rows_TV[2].sum() > 0.99
@@ -142,7 +144,7 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
     p = p_value(first_tokens(runs_B, last_B, ids_BK), masked_KV[0])
     assert p > 1e-3 if grammar else p < 1e-6
     if grammar:
-        assert ids_BK[:, 0].unique().numel() > 1 and not (step.proposer._slots.stamps_S >= 0).any()
+        assert ids_BK[:, 0].unique().numel() > 1 and not (step.proposer._slots.stamps_R >= 0).any()
 
 
 def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
@@ -153,7 +155,8 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
     proposer._refresh_token_map()
     ids_BK = step.propose(keys, 7, torch.tensor([V, 1, V, 3], dtype=torch.int32))
     assert torch.isin(ids_BK, torch.tensor([1, 3, 5, 7])).all()
-    q_BKW = proposer._slots.q_NW.view(-1, K, 4)[proposer._seats.slots_B]
+    rows_B = proposer._slots.rows_S[proposer._seats.slots_B]
+    q_BKW = torch.stack([proposer._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(K)], dim=1)
     assert (q_BKW > 0).sum(-1).tolist() == [[4, 4], [1, 1], [4, 4], [3, 3]]
 
 
@@ -174,3 +177,97 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks.INSTALLED, "proposer", MedusaProposer)
     ours, other = SimpleNamespace(drafter=Step(1).proposer), SimpleNamespace(drafter=object())
     assert hook(ours, object()) and not hook(ours, None) and not hook(other, object())
+
+
+class Response:
+    """A request's states and tokens; how much of it the engine has."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.done = prompt, 0
+        self.hidden_TD, self.ids_T = torch.randn(40, D), torch.randint(V, (40,))
+
+
+class Contexts:
+    """Requests of a proposer whose heads have a context, step by step; what it attends to against the responses themselves."""
+
+    def __init__(self, prompts: list[int], size: int = 3, pairs: int = PAIRS) -> None:
+        self.step, self.pairs = Step(size, [None] * len(prompts), pairs=pairs), pairs
+        self.responses = {str(row): Response(prompt) for row, prompt in enumerate(prompts)}
+        self.first = dict.fromkeys(self.responses, 0)  # Pairs before it are gone.
+
+    @torch.inference_mode()
+    def run(self, accepted: dict[str, int], drafted: int = K) -> None:
+        """A step in which each request got so many tokens; 0: its prompt isn't finished."""
+        tokens, rows = [], []
+        for key, count in accepted.items():
+            mine = self.responses[key]
+            tokens.append(mine.ids_T[mine.done : mine.done + count].tolist())
+            rows.append(mine.hidden_TD[mine.done : mine.done + drafted + 1])
+            mine.done += count
+        lengths = np.array([self.responses[key].prompt + self.responses[key].done for key in accepted], dtype=np.int32)
+        self.step.proposer.seat(list(accepted), {key: self.step.live[key] for key in self.responses}, lengths)
+        self.step.proposer.before_step(tokens, [drafted] * len(tokens), 1, torch.cat(rows))
+        self.check(accepted)
+
+    def check(self, accepted: dict[str, int]) -> None:
+        proposer = self.step.proposer
+        last = [max(self.responses[key].done - 1, 0) for key in accepted]
+        hidden_BD = torch.stack([self.responses[key].hidden_TD[at] for key, at in zip(accepted, last, strict=True)])
+        ids_BK = torch.stack([self.responses[key].ids_T[at : at + K] for key, at in zip(accepted, last, strict=True)])
+        sampling = Sampling(torch.ones(len(last)), torch.rand(len(last), K, dtype=torch.float64))
+        drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, proposer._seen)
+        for row, (key, count) in enumerate(accepted.items()):
+            if count:
+                mine, at = self.responses[key], last[row]
+                rows_n = torch.arange(at - self.pairs + 1, at + 1)
+                context = Context.of(torch.where(rows_n >= self.first[key], rows_n, MISSING)[None], mine.hidden_TD, mine.ids_T)
+                logits_1KV = proposer.heads(
+                    hidden_BD[row : row + 1],
+                    self.step.lm_head_VD,
+                    condition=torch.cat([ids_BK[row : row + 1, :1], drafted.ids_BK[row : row + 1, :-1]], dim=1),
+                    embedding_VD=self.step.table_VD,
+                    context=context,
+                )
+                torch.testing.assert_close(drafted.q[-1][row], logits_1KV[0, -1].softmax(-1), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [2, PAIRS])
+def test_each_request_attends_to_its_own_last_pairs(pairs: int) -> None:
+    """Through accepted runs of every length, prompts that take several steps, a batch that changes, and steps without drafts."""
+    scene = Contexts([3, 5, 0], pairs=pairs)
+    scene.run({"0": 1, "1": 0}, drafted=0)
+    scene.run({"1": 1, "0": 1}, drafted=0)
+    scene.run({"0": 3, "1": 2})
+    scene.run({"2": 1, "0": 1, "1": 3})
+    scene.run({"1": 1})
+    scene.run({"0": 2, "1": 1, "2": 3})
+    for _ in range(4):
+        scene.run({"2": 3, "1": 2, "0": 1})
+
+
+def test_pairs_are_missing_after_a_swap_and_in_a_slot_that_was_given_on() -> None:
+    scene = Contexts([3, 5, 2], size=2)
+    scene.run({"0": 1, "1": 1}, drafted=0)
+    scene.run({"0": 3, "1": 3})
+    scene.step.proposer._forget_pairs()
+    scene.first |= {"0": 4, "1": 4}
+    scene.run({"0": 1, "1": 3})
+    scene.run({"2": 1, "0": 1})  # Its slot is what "1" had, which waits.
+    scene.first["1"] = scene.responses["1"].done
+    scene.run({"1": 2, "2": 1})  # And now that of "0".
+    scene.run({"1": 3, "2": 3})
+
+
+def test_heads_with_a_context_need_its_pairs() -> None:
+    """Drafts that look back differ from those that do not; and nothing is looked up for heads that have no context."""
+    scene = Contexts([3])
+    scene.run({"0": 1}, drafted=0)
+    scene.run({"0": 3})
+    core, seen = scene.step.proposer._core, scene.step.proposer._seen
+    hidden_1D, id_1 = scene.responses["0"].hidden_TD[3:4], scene.responses["0"].ids_T[3:4]
+    sampling = Sampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
+    assert not torch.allclose(core.draft(hidden_1D, id_1, K, sampling, seen).q[0], core.draft(hidden_1D, id_1, K, sampling).q[0], atol=1e-3)
+    plain = Step(1).proposer
+    plain.seat(["0"], {"0": SimpleNamespace(sampling_params=None, prompt_token_ids=None)}, np.array([4], dtype=np.int32))
+    plain.before_step([[1]], [0], 1, hidden_1D)
+    assert plain._ring is None and plain._seen is None

@@ -1,0 +1,426 @@
+"""Are sampled tokens samples of the model's own distribution, whatever the settings? The randomised PIT, setting by setting.
+
+    medusa-ppo train --model ACTOR --data train.jsonl --template 'Question: {question}\nAnswer:' --out HEADS --max-train-tokens 20000
+    python benchmarks/distribution.py --model ACTOR --heads HEADS --data train.jsonl --tokens 200000 --json distribution.jsonl
+
+For each setting one engine (float32, sampled drafts) samples at least so many tokens, which are compared with the transformers model in
+float32. The same engine then drafts again and is told a q that is one step old: those samples must fail, or the test could not see a wrong
+q. (A grammar's drafts are verified as one-hot ones, without q; its control takes their old q for true.) Seeds are fixed. `--runner v2` is
+vLLM's V2 model runner; without a GPU on Triton's interpreter, some tens of tokens a second. `--random-actor DIR` writes an actor that never
+learned anything, and heads: from them 200,000 tokens take a minute or two on one core.
+
+Shape letters: M sampled tokens of one response, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+if "v2" in sys.argv and not os.path.exists("/dev/nvidia0"):
+    import interpreter  # noqa: F401  Before vLLM.
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from heads.checkpoint import load_heads, save_heads, save_state
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.data import load_rows, render_prompts
+from medusa_ppo.drafting.uniformity import Uniformity
+from medusa_ppo.engines import launch
+from medusa_ppo.types import Sampling
+from medusa_ppo.vllm_plugin.rpc import Drafting
+
+SEED = 20261122
+NEW_TOKENS = 96
+AT_ONCE = 256
+"""Requests that are handed to the engine together."""
+STALE_TOKENS = 5_000
+EVERY_SWAP, EVERY_SYNC = 23, 61
+"""Engine steps between two swaps of the heads, and between two syncs of the actor."""
+WORDS = "( [a-z]{1,9}){200}"
+"""A grammar that forbids most of what the actor would write: digits, signs and capitals."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table.
+
+    Attributes:
+        asked: sampling of one request, from a generator of random numbers.
+        drafting: on top of sampled drafts.
+        engine: arguments of vLLM's engine.
+        sequences: most that run at once.
+        preamble: begin every prompt with the same solved examples.
+        cache_blocks: of keys and values for each sequence on the average, who need two: fewer preempt; 0: as many as they need.
+        in_flight: swap heads and sync actors while requests run.
+    """
+
+    name: str
+    asked: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
+    drafting: Drafting = field(default_factory=Drafting)
+    engine: dict[str, Any] = field(default_factory=dict)
+    sequences: int = 128
+    preamble: bool = False
+    cache_blocks: float = 0
+    in_flight: bool = False
+
+
+def mixed(rng: random.Random) -> dict[str, Any]:
+    """Any of these; the greedy ones are only there as neighbours."""
+    temperature = rng.choice((0.0, 0.5, 0.7, 0.9, 1.0, 1.0, 1.3))
+    return {"temperature": temperature, "top_k": rng.choice((0, 0, 5, 40)), "top_p": rng.choice((1.0, 1.0, 0.9, 0.7))}
+
+
+SETTINGS = (
+    Setting("plain"),
+    Setting("temperature 0.7, top-p 0.9", lambda rng: {"temperature": 0.7, "top_p": 0.9}),
+    Setting("mixed by request", mixed),
+    Setting("seeds", lambda rng: {"seed": rng.randrange(1 << 31)}),
+    Setting("K chosen", drafting={"choose": True}),
+    Setting("draft vocabulary", drafting={"draft_vocab": 512}),
+    Setting("n > 1", lambda rng: {"n": 8}),
+    Setting("prefix cache", engine={"enable_prefix_caching": True}, preamble=True),
+    Setting("chunked prefill", engine={"max_num_batched_tokens": 192, "enable_prefix_caching": False}, sequences=32, preamble=True),
+    Setting("preemption", cache_blocks=0.6),
+    Setting("structured output", lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}),
+    Setting("swap and sync in flight", in_flight=True),
+)
+
+
+@dataclass
+class Answer:
+    """One response. `versions`: (tokens that were there, actor that sampled from then on)."""
+
+    prompt: list[int]
+    ids: list[int]
+    asked: dict[str, Any]
+    versions: list[tuple[int, int]]
+
+
+@dataclass
+class Stage:
+    """What all settings share: prompts, actors (the second one differs a little), heads, and files of both."""
+
+    model: Path
+    heads: Path
+    prompts: list[list[int]]
+    preamble: list[int]
+    actors: list[Any]
+    files: dict[str, list[Path]]
+
+    @classmethod
+    def build(cls, options: argparse.Namespace, folder: Path) -> Stage:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        rows = load_rows(str(options.data), limit=512)
+        texts = render_prompts(rows, template=options.template)
+        solved = "".join(f"{text}{row['answer']}\n\n" for text, row in zip(texts[:2], rows[:2], strict=True))
+        preamble = tokenizer(solved, add_special_tokens=False).input_ids
+        prompts = [ids[-96:] for ids in tokenizer(texts[2:], add_special_tokens=False).input_ids]
+        actors = [load_actor(options.model, "float32").eval().requires_grad_(False) for _ in range(2)]
+        heads = [load_heads(options.heads)[0] for _ in range(2)]
+        generator = torch.Generator().manual_seed(SEED)
+        for parameter in (*actors[1].parameters(), *heads[1].parameters()):
+            if parameter.dim() > 1:
+                parameter.data += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        files: dict[str, list[Path]] = {"actors": [], "heads": []}
+        for number in range(2):
+            files["actors"].append(folder / f"actor-{number}.safetensors")
+            save_state(files["actors"][-1], actors[number].state_dict())
+            files["heads"].append(folder / f"heads-{number}.safetensors")
+            save_state(files["heads"][-1], heads[number].trainable_state())
+        return cls(options.model, options.heads, prompts, preamble, actors, files)
+
+
+def random_actor(like: Path, folder: Path) -> None:
+    """`actor` and `heads`: with the tokenizer and the kind of another actor, but small and never trained, for many tokens a second."""
+    config = AutoConfig.from_pretrained(like)
+    config.update({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2})
+    config.update({"head_dim": 32, "initializer_range": 0.25, "dtype": "float32"})
+    torch.manual_seed(0)
+    actor = AutoModelForCausalLM.from_config(config)
+    actor.save_pretrained(folder / "actor")
+    AutoTokenizer.from_pretrained(like).save_pretrained(folder / "actor")
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, 4, kind="hydra")).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.02)
+    save_heads(folder / "heads", heads, lm_head_VD=actor.lm_head.weight)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """One engine, driven step by step, so that things can happen while requests run."""
+
+    def __init__(self, engine: Any, setting: Setting, stage: Stage, seed: int) -> None:
+        self.engine, self.setting, self.stage = engine, setting, stage
+        self.seen: dict[str, int] = {"preempted": 0, "cached prompt tokens": 0, "swaps": 0, "syncs": 0}
+        self._llm = engine._running().llm_engine
+        self._rng = random.Random(seed)
+        self._steps = self._serial = 0
+        self._actor = self._heads = 0
+        scheduler = self._llm.engine_core.engine_core.scheduler
+        original = scheduler._preempt_request
+
+        def preempt(*args: Any, **kwargs: Any) -> Any:
+            self.seen["preempted"] += 1
+            return original(*args, **kwargs)
+
+        scheduler._preempt_request = preempt
+
+    def sample(self, tokens: int) -> list[Answer]:
+        """At least so many tokens, of whole responses."""
+        answers: list[Answer] = []
+        while sum(len(answer.ids) for answer in answers) < tokens:
+            left = tokens - sum(len(answer.ids) for answer in answers)
+            answers += self._round(min(AT_ONCE, 1 + left // NEW_TOKENS))
+        return answers
+
+    def _round(self, count: int) -> list[Answer]:
+        asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
+        for _ in range(count):
+            self._serial += 1
+            prompt = [*(self.stage.preamble if self.setting.preamble else ()), *self._rng.choice(self.stage.prompts)]
+            wanted = {"temperature": 1.0, **self.setting.asked(self._rng)}
+            asked[str(self._serial)] = (prompt, wanted)
+            self._llm.add_request(str(self._serial), {"prompt_token_ids": prompt}, _params(wanted))
+        lengths: dict[str, int] = dict.fromkeys(asked, 0)
+        versions: dict[str, list[tuple[int, int]]] = {key: [(0, self._actor)] for key in asked}
+        answers: list[Answer] = []
+        while self._llm.has_unfinished_requests():
+            for output in self._llm.step():
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+                if output.finished:
+                    prompt, wanted = asked[output.request_id]
+                    self.seen["cached prompt tokens"] += output.num_cached_tokens or 0
+                    answers += [Answer(prompt, list(one.token_ids), wanted, versions[output.request_id]) for one in output.outputs]
+            self._steps += 1
+            if self.setting.in_flight:
+                self._interfere(lengths, versions)
+        return answers
+
+    def _interfere(self, lengths: dict[str, int], versions: dict[str, list[tuple[int, int]]]) -> None:
+        if self._steps % EVERY_SWAP == 0:
+            self._heads = 1 - self._heads
+            self.seen["swaps"] += 1
+            self.engine.swap_heads(self.stage.files["heads"][self._heads], self.seen["swaps"])
+        if self._steps % EVERY_SYNC == 0:
+            self._actor = 1 - self._actor
+            self.seen["syncs"] += 1
+            self.engine.sync_actor(self.stage.files["actors"][self._actor], self.seen["syncs"])
+            for key, length in lengths.items():
+                versions[key].append((length, self._actor))
+
+
+def _params(wanted: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = dict(wanted)
+    grammar = wanted.pop("regex", None)
+    wanted["structured_outputs"] = StructuredOutputsParams(regex=grammar) if grammar else None
+    return SamplingParams(**wanted, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
+
+
+# ---- judging -------------------------------------------------------------------------------------------------------------------
+
+
+class Grammar:
+    """What xgrammar's matcher forbids at each place of a response."""
+
+    def __init__(self, model: Path, regex: str, vocab_size: int) -> None:
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.from_huggingface(AutoTokenizer.from_pretrained(model), vocab_size=vocab_size)
+        self._xgrammar, self._compiled, self._size = xgrammar, xgrammar.GrammarCompiler(info).compile_regex(regex), vocab_size
+
+    def mask(self, logits_MV: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        matcher = self._xgrammar.GrammarMatcher(self._compiled)
+        bits = self._xgrammar.allocate_token_bitmask(1, self._size)
+        masked_MV = logits_MV.float().clone()
+        for row, token in enumerate(ids):
+            matcher.fill_next_token_bitmask(bits)
+            self._xgrammar.apply_token_bitmask_inplace(masked_MV[row : row + 1], bits)
+            assert matcher.accept_token(token), "the engine sampled what its grammar forbids"
+        return masked_MV
+
+
+@torch.no_grad()
+def judge(answers: list[Answer], stage: Stage) -> Uniformity:
+    """All tokens but the greedy requests'."""
+    test, grammar = Uniformity(seed=SEED), None
+    for answer in answers:
+        wanted = answer.asked
+        if not wanted["temperature"]:
+            continue
+        sampling = Sampling(wanted["temperature"], wanted.get("top_p", 1.0), wanted.get("top_k", 0))
+        ends = [*(start for start, _ in answer.versions[1:]), len(answer.ids)]
+        for (start, version), end in zip(answer.versions, ends, strict=True):
+            if start == end:
+                continue
+            ids = answer.ids[:end]
+            logits_MV = stage.actors[version](input_ids=torch.tensor([[*answer.prompt, *ids]])).logits[0, len(answer.prompt) - 1 : -1]
+            if "regex" in wanted:
+                grammar = grammar or Grammar(stage.model, wanted["regex"], logits_MV.shape[1])
+                logits_MV = grammar.mask(logits_MV, ids)
+            test.add(logits_MV[start:], torch.tensor(ids[start:]), sampling)
+    return test
+
+
+# ---- a q that is one step old ----------------------------------------------------------------------------------------------------
+
+
+def keep_one_step_old(worker: Any) -> None:
+    """In the worker: verification is told what q was one step before. Never part of the product."""
+    from medusa_ppo.vllm_plugin import proposer
+
+    runner = worker.model_runner
+    speculator = getattr(runner, "speculator", None)
+    if speculator is not None:
+        _hold_back(speculator, "propose", lambda: speculator.draft_logits)
+        return
+    drafter, use = runner.drafter, runner.drafter._use_vocabulary
+    drafter._meet = lambda request: proposer.Traits(request.sampling_params.seed)  # Under a grammar too.
+
+    def use_vocabulary() -> None:
+        use()
+        if drafter._slots is not None:
+            _hold_back(drafter._slots, "stamp", lambda: drafter._slots.cumulative_KRX)
+
+    drafter._use_vocabulary = use_vocabulary
+    use_vocabulary()
+
+
+def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> None:
+    """After each call of the method the tensor holds what it held after the call before."""
+    original, older = getattr(holder, method), [kept().clone()]
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        newer = kept().clone()
+        kept().copy_(older[0])
+        older[0] = newer
+        return result
+
+    setattr(holder, method, stale)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]:
+    from medusa_ppo.engines.colocated import ColocatedEngine
+
+    config = EngineConfig(
+        dtype="float32", max_num_seqs=setting.sequences, max_model_len=512, threads=1, memory_fraction=0.05, extra=setting.engine
+    )
+    if runner:
+        config = config.model_copy(update={"runner": runner})
+    ample = launch.cache_bytes
+    if setting.cache_blocks:
+        launch.cache_bytes = lambda text, _: int(setting.cache_blocks * setting.sequences * block_bytes(text))
+    try:
+        with ColocatedEngine(stage.model, stage.heads, config, seed=SEED) as engine:
+            engine.configure(sampled=True, draft_temperature=1.0, **setting.drafting)
+            yield engine
+    finally:
+        launch.cache_bytes = ample
+
+
+def block_bytes(text_config: dict[str, Any]) -> int:
+    """Of one block of keys and values in float32."""
+    heads = text_config["num_attention_heads"]
+    width = text_config.get("head_dim") or text_config["hidden_size"] // heads
+    return 2 * text_config["num_hidden_layers"] * (text_config.get("num_key_value_heads") or heads) * width * 4 * launch.CACHE_BLOCK_TOKENS
+
+
+def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one setting: honest, and with a q that is one step old."""
+    began = time.perf_counter()
+    figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
+    with started(setting, stage, options.runner) as engine:
+        torch.manual_seed(SEED)
+        sampler = Sampler(engine, setting, stage, SEED)
+        answers = sampler.sample(options.tokens)
+        counters = engine.counters()
+        figures["seen"] = {name: count for name, count in sampler.seen.items() if count}
+        engine._running().collective_rpc(keep_one_step_old)
+        stale = sampler.sample(options.stale_tokens)
+    figures |= judge(answers, stage).figures() | {"tokens_a_step": round(counters.mean_acceptance_length, 3)}
+    figures["one_step_old"] = judge(stale, stage).figures()
+    return figures | {"seconds": round(time.perf_counter() - began)}
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the Markdown table."""
+    old = row["one_step_old"]
+    seen = ", ".join(f"{count:,} {name}" for name, count in row["seen"].items())
+    verdict = "pass" if row["honest"] else "**FAIL**"
+    return (
+        f"| {row['setting']} | {row['tokens']:,} | {row['chi_square_p']:.3f} | {row['kolmogorov_p']:.3f} | {row['z']:+.2f} "
+        f"| {row['outside']} | {verdict} | {row['tokens_a_step']:.2f} | {seen} "
+        f"| {old['tokens']:,}: p = {min(old['chi_square_p'], old['kolmogorov_p']):.1g}, z = {old['z']:+.1f}"
+        f"{' **not seen**' if old['honest'] else ''} |"
+    )
+
+
+HEAD = (
+    "| setting | tokens | chi-square p | K-S p | z | outside | | tokens a step | seen | with q one step old |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The randomised PIT in every setting.")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--heads", type=Path)
+    parser.add_argument("--data", type=Path, help="rows with a question and an answer")
+    parser.add_argument("--random-actor", type=Path, help="only write a small untrained actor with heads there")
+    parser.add_argument("--template", default="<|endoftext|>Question: {question}\nAnswer:")
+    parser.add_argument("--settings", nargs="*", help="names; default: all of the runner's")
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--stale-tokens", type=int, default=STALE_TOKENS)
+    parser.add_argument("--runner", choices=("v1", "v2"))
+    parser.add_argument("--json", type=Path, help="append a line for each setting")
+    options = parser.parse_args()
+    if options.random_actor:
+        random_actor(options.model, options.random_actor)
+        return
+    if not (options.heads and options.data):
+        parser.error("--heads and --data are needed")
+    names = options.settings or [s.name for s in SETTINGS]
+    bad = False
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-pit-") as folder:
+        stage = Stage.build(options, Path(folder))
+        sys.stdout.write(f"{HEAD}\n")
+        for setting in [s for s in SETTINGS if s.name in names]:
+            row = measure(setting, stage, options)
+            bad |= not row["honest"] or row["one_step_old"]["honest"]
+            sys.stdout.write(f"{line(row)}\n")
+            sys.stdout.flush()
+            if options.json:
+                with options.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    sys.exit(bad)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""vLLM's V2 model runner on a CPU: its kernels by Triton's interpreter. Imported before vLLM, where Triton is installed; for tests.
+
+vLLM's own CPU form of V2 expects a Triton that compiles for CPUs, which no registry has. The stock one interprets kernels with numpy:
+right, and some hundred times slower.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.libdevice as libdevice
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.runtime.interpreter import TensorHandle
+
+
+class CPUDriver:
+    """What vLLM and Triton ask of a device's driver."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"multiprocessor_count": 1, "max_shared_mem": 1 << 20, "warpSize": 1, "max_num_regs": 1}
+    )
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cpu", 0, 1)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        """There is one."""
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+
+def log1p(x: Any, _semantic: Any = None) -> Any:
+    """The interpreter has no device library; vLLM's verification of sampled drafts takes this of it."""
+    with np.errstate(all="ignore"):
+        return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+
+nanargmax = np.nanargmax
+
+
+def argmax(values: Any, *args: Any, **kwargs: Any) -> Any:
+    """The interpreter's argmax raises where all is NaN (a profile run does that); a GPU gives some index."""
+    return nanargmax(np.where(np.isnan(values), -np.inf, values), *args, **kwargs)
+
+
+backends["cpu"] = type(next(iter(backends.values())))(compiler=None, driver=CPUDriver)
+triton.runtime.driver.set_active(CPUDriver())
+libdevice.log1p = log1p
+np.nanargmax = argmax
+
+# vLLM's kernel of top-k and top-p calls methods that the interpreter's numbers lack; where there is no Triton it does both in torch.
+topk_topp = import_module("vllm.v1.sample.ops.topk_topp_sampler")
+topk_topp.HAS_TRITON = False

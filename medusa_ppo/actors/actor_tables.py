@@ -1,0 +1,229 @@
+"""The two tables that heads read, of a transformers actor that may be wrapped, adapted or cut over ranks.
+
+    wrapped    DistributedDataParallel, FSDP, a DeepSpeed engine, torch.compile, PEFT: `plain_model` finds the model inside
+    adapted    LoRA on a table: the table as the adapter makes it; a table of PEFT's `modules_to_save`: the active one
+    cut        FSDP1, FSDP2 and tensor parallelism (DTensor), DeepSpeed's ZeRO-3: gathered by all ranks, in `Table.gather`
+
+Which two they are the model says itself (`get_output_embeddings`, `get_input_embeddings`). Shape letters: V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from heads.errors import ModelError
+
+BEYOND_LM_HEAD = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}
+"""What some families do to the product of lm_head (Gemma-2, Cohere, Granite, Falcon-H1), by its name in their config, and the value that
+does nothing. The engine does it; training, the gate and replay would not."""
+LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+"""Where PEFT's LoRA layers keep their factors, by adapter."""
+
+
+def plain_model(model: nn.Module) -> Any:
+    """The transformers model under its wrappers. ModelError when there is none."""
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        below = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+        if below is None and hasattr(inner, "get_base_model"):  # PEFT
+            below = inner.get_base_model()
+        if not isinstance(below, nn.Module):
+            raise ModelError(
+                "This is not a transformers model.",
+                given=type(inner).__name__,
+                expected="a transformers model (PreTrainedModel), bare or under DDP, FSDP, DeepSpeed, torch.compile or PEFT",
+                do="Load the actor with medusa_ppo.actors.hf.load_actor.",
+            )
+        inner = below
+    return inner
+
+
+def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
+    """Which of PEFT's adapters a forward pass goes through; the same pass without them is another policy's."""
+    layers: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
+    return (layers[0].disable_adapters, tuple(layers[0].active_adapters)) if layers else ()
+
+
+class Table:
+    """One of the two, live.
+
+    Attributes:
+        whole: this process has all of it.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        """
+        Args:
+            model: the actor as the loop holds it, wrappers included: FSDP1 is only seen from outside.
+            name: `output` or `input`.
+
+        Raises:
+            ModelError: there is none, or it is kept in a form that can't be read.
+        """
+        inner = plain_model(model)
+        found = inner.get_output_embeddings() if name == "output" else inner.get_input_embeddings()
+        if name == "output":
+            _check_logits(inner, found)
+        self._what = "an output embedding (lm_head)" if name == "output" else "an input embedding"
+        self._model_name = type(inner).__name__
+        self._module = module = self._chosen(found)
+        base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        if not isinstance(getattr(base, "weight", None), torch.Tensor):
+            raise self._unusable("none")
+        self._adapters = _lora_adapters(module) if base is not module else []
+        if base is not module and not hasattr(module, "get_delta_weight"):
+            raise self._unusable(f"{type(module).__name__}, an adapter whose product is not a table")
+        self._base = base
+        self._unit = _unit_of(base, FSDP, model)
+        self._sharding = _unit_of(base, FSDPModule, model)
+        self.whole = (
+            self._unit is None and self._sharding is None and not any(isinstance(p, DTensor) or _by_zero(p) for p in self.parameters)
+        )
+        if self.whole:
+            self._checked(base.weight)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What it is made of, as this rank holds it."""
+        if self._unit is not None:
+            return list(_own_parameters(self._unit))
+        if self._sharding is not None:
+            self._sharding.reshard()  # After a forward pass the outermost unit has whole weights for a while.
+        factors = [
+            part.weight if isinstance(part, nn.Module) else part
+            for kind in LORA
+            for adapter, part in getattr(self._module, kind, {}).items()
+            if adapter in self._adapters
+        ]
+        return [self._base.weight, *factors]
+
+    @property
+    def frozen(self) -> bool:
+        """No optimizer changes it, on any rank."""
+        return not any(part.requires_grad for part in self.parameters)
+
+    def print_of_bits(self) -> tuple[int, ...]:
+        """Of what this rank holds: other after an optimizer's step that changed something of it."""
+        return tuple(_bits(_local(part)) for part in self.parameters)
+
+    def live(self) -> torch.Tensor:
+        """`[V, D]` without a copy where it is plain, and as its adapters make it where they do. For a whole table."""
+        return self._checked(self._merged())
+
+    def is_that_of(self, other: Table) -> bool:
+        """Both are one parameter, and the same adapters work on it."""
+        return self._base.weight is other._base.weight and not self._adapters and not other._adapters
+
+    @torch.no_grad()
+    def gather(self, *, keep: bool) -> tuple[torch.Tensor | None, int]:
+        """The whole table on the CPU, a copy, and its bytes. All ranks call it. None in its place where it is not to be kept."""
+        with self._together():
+            weight_VD = self._checked(self._merged())
+            return (weight_VD.detach().to("cpu", copy=True) if keep else None), weight_VD.nbytes
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        cut = [part for part in self.parameters if _by_zero(part)]
+        if self._unit is not None:
+            with FSDP.summon_full_params(self._unit, recurse=False, writeback=False):
+                yield
+        elif cut:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(cut):
+                yield
+        else:
+            yield
+
+    def _merged(self) -> torch.Tensor:
+        weight_VD = _full(self._base.weight)
+        if self._adapters and not self._module.merged and not self._module.disable_adapters:
+            return weight_VD + sum(_full(self._module.get_delta_weight(adapter)) for adapter in self._adapters)
+        return weight_VD
+
+    def _chosen(self, module: Any) -> Any:
+        """Of a table that PEFT trains beside the original the one that is in use."""
+        copies = getattr(module, "modules_to_save", None)
+        if copies is None:
+            return module
+        active = [name for name in module.active_adapters if name in copies]
+        return copies[active[0]] if active and not module.disable_adapters else module.original_module
+
+    def _checked(self, weight: torch.Tensor) -> torch.Tensor:
+        rows = getattr(self._base, "out_features", None) or getattr(self._base, "num_embeddings", None)
+        if weight.dim() != 2 or not weight.is_floating_point() or rows not in (None, weight.shape[0]):
+            raise self._unusable(f"{type(self._base).__name__} with a weight of {weight.dtype} {tuple(weight.shape)}")
+        return weight
+
+    def _unusable(self, found: str) -> ModelError:
+        return ModelError(
+            "The model lacks a matrix that the heads need.",
+            given=f"{self._model_name}: {found}",
+            expected=f"{self._what} with floating-point numbers: whole, or cut by FSDP1, FSDP2, DTensor or ZeRO-3",
+            do="Pass the actor with its wrappers, a causal LM of transformers; leave these two tables out of quantization.",
+        )
+
+
+def _check_logits(model: Any, lm_head: Any) -> None:
+    """Raise ModelError when the actor's logits are not lm_head's product alone."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = [f"{name}={value}" for name, plain in BEYOND_LM_HEAD.items() if (value := getattr(config, name, None)) not in (None, plain)]
+    if isinstance(bias := getattr(lm_head, "bias", None), torch.Tensor) and bool(bias.detach().any()):
+        found.append("a bias of lm_head")
+    if found:
+        raise ModelError(
+            "The actor's logits are not the product of its lm_head alone.",
+            given=f"{type(model).__name__}: {', '.join(found)}",
+            expected="neither a scale, nor a soft cap, nor a bias: heads would be trained and judged for other logits than the engine's",
+            do="Use an actor without it.",
+        )
+
+
+def _lora_adapters(module: Any) -> list[str]:
+    names = {name for kind in LORA for name in getattr(module, kind, {})}
+    return [name for name in getattr(module, "active_adapters", []) if name in names]
+
+
+def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
+    """The innermost module of this kind that holds this one; with FSDP1 and 2 what is gathered together, and its rank has a piece of."""
+    units = [unit for unit in model.modules() if isinstance(unit, kind) and any(part is module for part in unit.modules())]
+    return units[-1] if units else None
+
+
+def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of an FSDP1 unit, without the units inside it."""
+    yield from (part for part in unit._parameters.values() if part is not None)
+    for child in unit.children():
+        if not isinstance(child, FSDP):
+            yield from _own_parameters(child)
+
+
+def _by_zero(part: torch.Tensor) -> bool:
+    return hasattr(part, "ds_tensor")
+
+
+def _local(part: torch.Tensor) -> torch.Tensor:
+    shard = part.ds_tensor if _by_zero(part) else part  # type: ignore[attr-defined]
+    return (shard.to_local() if isinstance(shard, DTensor) else shard).detach()
+
+
+def _full(weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, DTensor):
+        return weight
+    here: Any = weight.to(weight.device_mesh.device_type)  # Weights may wait on the CPU; ranks meet on their GPUs all the same.
+    return here.full_tensor()
+
+
+def _bits(values: torch.Tensor) -> int:
+    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return int(values.contiguous().view(whole_numbers).sum(dtype=torch.int64))

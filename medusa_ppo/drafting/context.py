@@ -1,0 +1,164 @@
+"""Heads with a context as drafting asks them: the last n pairs (h_j, x_{j+1}) of each request by slot, and the arithmetic of `MedusaHeads`.
+
+A key and a value of a pair depend on that pair alone, so they are made once, when its token is there, and kept in a ring. What a token adds
+to a product is a row of a table made beforehand where that is small, and a product where not.
+
+Shape letters: B requests, N pairs, S slots, n pairs of a context, D hidden, H width of the cell, A parts of the attention,
+w width of a part, R width of what is kept of a pair (2 D), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from heads.modules import MedusaHeads
+from medusa_ppo.drafting.draft_vocabulary import PACK, plain_linear
+from medusa_ppo.drafting.fused import EMBED, TABLE_ENTRIES, cast, inverse_rms, token_tables
+from medusa_ppo.drafting.slots import NOTHING, stamps
+
+
+class PairRing:
+    """What is kept of the last n pairs of each request; one spare slot for what nobody reads.
+
+    A pair stands at its position modulo n, beside that position: a pair that is missing (of the prompt, of a request that lost its slot, of
+    heads that were swapped) is seen to be missing, because what stands in its place is of another position or another request.
+    """
+
+    def __init__(self, slots: int, pairs: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pairs = pairs
+        self.kept_NR = torch.zeros((slots + 1) * pairs, width, dtype=dtype, device=device)
+        self.stamps_N = torch.full(((slots + 1) * pairs,), NOTHING, device=device)
+        self._back_n = torch.arange(1 - pairs, 1, device=device)
+
+    def forget(self) -> None:
+        """All pairs are missing from here on: other heads have other keys."""
+        self.stamps_N.fill_(NOTHING)
+
+    def write(self, slots_N: torch.Tensor, requests_N: torch.Tensor, positions_N: torch.Tensor, kept_NR: torch.Tensor) -> None:
+        """Pairs at their positions (>= 0); of one call, no two may fall on the same place: at most n positions of a request in a row."""
+        place_N = slots_N * self.pairs + positions_N % self.pairs
+        self.kept_NR.index_copy_(0, place_N, kept_NR)
+        self.stamps_N.index_copy_(0, place_N, stamps(requests_N, positions_N))
+
+    def read(self, slots_B: torch.Tensor, requests_B: torch.Tensor, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is kept `[B, n, R]` and a mask `[B, n]` of the n positions that end at `positions_B`, oldest first.
+
+        What the mask leaves out means nothing.
+        """
+        wanted_Bn = positions_B.unsqueeze(1) + self._back_n
+        place_Bn = slots_B.unsqueeze(1) * self.pairs + wanted_Bn % self.pairs
+        there_Bn = (self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)) & (wanted_Bn >= 0)
+        return self.kept_NR[place_Bn], there_Bn
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What B requests attend to.
+
+    Attributes:
+        query_BD: of the pair that each stands at.
+        kept_BnR, there_Bn: from `PairRing.read`; the pair that it stands at is the last, and there.
+    """
+
+    query_BD: torch.Tensor
+    kept_BnR: torch.Tensor
+    there_Bn: torch.Tensor
+
+
+class CellState:
+    """What goes from one head to the next: h_t with its context, and what the cell adds its token to, as a product and the rows' scales."""
+
+    def __init__(self, base_BD: torch.Tensor, product_BH: torch.Tensor, scale_B1: torch.Tensor) -> None:
+        self.base_BD, self.product_BH, self.scale_B1 = base_BD, product_BH, scale_B1
+
+
+class ContextHeads:
+    """Features of heads with a context. What it holds are copies of the heads' values of when `load` was called."""
+
+    def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
+        """
+        Args:
+            embed: the engine's own lookup, whatever shards the table.
+            pack: how a weight becomes a product, in a dtype of its own choice.
+        """
+        assert embed is not None, "hydra heads read embeddings"
+        self.config, self.heads = heads.config, heads
+        self._embed, self._pack = embed, pack
+        self.load()
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Read the heads again, and the embedding table: after a swap."""
+        heads, D = self.heads, self.config.hidden_size
+        into_3D2D = heads.context_in.detach().clone()
+        into_3D2D[:D] /= (D // self.config.context_parts) ** 0.5
+        self._into = self._pack(into_3D2D[:, :D])
+        self.dtype = self._into(into_3D2D[:1, :D]).dtype
+        self._out, self._start, self._last = (self._pack(w.detach()) for w in (heads.context_out, heads.cell_start, heads.cell_out))
+        self._next = self._pack(torch.cat([heads.cell_out, heads.cell_step]).detach())
+        self._blocks = [[self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks]
+        self._of_tokens = [weight.detach() for weight in (into_3D2D[:, D:], heads.cell_token)]
+        self.read_embedding()
+
+    @torch.no_grad()
+    def read_embedding(self) -> None:
+        """1 / rms of every token's embedding, and, where they are small, tables of what tokens add to a pair `[V, 3D]` and to the cell
+        `[V, H]`. After a sync of the actor."""
+        size, device = self.config.vocab_size, self._of_tokens[0].device
+        small = size * sum(weight.shape[0] for weight in self._of_tokens) <= TABLE_ENTRIES
+        sizes_V1, self._tables = token_tables(self._embed, size, self._of_tokens if small else [], self.dtype, device)
+        self._sizes_V1 = sizes_V1.to(self.dtype)
+        self._products = [] if small else [self._pack(weight) for weight in self._of_tokens]
+
+    def _token(self, which: int, ids_N: torch.Tensor) -> torch.Tensor:
+        """What tokens add to a pair (0) or to the cell (1)."""
+        if self._tables:
+            return self._tables[which].index_select(0, ids_N)
+        return self._products[which](cast(self._embed(ids_N), self.dtype)) * self._sizes_V1.index_select(0, ids_N)
+
+    # ---- the context --------------------------------------------------------------------------------------------------------
+
+    def pairs(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+        """Query, key and value `[N, 3D]` of pairs, in this order."""
+        return cast(torch.addcmul(self._token(0, ids_N), self._into(cast(hidden_ND, self.dtype)), inverse_rms(hidden_ND)), self.dtype)
+
+    def seen(self, hidden_BnD: torch.Tensor, ids_Bn: torch.Tensor, there_Bn: torch.Tensor) -> Seen:
+        """Requests that stand at the last of n pairs each."""
+        pairs_BnX = self.pairs(hidden_BnD.flatten(0, 1), ids_Bn.flatten()).view(*ids_Bn.shape, -1)
+        D = self.config.hidden_size
+        return Seen(pairs_BnX[:, -1, :D], pairs_BnX[:, :, D:], there_Bn)
+
+    def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
+        """Each request sees the pair that it stands at, and no other."""
+        return self.seen(hidden_BD.unsqueeze(1), ids_B.unsqueeze(1), torch.ones_like(ids_B, dtype=torch.bool).unsqueeze(1))
+
+    def start(self, hidden_BD: torch.Tensor, seen: Seen) -> CellState:
+        """h_t and what its context says."""
+        parts = self.config.context_parts
+        keys_BnAw, values_BnAw = (half.unflatten(2, (parts, -1)) for half in seen.kept_BnR.chunk(2, dim=2))
+        mixed_BA1w = F.scaled_dot_product_attention(
+            seen.query_BD.unflatten(1, (parts, 1, -1)),
+            keys_BnAw.transpose(1, 2),
+            values_BnAw.transpose(1, 2),
+            attn_mask=seen.there_Bn[:, None, None],
+            scale=1.0,
+        )
+        base_BD = hidden_BD + self._out(mixed_BA1w.flatten(1))
+        return CellState(base_BD, self._start(cast(base_BD, self.dtype)), inverse_rms(base_BD))
+
+    # ---- the heads ------------------------------------------------------------------------------------------------------------
+
+    def features(self, state: CellState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
+        """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
+        cell_BH = F.silu(torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1))
+        scale_B1 = inverse_rms(cell_BH)
+        both_BX = (self._next if k + 1 < self.config.num_heads else self._last)(cast(cell_BH, self.dtype))
+        D = self.config.hidden_size
+        features_BD = torch.addcmul(state.base_BD, both_BX[:, :D], scale_B1)
+        state.product_BH, state.scale_B1 = both_BX[:, D:], scale_B1
+        for layer in self._blocks:
+            features_BD = features_BD + F.silu(layer[k](cast(features_BD, self.dtype)))
+        return features_BD

@@ -1,0 +1,298 @@
+"""Ten checks of a loop that we don't know: `medusa-ppo check-loop my_module:make_trainer`.
+
+`make_trainer(medusa)` gives anything with a `train()` of at least four rollout batches and the actor as `model`, a causal LM of
+transformers; `medusa` is a mapping of settings, or None for the loop as it was. For the tenth check it must do the same at every call:
+greedy sampling (top_k=1), seeded data. The process that trains has the plug-in.
+
+Each training runs in a process of its own. MedusaPlugin's methods are watched, and do what they always do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.errors import ConfigError
+from medusa_ppo.actors.actor_tables import plain_model
+from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.types import RolloutBatch, Rollouts
+
+SETTINGS = {
+    "heads": {"num_heads": 2},
+    "engine": {"num_drafts": 2},
+    "companion": {"wait": True, "learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "on_error": "raise"},
+}
+"""What the loop is given where the user names no file: small heads that learn quickly, every batch waited for."""
+TIMEOUT_S = 1800.0
+NEAR_NATS = 0.05
+MOST = 0.9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was found, and what to do when it is not ok."""
+
+    name: str
+    ok: bool
+    found: str
+    do: str = ""
+
+
+@dataclass
+class Watch:
+    """What a training did with the plug-in, in order.
+
+    Attributes:
+        calls: names of the hooks.
+        batches: a row for each rollout batch.
+        versions: policy versions that were told.
+        fits: of each batch that went to the companion, how well its states say its tokens.
+        wrong_tables: times that the lm_head that was told was not the model's own.
+        swapped: last version installed, its checksum and the engine's.
+    """
+
+    calls: list[str] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    fits: list[dict[str, float]] = field(default_factory=list)
+    wrong_tables: int = 0
+    swapped: list[Any] = field(default_factory=list)
+    _table: torch.Tensor | None = None
+    _model: Any = None
+
+    def install(self) -> None:
+        """Stand beside MedusaPlugin's methods from now on, in this process."""
+        plugin: Any = MedusaPlugin
+        self._beside(plugin, "__init__", before=lambda *_, **__: self.calls.append("start"))
+        self._beside(plugin, "before_generation", after=self._installed)
+        self._beside(plugin, "rollout_ready", before=self._rollouts)
+        self._beside(plugin, "tables_updated", after=self._updated)
+        self._beside(plugin, "close", before=lambda *_: self.calls.append("close"))
+        self._beside(CompanionClient, "submit", before=self._submitted)
+
+    def _beside(self, kind: Any, name: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
+        whole = getattr(kind, name)
+
+        @functools.wraps(whole)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            answer = whole(*args, **kwargs)
+            if after is not None:
+                after(*args, **kwargs)
+            return answer
+
+        setattr(kind, name, method)
+
+    def _installed(self, plugin: Any) -> None:
+        self.calls.append("before_generation")
+        installed = plugin.installer.installed
+        if installed is not None and hasattr(plugin._engine, "checksums"):
+            self.swapped = [installed.version, installed.checksum, plugin._engine.checksums()["heads"]]
+
+    def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
+        self.calls.append("rollout_ready")
+        self._table = plugin._lm_head_VD.detach().clone()
+        counters, responses = rollouts.counters, rollouts.responses
+        known = sum(len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs) for r in responses)
+        self.batches.append(
+            {
+                "responses": len(responses),
+                "known": known,
+                "tokens": rollouts.generated_tokens,
+                "policy": rollouts.policy_version,
+                "heads": rollouts.heads_version,
+                "drafts": counters.drafts,
+                "length": counters.mean_acceptance_length,
+            }
+        )
+
+    def _submitted(self, client: Any, batch: RolloutBatch) -> None:
+        rows = batch.state_rows_M
+        here = rows >= 0
+        assert self._table is not None, "rollout_ready comes first"
+        logits_MV = batch.hidden_MD[rows[here]].float() @ self._table.float().cpu().T
+        ids_M, known_M = batch.response_ids_M[here], batch.logprobs_M[here]
+        greedy = batch.temperature <= 0 or bool((known_M > -1e-4).all())
+        if greedy:
+            good = float((logits_MV.argmax(-1) == ids_M).float().mean())
+        else:
+            given_M = (logits_MV / batch.temperature).log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+            cut = batch.top_k > 0 or batch.top_p < 1  # Behaviour log-probs are then higher than the whole distribution's.
+            off_M = (known_M - given_M).clamp(max=0).abs() if cut else (known_M - given_M).abs()
+            good = float((off_M < NEAR_NATS).float().mean())
+        self.fits.append({"responses": batch.lengths_S.numel(), "good": good})
+
+    def _updated(self, plugin: Any, tables: Any, version: int) -> None:
+        self.calls.append("policy_updated")
+        self.versions.append(version)
+        if tables is not None and self._model is not None:
+            self.wrong_tables += not torch.equal(tables[0].detach().cpu(), plain_model(self._model).get_output_embeddings().weight.cpu())
+
+
+# ---- one training, in a process of its own -----------------------------------------------------------------------------------
+
+
+def run_arm(spec: str, medusa: Any, out: Path) -> None:
+    """Train, and write what was seen and a print of the weights to `out`."""
+    watch = Watch()
+    watch.install()
+    sys.path.insert(0, os.getcwd())
+    module, _, name = spec.partition(":")
+    trainer = getattr(importlib.import_module(module), name)(medusa)
+    watch._model = getattr(trainer, "model", None)
+    trainer.train()
+    digest = hashlib.sha256()
+    for key, tensor in sorted(plain_model(trainer.model).state_dict().items()):
+        digest.update(key.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    seen = {name: getattr(watch, name) for name in ("calls", "batches", "versions", "fits", "wrong_tables", "swapped")}
+    out.write_text(json.dumps(seen | {"weights": digest.hexdigest()}), encoding="utf-8")
+
+
+def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
+    """`run_arm` in another process. ConfigError with the end of its output when it fails."""
+    out = folder / f"arm-{len(list(folder.iterdir()))}.json"
+    command = [sys.executable, "-m", "medusa_ppo.loops.check_loop", spec, json.dumps(medusa), str(out)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        end = (done.stdout + done.stderr)[-1500:]
+    except subprocess.TimeoutExpired:
+        end = f"no end after {TIMEOUT_S:.0f} s"
+    if not out.is_file():
+        raise ConfigError(
+            "The loop does not run.",
+            given=f"{spec}, medusa={'None' if medusa is None else 'settings'}:\n{end}",
+            expected="make_trainer(medusa).train() comes to its end, and the trainer's `model` is a transformers causal LM",
+            do="Run it by itself first.",
+        )
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+# ---- the checks --------------------------------------------------------------------------------------------------------------
+
+
+def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
+    """Train with the plug-in and without it, and say what was found.
+
+    Args:
+        spec: `module:function`.
+        medusa: settings for the plug-in; None: SETTINGS.
+
+    Raises:
+        ConfigError: `spec` is none, or a training fails.
+    """
+    if spec.count(":") != 1:
+        raise ConfigError("This names no function.", given=spec, expected="module:function", do="Write my_module:make_trainer.")
+    with tempfile.TemporaryDirectory() as name:
+        seen = train_apart(spec, medusa or SETTINGS, Path(name))
+        yield from judge(seen)
+        without = train_apart(spec, None, Path(name))
+        again = without if without["weights"] == seen["weights"] else train_apart(spec, None, Path(name))
+    steady, same = without["weights"] == again["weights"], without["weights"] == seen["weights"]
+    yield Finding(
+        "gradients",
+        same,
+        "the actor's weights are the same to the bit with and without the plug-in"
+        if same
+        else ("other weights with the plug-in" if steady else "the loop learns something else at each call, without the plug-in too"),
+        "Look for hooks that change what the loop computes or draws." if steady else "Sample greedily, and seed everything.",
+    )
+
+
+def judge(seen: dict[str, Any]) -> Iterator[Finding]:
+    """The first nine checks, from what one training with the plug-in did."""
+    calls, batches, versions, fits = seen["calls"], seen["batches"], seen["versions"], seen["fits"]
+    starts, ends = calls.count("start"), calls.count("close")
+    yield Finding(
+        "one plug-in", starts == 1 <= ends, f"{starts} started, closed {ends} times", "Make one for a job, and close it at the end."
+    )
+    if not batches:
+        yield Finding("order of hooks", False, "no rollout_ready", "Call plugin.rollout_ready(rollouts) after each generation.")
+        return
+    hooks = [call for call in calls if call not in ("start", "close")]
+    after = {"before_generation": "rollout_ready", "rollout_ready": "policy_updated"}
+    wrong = [f"{a}, {b}" for a, b in pairwise(hooks) if a in after and b != after[a]]
+    yield Finding(
+        "order of hooks",
+        not wrong and len(batches) >= 4 and hooks[0] == "before_generation",
+        f"{len(batches)} rollout batches; out of order: {wrong[0] if wrong else 'none'}",
+        "before_generation, rollout_ready, the scored passes, policy_updated: in this order, for at least four batches.",
+    )
+    known = sum(batch["known"] for batch in batches) / max(1, sum(batch["responses"] for batch in batches))
+    yield Finding(
+        "log-probs",
+        known == 1.0,
+        f"{known:.0%} of the responses have a log-prob of each token",
+        "Hand in the log-probs of the distribution that was sampled from.",
+    )
+    came = sum(fit["responses"] for fit in fits) / sum(batch["responses"] for batch in batches)
+    yield Finding(
+        "rows",
+        came >= MOST,
+        f"the states of {came:.0%} of the responses came, in {len(fits)} batches",
+        "Score the rows as they were generated (padded, whole), inside plugin.actor_forward or with the tap on the model that scores.",
+    )
+    good = min((fit["good"] for fit in fits), default=0.0)
+    yield Finding(
+        "states",
+        good >= MOST,
+        f"at least {good:.0%} of each batch's tokens have the log-prob that the states give",
+        "States one token off, another model's, or an engine with older weights than the actor's: compare positions and the sync.",
+    )
+    yield _versions(batches, versions)
+    yield Finding(
+        "tables",
+        seen["wrong_tables"] == 0 and bool(versions),
+        f"{seen['wrong_tables']} of {len(versions)} updates told another lm_head than the model's",
+        "Call policy_updated after the optimizer's step, with the model that was stepped.",
+    )
+    yield from _drafts(batches, seen["swapped"])
+
+
+def _versions(batches: list[dict[str, Any]], versions: list[int]) -> Finding:
+    rising = all(a < b for a, b in pairwise(versions))
+    follow = [batch["policy"] for batch in batches]
+    ok = rising and follow[-1] > follow[0] and set(follow[1:]) <= {*versions, follow[0]} and follow == sorted(follow)
+    return Finding(
+        "versions",
+        ok,
+        f"told {versions[:6]}, rollouts were of {follow[:6]}",
+        "Count the actor's updates, tell each once, and sync the engine before the next rollouts.",
+    )
+
+
+def _drafts(batches: list[dict[str, Any]], swapped: list[Any]) -> Iterator[Finding]:
+    heads = [batch["heads"] for batch in batches]
+    fed = bool(swapped) and swapped[1] == swapped[2]
+    yield Finding(
+        "newest heads",
+        heads == sorted(heads) and heads[-1] > heads[0] and fed,
+        f"rollouts were drafted by versions {heads[:8]}; the engine holds the last published one: {fed}",
+        "Call before_generation while the engine is idle and awake, and feed the heads again after a sleep that threw them away.",
+    )
+    lengths = [round(batch["length"], 2) for batch in batches]
+    drafts = sum(batch["drafts"] for batch in batches)
+    yield Finding(
+        "drafts",
+        drafts > 0 and max(lengths[1:], default=0) > lengths[0],
+        f"{drafts} draft steps, tokens a step {lengths[:8]}",
+        "Start the engine with our arguments, and let its counters of each generate call reach the rollouts.",
+    )
+
+
+if __name__ == "__main__":
+    run_arm(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))

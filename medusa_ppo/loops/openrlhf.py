@@ -1,0 +1,237 @@
+"""OpenRLHF's PPO with draft heads: `python -m medusa_ppo.loops.openrlhf --medusa heads.yaml` and OpenRLHF's own arguments behind it.
+
+OpenRLHF has no plug-ins and passes no arguments on to vLLM. So its command is run with three names replaced (OpenRLHF 0.11;
+tests/contracts/test_openrlhf.py compares all of it with the installed package):
+
+    vLLM's start     `create_vllm_engines`: the same call, of a Ray actor class that adds our arguments to the engine's
+    log-prob pass    `PolicyModelActor.forward`, overridden: rank 0 taps its share of the rows
+    rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to the companion
+    weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: lm_head to the companion, newer heads into the engines
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from medusa_ppo.config import RunConfig, load_config
+from medusa_ppo.loops import require_loop
+from medusa_ppo.loops.attachment import as_config
+from medusa_ppo.loops.passes import PassTap, Row
+from medusa_ppo.loops.remote import RemoteAttachment, Tables, WorkerTables, call_all, refuse, sum_counters
+from medusa_ppo.types import Counters, RolloutBatch, Sampling
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "medusa_ppo.loops.openrlhf.MedusaOpenRLHFWorker"
+CLI = "openrlhf.cli.train_ppo_ray"
+
+
+def __getattr__(name: str) -> type[Any]:
+    """`MedusaOpenRLHFWorker`, when vLLM's workers look for it: OpenRLHF's extension and ours in one class, because vLLM takes only one."""
+    if name != "MedusaOpenRLHFWorker":
+        raise AttributeError(name)
+    from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
+
+    from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
+
+    return type(name, (MedusaWorker, WorkerWrap), {"__module__": __name__, "__doc__": "OpenRLHF's weight broadcast beside our swaps."})
+
+
+def plain_class(actor_class: Any) -> type[Any]:
+    """The class under Ray's decorator, to inherit from."""
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+def rollout_actor(arguments: dict[str, Any]) -> Any:
+    """OpenRLHF's vLLM actor, with our arguments for the engine and two more methods, as a Ray actor class."""
+    from openrlhf.trainer.ray import vllm_engine
+
+    from medusa_ppo.engines.colocated import process_counters
+
+    class MedusaRolloutActor(plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
+        async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # Ray awaits it
+            await super().__init__(*args, **{**kwargs, **arguments})
+
+        async def medusa_call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+            return await self.llm.collective_rpc(method, args=args)
+
+        async def medusa_counters(self) -> Counters:
+            return process_counters()
+
+    return ray.remote(MedusaRolloutActor)
+
+
+def policy_actor() -> Any:
+    """OpenRLHF's actor worker, whose rank 0 taps its own log-prob pass, as a Ray actor class."""
+    from openrlhf.trainer.ray import ppo_actor
+
+    class MedusaPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
+        _medusa_tap: PassTap | None = None
+        _medusa_tables: WorkerTables | None = None
+
+        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+            if self.strategy.get_rank() != 0:
+                return super().forward(sequences, action_mask, attention_mask, **kwargs)
+            if self._medusa_tap is None:
+                rollout = self.strategy.args.rollout
+                sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p)
+                self._medusa_tap = PassTap(self.actor.model, sampling, self.strategy.args.medusa.companion.queue_bytes)
+            rows, spans = rows_of(sequences, action_mask, attention_mask)
+            with self._medusa_tap.watch(rows):
+                log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
+            self._medusa_tap.add_logprobs([log_probs[row, first:last] for row, first, last in spans])
+            return log_probs
+
+        def medusa_take(self, policy_version: int) -> RolloutBatch | None:
+            return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
+
+        def medusa_tables(self) -> Tables | None:
+            if self._medusa_tables is None:
+                self._medusa_tables = WorkerTables(self.actor.model, reports=self.strategy.get_rank() == 0)
+            return self._medusa_tables.changed()
+
+    return ray.remote(num_gpus=1)(MedusaPolicyActor)
+
+
+def trainer_actor() -> Any:
+    """OpenRLHF's trainer with the heads' companion beside it, as a Ray actor class."""
+    from openrlhf.trainer import ppo_trainer
+
+    class MedusaPPOTrainer(plain_class(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
+        def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(pretrain, strategy, *args, **kwargs)
+            self.medusa = RemoteAttachment(strategy.args.medusa, pretrain, Path(strategy.args.ckpt.output_dir) / "medusa")
+            make = self.experience_maker.make_experience_batch
+
+            def make_and_take(rollout_samples: Any) -> Any:
+                experiences = make(rollout_samples)
+                taken = ray.get(self.actor_model_group.async_run_method("medusa_take", self._medusa_version))
+                self.medusa.scored(next((batch for batch in taken if batch is not None), None), self._medusa_sampling())
+                return experiences
+
+            self.experience_maker.make_experience_batch = make_and_take
+            self._medusa_version = 0
+
+        def fit(self, global_step: int = 0) -> None:
+            self._medusa_version = global_step
+            engines = self.vllm_engines
+            with engines_awake(self.args, engines):
+                self.medusa.attach(lambda method, args: call_all(engines, method, args), lambda: sum_counters(engines))
+            self.medusa.start()
+            try:
+                super().fit(global_step)
+            finally:
+                self.medusa.end()
+
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            status, step = super().train_step(rollout_samples, global_step)
+            return {**status, **self.medusa.figures()}, step
+
+        def broadcast_to_vllm(self) -> None:
+            super().broadcast_to_vllm()  # With sleep the engines' weights are awake now, and level 1 has kept the heads.
+            self._medusa_version += 1
+            gathered = ray.get(self.actor_model_group.async_run_method("medusa_tables"))
+            tables = next((found for found in gathered if found is not None), None)
+            self.medusa.tables_changed(tables, self._medusa_version)
+            self.medusa.synced(lost_heads=False)
+
+        def _medusa_sampling(self) -> Sampling:
+            return Sampling(temperature=self.args.rollout.temperature, top_p=self.args.rollout.top_p)
+
+    return ray.remote(MedusaPPOTrainer)
+
+
+@contextlib.contextmanager
+def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
+    """The engines' weights in memory for the time of the block; OpenRLHF starts its engines asleep where sleep is on."""
+    from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
+
+    if args.vllm.enable_sleep:
+        batch_vllm_engine_call(engines, "wake_up")
+    yield
+    if args.vllm.enable_sleep:
+        batch_vllm_engine_call(engines, "sleep")
+
+
+def rows_of(sequences: Any, action_mask: Any, attention_mask: Any) -> tuple[list[Row], list[tuple[int, int, int]]]:
+    """Prompt and response of those rows that the heads can learn from, and where their log-probs stand: (row, first, last).
+
+    `action_mask[b, i]` belongs to token i + 1 of the row. Left out are rows with more than one stretch of actions.
+    """
+    rows, spans = [], []
+    offset = sequences.shape[1] - action_mask.shape[1]
+    for row in range(sequences.shape[0]):
+        actions = action_mask[row].bool().nonzero()[:, 0].tolist()
+        if not actions or actions[-1] - actions[0] + 1 != len(actions):
+            continue
+        start = int(attention_mask[row].bool().nonzero()[0, 0])
+        tokens = sequences[row].tolist()
+        first, last = actions[0] + offset, actions[-1] + 1 + offset
+        rows.append((tokens[start:first], tokens[first:last]))
+        spans.append((row, actions[0], actions[-1] + 1))
+    return rows, spans
+
+
+def unsupported(args: Any) -> dict[str, bool]:
+    """Settings of OpenRLHF that the heads can't be combined with, and whether they are on."""
+    return {
+        "--train.async_enable": bool(args.train.async_enable),
+        "--ds.ring_attn_size > 1": int(args.ds.ring_attn_size) > 1,
+        "--ds.tensor_parallel_size > 1": int(args.ds.tensor_parallel_size) > 1,
+        "--actor.num_nodes > 1": int(args.actor.num_nodes) > 1,
+        "--vllm.num_engines 0": not args.vllm.num_engines,
+        "--data.max_images_per_prompt > 0": int(getattr(args.data, "max_images_per_prompt", 0)) > 0,
+    }
+
+
+def install(config: RunConfig) -> None:
+    """Replace the three names that OpenRLHF's command imports, for this process."""
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer import ray as ray_package
+    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+    from openrlhf.utils import get_strategy
+
+    create = vllm_engine.create_vllm_engines
+    kept: list[RemoteAttachment] = []  # The heads' folder must outlive the engines' start.
+
+    def create_with_heads(num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any) -> Any:
+        attachment = RemoteAttachment(config, pretrain, config.run_dir)
+        kept.append(attachment)
+        vllm_engine.RolloutRayActor = rollout_actor({**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1})
+        return create(num_engines, tensor_parallel_size, pretrain, *args, **kwargs)
+
+    def strategy_with_heads(args: Any) -> Any:
+        refuse("OpenRLHF", unsupported(args))
+        args.medusa = config
+        return get_strategy(args)
+
+    ray_package.create_vllm_engines = create_with_heads
+    ppo_actor.PolicyModelActor = policy_actor()
+    ppo_trainer.PPOTrainer = trainer_actor()
+    sys.modules["openrlhf.utils"].get_strategy = strategy_with_heads  # type: ignore[attr-defined]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run OpenRLHF's own command with draft heads; without `--medusa`, as it is."""
+    parser = argparse.ArgumentParser(prog="python -m medusa_ppo.loops.openrlhf", add_help=False, allow_abbrev=False)
+    parser.add_argument("--medusa", default="")
+    given, rest = parser.parse_known_args(arguments)
+    require_loop("openrlhf")
+    config = as_config(load_config(given.medusa)) if given.medusa else None
+    if config is not None:
+        install(config)
+    sys.argv = [CLI, *rest]
+    runpy.run_module(CLI, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

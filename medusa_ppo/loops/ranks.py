@@ -1,0 +1,198 @@
+"""The processes of one training (torch.distributed's): one of them has the plug-in and the companion, all of them have engines and rows.
+
+Everything here happens at points that all of them come to: `agree` when their trainers are made, `led` inside the hooks. Between two such
+points nobody waits for anybody. A process that dies closes its connections, and the others get an error at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from heads.errors import ConfigError, EngineError
+from medusa_ppo.engines.colocated import read_counters
+
+logger = logging.getLogger(__name__)
+
+AGREE_S = 300.0
+"""Time for all processes to make their trainers: one that has no plug-in never comes."""
+LED_S = 900.0
+"""Longest wait for the first process: it may start or drain a companion meanwhile."""
+DONE = "done"
+Found = TypeVar("Found")
+Serve = Callable[[str, tuple[Any, ...]], list[Any]]
+
+
+class Ranks:
+    """One process's end; a training of one process needs none of its calls to cross.
+
+    Attributes:
+        rank, size: this process, and how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._group: Any = None
+
+    @staticmethod
+    def refuse_several(what: str) -> None:
+        """ConfigError where this process is one of several of a training: each would start a companion of its own."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"{what} is for a training of one process.",
+                given=f"process {dist.get_rank()} of {dist.get_world_size()}",
+                expected="one process, or a loop that medusa_ppo.loops.attachment.Attachment hangs on",
+                do="Make it in the first process alone, or use Attachment in all (docs/hooks.md).",
+            )
+
+    @classmethod
+    def here(cls, what: object) -> Self:
+        """This process's end, when all have come and were given the same settings. See `agree`."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        ranks = cls(dist.get_rank(), dist.get_world_size()) if several else cls()
+        ranks.agree(what)
+        return ranks
+
+    @property
+    def leads(self) -> bool:
+        """This process has the plug-in and the companion, the only ones of the training."""
+        return self.rank == 0
+
+    def agree(self, what: object) -> None:
+        """Make sure that all processes were given the same, and that they share a node: heads and weights cross as files.
+
+        Raises:
+            ConfigError: they were not; the same error on each. Or one of them has not come.
+        """
+        if self.size == 1:
+            return
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_S))
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, (what, socket.gethostname()), group=group)
+        except RuntimeError as error:
+            raise ConfigError(
+                "Not every process of the training has come to make its trainer with draft heads.",
+                given=f"process {self.rank} of {self.size} waited {AGREE_S:.0f} s: {str(error).splitlines()[0]}",
+                expected="the same trainer class in all of them; `medusa=None` switches it off in all",
+                do="Run the same script in every process.",
+            ) from error
+        for name, values in zip(("medusa settings", "node"), zip(*found, strict=True), strict=True):
+            if len({repr(value) for value in values}) > 1:
+                raise ConfigError(
+                    f"The processes of the training do not have the same {name}.",
+                    given="; ".join(f"process {rank}: {value}" for rank, value in enumerate(values)),
+                    expected="the same in each: one companion feeds all their engines, through files",
+                    do="Give every process the same settings, and train on one node.",
+                )
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
+
+    # ---- calls from the first process to all ----------------------------------------------------------------------------------
+
+    def led(self, action: Callable[[], Found], serve: Serve) -> Found | None:
+        """The first process acts, and may `call` meanwhile; the others serve until it is done, and get None.
+
+        Raises:
+            EngineError: on the others, when the first one's action failed; it raises what it raised.
+        """
+        if self.size == 1:
+            return action()
+        if not self.leads:
+            self._follow(serve)
+            return None
+        problem = ""
+        try:
+            return action()
+        except BaseException as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._share((DONE, (problem,)))
+
+    def call(self, method: str, arguments: tuple[Any, ...], serve: Serve) -> list[list[Any]]:
+        """Inside of `led`: what every process answers, this one first. EngineError when one of them failed."""
+        if self.size == 1:
+            return [serve(method, arguments)]
+        self._share((method, arguments))
+        return self._answers(*_tried(serve, method, arguments))
+
+    def _follow(self, serve: Serve) -> None:
+        while True:
+            method, arguments = self._share(None)
+            if method == DONE:
+                if arguments[0]:
+                    raise EngineError(
+                        "The first process of the training failed.",
+                        given=arguments[0],
+                        expected="draft heads fed and counted",
+                        do="Read its own message.",
+                    )
+                return
+            found, problem = _tried(serve, method, arguments)
+            self._gather((found, problem))
+
+    def _answers(self, found: list[Any], problem: str) -> list[list[Any]]:
+        every = self._gather((found, problem))
+        assert every is not None, "the first process gathers"
+        problems = [f"process {rank}: {text}" for rank, (_, text) in enumerate(every) if text]
+        if problems:
+            raise EngineError(
+                "An engine of the training failed.", given="; ".join(problems), expected="an answer of each", do="Read that process's log."
+            )
+        return [answers for answers, _ in every]
+
+    # ---- plain collectives, no-ops for one process --------------------------------------------------------------------------
+
+    def share(self, value: Found) -> Found:
+        """The first process's value, on all. They all call it."""
+        return value if self.size == 1 else self._share(value)
+
+    def all(self, value: Found) -> list[Found]:
+        """Every process's value, on all of them, in order. They all call it."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def first_gets(self, value: Found) -> list[Found] | None:
+        """Every process's value on the first one; None on the others. They all call it."""
+        return [value] if self.size == 1 else self._gather(value)
+
+    def _share(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        found: list[Any] | None = [None] * self.size if self.leads else None
+        dist.gather_object(value, found, dst=0, group=self._group)
+        return found
+
+
+def _tried(serve: Serve, method: str, arguments: tuple[Any, ...]) -> tuple[list[Any], str]:
+    """An answer, or the sentence of what went wrong: a process that raised would leave the others waiting."""
+    try:
+        return serve(method, arguments), ""
+    except Exception as error:
+        logger.exception("Serving %s failed.", method)
+        return [], f"{type(error).__name__}: {error}"
+
+
+def serve_llm(llm: Any, counts: bool, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """What the first process asks of each one's vLLM."""
+    if method == "workers":
+        return llm.collective_rpc(arguments[0], args=arguments[1])
+    if method == "counters":
+        return [read_counters(llm.get_metrics())] if counts else []
+    return [llm.reset_prefix_cache()]
+
+
+def no_engine(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """A process whose engine is a server, which the first one alone talks to."""
+    raise AssertionError(f"nobody asks for {method} here")

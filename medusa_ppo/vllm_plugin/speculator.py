@@ -1,0 +1,201 @@
+"""Our heads in vLLM's V2 model runner: a speculator over the same drafting core.
+
+V2 keeps requests by slot on the device and verifies by its own kernels, against the logits of what drafts were drawn from, before
+temperature: ours are log q times the temperature, so whatever shaped q (draft temperatures, top-k, top-p) verification sees it. A row that
+is -inf but for the draft itself is a one-hot draft, which is right for any draft: so are those of requests with a grammar (vLLM cuts them
+by their own values), and what stands in a slot before its request has drafted.
+
+Imported only where V2 is asked for. Shape letters: B requests, S slots, K drafts, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.v1.worker.gpu.model_runner as v2_runner
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from heads.errors import ConfigError
+from medusa_ppo.drafting.core import Drafted, Sampling
+from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
+from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from medusa_ppo.vllm_plugin.rpc import Drafting
+
+
+class HeldHeads(MedusaProposer):
+    """The serving heads, how they are changed while they serve, and what they may be told. q is V2's to keep."""
+
+    def _use_vocabulary(self) -> None:
+        self._core.use_vocabulary(None, None)
+
+    def draft(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling: Sampling | None = None) -> Drafted:
+        return self._core.draft(hidden_BD, last_ids_B, count, sampling)
+
+    def configure(self, settings: Drafting) -> Drafting:
+        for name in ("choose", "draft_vocab"):
+            if settings.get(name):
+                raise ConfigError(
+                    "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting needs them.",
+                    given=f"{name}={settings[name]}",
+                    expected="a fixed number of drafts from the whole vocabulary",
+                    do="Set engine.runner=v1, or leave the setting out.",
+                )
+        return super().configure(settings)
+
+
+class MedusaSpeculator(DraftModelSpeculator):
+    """What V2's model runner asks for drafts after each step.
+
+    Attributes:
+        drafter: what the worker extension swaps and configures.
+        states: V2's sampling settings by slot; there once a request has come.
+        count: drafts that the last step made of each request.
+        draft_logits: float32 `[S, K, V]`, what V2 verifies against. Made at once, so that vLLM's memory profile counts it.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
+        super().__init__(vllm_config, device)
+        self.drafter = HeldHeads(vllm_config, device)
+        waiting_N = torch.zeros(self.max_num_reqs * self.num_speculative_steps, dtype=torch.int64, device=device)
+        self._kept_SKV = _one_hot(waiting_N, self.vocab_size).view(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)
+        self.draft_logits = self._kept_SKV
+        self.states: Any = None
+        self.count = 0
+        self._grammar_S = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        self.drafter.load_model(target_model)
+        return self.drafter.heads
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Drafting is not captured."""
+
+    def capture(self, *_: Any) -> None:
+        """Drafting is not captured."""
+
+    def admit(self, slot: int, grammar: bool, states: Any) -> None:
+        """A request has come, or come back: whatever stands in its slot is another's. V2 has token 0 where nothing was drafted."""
+        self.states = states
+        self._grammar_S[slot] = grammar
+        self._kept_SKV[slot] = -torch.inf
+        self._kept_SKV[slot, :, 0] = 0.0
+
+    @torch.inference_mode()
+    def propose(  # type: ignore[override]  # Its last parameters differ by release, and only those that are named here are read.
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
+        drafter, batch = self.drafter, input_batch.num_reqs
+        count = min(self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens, drafter.num_drafts)
+        self.count = count = count if drafter.fed else 0
+        ids_BK = torch.zeros(batch, self.num_speculative_steps, dtype=torch.int64, device=self.device)
+        if not count:
+            return ids_BK
+        slots_B = input_batch.idx_mapping[:batch].long()
+        rows_B = (input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]).long()  # Of each request's last accepted token.
+        hidden_BD, last_ids_B = last_hidden_states[rows_B], last_sampled[slots_B].view(-1)
+        if not drafter.sampled or dummy_run:
+            drafted, temperature_B = drafter.draft(hidden_BD, last_ids_B, count), None
+        else:
+            temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
+            noise_BK = uniforms(input_batch.positions[rows_B].long(), keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
+            cuts = (None, None) if self.states is None else self.states.get_top_k_top_p(slots_B, input_batch.idx_mapping_np[:batch])
+            drafted = drafter.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts))
+        ids_BK[:, :count] = drafted.ids_BK
+        if not dummy_run:
+            self._keep(slots_B, drafted, temperature_B)
+        return ids_BK
+
+    def _keep(self, slots_B: torch.Tensor, drafted: Drafted, temperature_B: torch.Tensor | None) -> None:
+        """For verification: log q times the temperature; one-hot rows where the temperature is 0, and everywhere without q."""
+        for k, ids_B in enumerate(drafted.ids_BK.unbind(1)):
+            logits_BV = _one_hot(ids_B, self.vocab_size)
+            if temperature_B is not None:
+                temperature_B1 = temperature_B.unsqueeze(1)
+                logits_BV = torch.where(temperature_B1 > 0, drafted.q[k].log() * temperature_B1, logits_BV)
+            self._kept_SKV[slots_B, k] = logits_BV
+
+
+def _one_hot(ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits `[N, V]` that leave one token each."""
+    logits_NV = torch.full((len(ids_N), vocab_size), -torch.inf, device=ids_N.device)
+    return logits_NV.scatter_(1, ids_N.unsqueeze(1), 0.0)
+
+
+# ---- our place in vLLM ---------------------------------------------------------------------------------------------------------
+
+
+def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_speculator` of the V2 runner, which knows no Medusa."""
+
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: torch.device, *args: Any) -> Any:
+        if vllm_config.speculative_config.method == "medusa":
+            return MedusaSpeculator(vllm_config, device, *args)
+        return original(vllm_config, device, *args)
+
+    return init_speculator
+
+
+def medusa_allowed(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """`VllmConfig._get_v2_model_runner_unsupported_features`: Medusa is supported by now."""
+
+    @functools.wraps(original)
+    def unsupported(self: Any) -> list[str]:
+        return [feature for feature in original(self) if "'medusa'" not in feature]
+
+    return unsupported
+
+
+def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]:
+    """`GPUModelRunner.add_requests`: requests that are new, or come back after a preemption."""
+
+    @functools.wraps(original)
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        original(self, scheduler_output)
+        if isinstance(self.speculator, MedusaSpeculator):
+            for new in scheduler_output.scheduled_new_reqs:
+                grammar = new.sampling_params is not None and new.sampling_params.structured_outputs is not None
+                self.speculator.admit(self.req_states.req_id_to_index[new.req_id], grammar, self.sampler.sampling_states)
+
+    return add_requests
+
+
+def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPUModelRunner.take_draft_token_ids`: the scheduler makes room for as many as were drafted, not as the heads could."""
+
+    @functools.wraps(original)
+    def take_draft_token_ids(self: Any) -> Any:
+        drafts = original(self)
+        if drafts is not None and isinstance(self.speculator, MedusaSpeculator):
+            drafts.draft_token_ids = [ids[: self.speculator.count] for ids in drafts.draft_token_ids]
+        return drafts
+
+    return take_draft_token_ids
+
+
+PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (v2_runner, "init_speculator", with_our_speculator),
+    (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
+    (v2_runner.GPUModelRunner, "add_requests", with_requests_admitted),
+    (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
+)

@@ -1,0 +1,79 @@
+"""Actors on two gloo processes, in every form that is said to work: tapped and gathered right, and trained as without the plug-in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TABLE = 50 * 32 * 4
+CUT = ("fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-checkpointed")
+WHOLE = ("ddp", "ddp-checkpointed")
+
+
+def run(folder: Path, forms: tuple[str, ...]) -> dict[str, Any]:
+    """What each of two forked processes found."""
+    spec = importlib.util.spec_from_file_location("sharded_ranks", Path(__file__).with_name("sharded_ranks.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=module.run_rank, args=(rank, port, folder, forms)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+        rank.kill()
+    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return {form: (found[0][form], found[1][form]) for form in found[0]}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("ranks"), (*CUT, *WHOLE))
+
+
+def holds(seen: tuple[dict[str, Any], dict[str, Any]], *, cut: bool, frozen: bool = False, tables: int = 2) -> None:
+    for rank in seen:
+        assert rank["bit_equal"], "the plug-in changed what is learned"
+        assert rank["hidden"] < 2e-5 and rank["tables"] < 2e-5
+        assert rank["changed"] == [True, not frozen] and rank["again"] == [not frozen, False]
+        gathers = (1 if frozen else 3) if cut else 0
+        assert rank["bytes"] == gathers * tables * TABLE, "only the two tables, and only when they changed"
+    assert frozen or seen[0]["moved"] > 1e-3, "nothing was learned"
+
+
+@pytest.mark.parametrize("form", [*CUT, *WHOLE])
+def test_each_form_is_tapped_gathered_and_left_alone(form: str, ranks: dict[str, Any]):
+    holds(ranks[form], cut=form in CUT)
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path: Path):
+    holds(run(tmp_path, ("ddp-compiled",))["ddp-compiled"], cut=False)
+
+
+def test_a_piece_is_never_taken_for_the_table(ranks: dict[str, Any]):
+    assert all("a piece of the actor's table only" in rank["error"] for rank in ranks["unrefreshed"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is in the environments of make test-contracts")
+def test_adapters(tmp_path: Path):
+    seen = run(tmp_path, ("ddp-lora", "fsdp2-lora", "fsdp2-lora-tables", "ddp-lora-saved"))
+    holds(seen["ddp-lora"], cut=False, frozen=True)
+    holds(seen["fsdp2-lora"], cut=True, frozen=True)
+    holds(seen["fsdp2-lora-tables"], cut=True)
+    holds(seen["ddp-lora-saved"], cut=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is in the environments of make test-contracts")
+def test_zero_3(tmp_path: Path):
+    holds(run(tmp_path, ("zero3",))["zero3"], cut=True)

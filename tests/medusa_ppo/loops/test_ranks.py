@@ -1,0 +1,272 @@
+"""Several processes of one training, for real: they agree or are told why not, the first one leads, and nothing waits for the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from heads.checkpoint import checksum, load_heads, load_state, save_state
+from heads.errors import ConfigError, EngineError, MedusaError
+from medusa_ppo import plugin as plugin_module
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.config import build_config
+from medusa_ppo.loops import attachment as attachment_module
+from medusa_ppo.loops import ranks as module
+from medusa_ppo.loops.attachment import Attachment
+from medusa_ppo.loops.passes import Generated
+from medusa_ppo.loops.ranks import Ranks
+from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts, Sampling
+
+Work = Callable[[int], Any]
+
+
+def _rank(rank: int, size: int, port: int, work: Work, box: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork.
+    dist.init_process_group("gloo")
+    began = time.monotonic()
+    try:
+        box.put((rank, work(rank), time.monotonic() - began))
+    except MedusaError as error:
+        box.put((rank, error, time.monotonic() - began))
+    except Exception as error:  # torch's own RuntimeError, when another process is gone
+        box.put((rank, RuntimeError(f"{error}\n{traceback.format_exc()}"), time.monotonic() - began))
+    box.close()
+    box.join_thread()
+    os._exit(0)
+
+
+def together(work: Work, size: int = 2, answers: int | None = None) -> dict[int, Any]:
+    """`work(rank)` in processes of their own; what each gave or raised."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    box = context.Queue()
+    started = [context.Process(target=_rank, args=(rank, size, port, work, box)) for rank in range(size)]
+    for process in started:
+        process.start()
+    try:
+        found = [box.get(timeout=50) for _ in range(answers or size)]
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    return {rank: (answer, seconds) for rank, answer, seconds in found}
+
+
+def test_the_first_process_calls_all_and_gets_every_answer():
+    def work(rank: int) -> Any:
+        ranks = Ranks.here({"heads": 2})
+        calls: list[Any] = []
+
+        def serve(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+            calls.append((method, *arguments))
+            return [rank * 10 + arguments[0]]
+
+        answer = ranks.led(lambda: [ranks.call("swap", (1,), serve), ranks.call("swap", (2,), serve)], serve)
+        return answer, calls, ranks.share(rank), ranks.all(rank), ranks.first_gets(rank), ranks.leads
+
+    found = together(work)
+    calls = [("swap", 1), ("swap", 2)]
+    assert found[0][0] == ([[[1], [11]], [[2], [12]]], calls, 0, [0, 1], [0, 1], True)
+    assert found[1][0] == (None, calls, 0, [0, 1], None, False)
+
+
+def test_other_settings_in_one_process_are_told_to_all():
+    found = together(lambda rank: Ranks.here(None if rank else {"heads": 2}))
+    for answer, _ in found.values():
+        assert isinstance(answer, ConfigError) and "do not have the same medusa settings" in str(answer)
+
+
+def test_a_process_that_never_comes_is_waited_for_in_vain_but_not_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "AGREE_S", 3.0)
+    found = together(lambda rank: Ranks.here({}) if rank == 0 else time.sleep(40), answers=1)
+    answer, seconds = found[0]
+    assert isinstance(answer, ConfigError) and "Not every process" in str(answer) and seconds < 30
+
+
+def test_a_failure_on_either_side_ends_both():
+    def fails(where: int) -> Work:
+        def work(rank: int) -> Any:
+            ranks = Ranks.here({})
+
+            def serve(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+                if rank == where == 1:
+                    raise EngineError("The engine is gone.", given=1, expected=1, do="x")
+                return []
+
+            def action() -> None:
+                ranks.call("swap", (), serve)
+                if where == 0:
+                    raise ConfigError("The companion is gone.", given=1, expected=1, do="x")
+
+            return ranks.led(action, serve)
+
+        return work
+
+    first = together(fails(0))
+    assert "companion is gone" in str(first[0][0]) and "first process of the training failed" in str(first[1][0])
+    second = together(fails(1))
+    assert "process 1: EngineError: The engine is gone" in str(second[0][0])
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_process_that_dies_is_an_error_for_the_other_at_once(dies: int):
+    def work(rank: int) -> Any:
+        ranks = Ranks.here({})
+        if rank == dies:
+            os._exit(1)
+        return ranks.led(lambda: ranks.call("swap", (), lambda *_: []), lambda *_: [])
+
+    found = together(work, answers=1)
+    answer, seconds = found[1 - dies]
+    assert isinstance(answer, Exception) and seconds < 60
+
+
+class Engine:
+    """In the place of the vLLM in each process (tests/medusa_ppo/loops/trl/test_grpo_ranks.py has the real ones): what it holds."""
+
+    def __init__(self) -> None:
+        self.version, self.heads, self.drafts = 0, "", 0
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        if method == "medusa_swap_heads":
+            self.version, self.heads = int(args[1]), checksum(load_state(args[0]))
+        facts = {"kind": "medusa", "drafter": "MedusaProposer", "max_drafts": 2, "rows": [], "seconds": 0.0}
+        return [facts | {"heads_version": self.version, "version": self.version, "checksum": self.heads}]
+
+    def get_metrics(self) -> list[Any]:
+        values = {"drafts": self.drafts, "draft_tokens": 2 * self.drafts, "accepted_tokens": self.drafts}
+        found = [SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value) for name, value in values.items()]
+        return [*found, SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[self.drafts, 0])]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+class Companion:
+    """In the place of the companion: keeps what it is given, and has newer heads after the first batch."""
+
+    made: ClassVar[list[Companion]] = []
+    shared = False
+
+    def __init__(self, heads: Any, *args: Any, initial_state: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        self.batches: list[RolloutBatch] = []
+        self.state, self.made_tables = initial_state, 0
+        Companion.made.append(self)
+
+    def give_way(self, wanted: bool) -> None:
+        pass
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
+
+    def submit(self, batch: RolloutBatch) -> None:
+        self.batches.append(batch)
+
+    def update_lm_head(self, *args: Any, **kwargs: Any) -> None:
+        self.made_tables += 1
+
+    def newest(self, after_version: int, timeout_s: float = 0.0) -> PublishedHeads | None:
+        if not self.batches or after_version >= 1:
+            return None
+        path = Path(tempfile.mkdtemp(dir=os.environ["OUT"])) / "heads.safetensors"
+        save_state(path, {name: tensor + 0.1 for name, tensor in self.state.items()})
+        return PublishedHeads(1, str(path), checksum(load_state(path)), 0, 2.0)
+
+    def status(self, timeout_s: float = 0.0) -> CompanionStatus:
+        return CompanionStatus()
+
+    def close(self) -> None:
+        pass
+
+
+def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
+    """Two steps of a trainer under DDP or FSDP2; each process has its own engine and its own rows."""
+    os.environ["OUT"] = str(out)
+    attachment_module.local_ray = lambda **_: contextlib.nullcontext()  # type: ignore[assignment]
+    plugin_module.CompanionClient = Companion  # type: ignore[assignment,misc]
+    config = build_config({"heads": {"num_heads": 2}})
+    attachment = Attachment(config, Ranks.here(config.model_dump(mode="json")))
+    attachment.folder = out / "medusa"
+    model, engine = load_actor(actor_path), Engine()
+    attachment.engine_arguments(model)
+    attachment.attach_llm(engine)
+    table = model.lm_head.weight.nbytes
+    wrapped: torch.nn.Module = model
+    if form == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    else:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    attachment.begin(model)
+    seen: list[tuple[int, int]] = []
+    for step in range(2):
+        prompts = [[5 + rank, 6], [9 + rank, 7]]
+        prompts[1] = [9, 7]  # This row is the same in both processes, and each scores its own.
+        answers = [[10 + rank, 11 + step, 12, 13], [14, 15 + step]]
+        with attachment.generation(Sampling()) as generated:
+            engine.drafts += 3 + rank
+            generated.append(Generated(prompts, answers, [[-0.5] * len(answer) for answer in answers]))
+        seen.append((engine.version, attachment._rollouts.counters.drafts if attachment._rollouts else -1))
+        ids = torch.tensor([[*prompts[0], *answers[0]], [*prompts[1], *answers[1], 0, 0]])
+        with torch.no_grad():
+            wrapped(input_ids=ids, attention_mask=(ids > 0).long())  # Once more than it must: no row counts twice.
+        wrapped(input_ids=ids, attention_mask=(ids > 0).long()).logits.float().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        attachment.updated(step + 1)
+    attachment.end()
+    made = Companion.made
+    batches = [batch.lengths_S.tolist() for companion in made for batch in companion.batches]
+    return {
+        "seen": seen,
+        "companions": len(made),
+        "batches": batches,
+        "heads": engine.heads,
+        "figures": attachment.figures(),
+        "table": table,
+    }
+
+
+@pytest.mark.parametrize("form", ["ddp", "fsdp2"])
+def test_one_companion_learns_from_all_rows_and_feeds_all_engines(form: str, chain_actor: Path, tmp_path: Path):
+    found = together(lambda rank: _train(rank, str(chain_actor), tmp_path, form))
+    first, second = found[0][0], found[1][0]
+    assert isinstance(first, dict) and isinstance(second, dict), (first, second)
+    assert (first["companions"], second["companions"]) == (1, 0)
+    assert [sorted(lengths) for lengths in first["batches"]] == [[2, 2, 4, 4]] * 2
+    assert [version for version, _ in first["seen"]] == [version for version, _ in second["seen"]] == [0, 1]
+    assert first["seen"][0][1] == 7 and first["seen"][1][1] == 7, "the counters of both engines, of this call only"
+    assert first["heads"] == second["heads"] != ""
+    assert first["figures"]["medusa/table_bytes"] == (2 * first["table"] if form == "fsdp2" else 0), "lm_head and the embedding"
+    assert not second["figures"]
+    load_heads(tmp_path / "medusa" / "heads-final")
+
+
+def test_one_process_needs_no_group_and_an_engine_for_one_is_refused_in_several():
+    alone = Ranks.here({})
+    assert alone.led(lambda: alone.call("swap", (3,), lambda _, arguments: [arguments[0]]), lambda *_: []) == [[3]]
+    assert (alone.share(1), alone.all(1), alone.first_gets(1)) == (1, [1], [1])
+    Ranks.refuse_several("DraftingEngine")
+    found = together(lambda rank: Ranks.refuse_several("DraftingEngine"))
+    assert all("is for a training of one process" in str(answer) for answer, _ in found.values())

@@ -1,0 +1,96 @@
+"""A run folder of an earlier release (commit 09356bd, by make_old_run.py): `report` opens it, `--resume` goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from heads.checkpoint import load_state
+from heads.errors import ConfigError
+from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.cli import app
+from medusa_ppo.config import PPOConfig, RunConfig, build_config, load_config
+from medusa_ppo.demo.task import build_tokenizer
+from medusa_ppo.hardware import settled
+from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.loop import run_ppo
+from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.run_state import read_position, saved_folder
+from medusa_ppo.reports.store import read_run
+
+PACKED = Path(__file__).with_name("old_run.tar.gz")
+tiny_actor = runpy.run_path(str(Path(__file__).with_name("make_old_run.py")))["tiny_actor"]
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    """The folder as it was left, with the actor and the paths of this machine."""
+    actor = tiny_actor(tmp_path / "actor", build_tokenizer())
+    run_dir = tmp_path / "run"
+    with tarfile.open(PACKED) as archive:
+        archive.extractall(run_dir, filter="data")
+    for path in run_dir.rglob("*.*"):
+        if path.suffix in (".json", ".yaml", ".jsonl"):
+            path.write_text(path.read_text().replace("ACTOR", str(actor)).replace("OUT", str(tmp_path)))
+    return run_dir
+
+
+@pytest.fixture
+def config(old_run: Path) -> RunConfig:
+    """The same run, as this release's configuration says it."""
+    settings = {
+        "name": "run",
+        "out": str(old_run.parent),
+        "model": {"path": str(old_run.parent / "actor")},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:16]"},
+        "sampling": {"max_new_tokens": 8, "responses_per_prompt": 2},
+        "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
+        "heads": {"num_heads": 2, "kind": "medusa"},
+        "companion": {"wait": True, "replay_versions": 1},
+        "ppo": {"steps": 4, "prompts_per_step": 4, "actor_learning_rate": 1e-4, "checkpoint_every": 1, "threads": 1},
+    }
+    (old_run.parent / "run.yaml").write_text(yaml.safe_dump(settings))
+    return load_config(old_run.parent / "run.yaml")
+
+
+def test_report_opens_it(old_run: Path, tmp_path: Path) -> None:
+    assert [step[names.STEP] for step in read_run(old_run).steps] == [0, 1]
+    shown = CliRunner().invoke(app, ["report", str(old_run)])
+    assert shown.exit_code == 0, shown.output
+    page = (old_run / "report.html").read_text()
+    assert "<svg" in page and "Acceptance" in page
+
+
+def test_its_checkpoint_is_read(old_run: Path, config: RunConfig) -> None:
+    position = read_position(old_run, settled(config))
+    assert (position.next_step, position.policy_version) == (2, 2) and position.wall_s > 0
+    actor = load_actor(config.model.path)
+    learner, saved = Learner(actor, Critic(actor), PPOConfig()), load_state(saved_folder(old_run) / "actor.safetensors")
+    with torch.no_grad():
+        actor.lm_head.weight.zero_()
+    learner.load(saved_folder(old_run))
+    found = learner.actor.state_dict()
+    assert saved and all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_its_own_configuration_is_refused_with_what_says_it_now(old_run: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(json.loads((old_run / "run.json").read_text())["config"])
+    assert error.value.given and error.value.expected and error.value.do
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_it_is_gone_on_with(old_run: Path, config: RunConfig) -> None:
+    assert run_ppo(config, resume=True)["status"] == "finished"
+    steps = read_run(old_run).steps
+    assert [step[names.STEP] for step in steps] == [0, 1, 2, 3]
+    assert steps[3][names.HEADS_VERSION] >= steps[1][names.HEADS_VERSION] and steps[3][names.POLICY_VERSION] == 3

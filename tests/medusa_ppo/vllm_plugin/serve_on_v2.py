@@ -1,0 +1,98 @@
+"""An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by itself and reads the JSON that it prints.
+
+Shape letters: B prompts, T positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import interpreter  # noqa: F401  Before vLLM.
+import torch
+
+from heads.checkpoint import save_heads, save_state
+from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.config import EngineConfig
+from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
+from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import HIDDEN, VOCAB, tiny_model
+from medusa_ppo.types import Sampling
+
+HEADS, PROMPTS = 2, 32
+NEW_TOKENS, GREEDY_TOKENS = 24, 12
+SETTINGS = {"plain": Sampling(1.0), "top-p": Sampling(0.7, top_p=0.9), "top-k": Sampling(1.2, top_k=9)}
+
+
+def random_heads(seed: int) -> MedusaHeads:
+    torch.manual_seed(seed)
+    heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra")).requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return heads
+
+
+@torch.no_grad()
+def greedy(model: Any, asked: list[list[int]]) -> list[list[int]]:
+    ids_BT = torch.tensor(asked)
+    for _ in range(GREEDY_TOKENS):
+        ids_BT = torch.cat([ids_BT, model(input_ids=ids_BT).logits[:, -1:].argmax(-1)], dim=1)
+    return ids_BT[:, len(asked[0]) :].tolist()
+
+
+def main(folder: Path) -> None:
+    model = tiny_model(folder / "model")
+    save_heads(folder / "heads", random_heads(1), lm_head_VD=model.lm_head.weight)
+    save_state(folder / "new-heads", random_heads(2).trainable_state())
+    asked = torch.randint(VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    config = EngineConfig(dtype="float32", max_num_seqs=PROMPTS, max_model_len=64, threads=1, memory_fraction=0.02, runner="v2")
+    with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
+        runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
+        tell(runner=type(runner).__module__, report=engine.plugin_report())
+        exact, asked_greedily = greedy(model, asked[:4]), Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
+        for count in range(HEADS, -1, -1):
+            engine.configure(num_drafts=count)
+            rollouts = engine.generate(asked[:4], asked_greedily)
+            same = [list(response.token_ids) for response in rollouts.responses] == exact
+            tell(**{f"greedy {count}": (same, rollouts.counters.drafts, rollouts.counters.draft_tokens)})
+        engine.configure(num_drafts=HEADS, sampled=True)
+        for name, sampling in SETTINGS.items():
+            began, wanted = time.perf_counter(), replace(sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            rollouts, test = engine.generate(asked, wanted), Uniformity()
+            add_rollouts(test, model, rollouts)
+            tell(**{name: test.figures() | {"accepted": rollouts.counters.accepted, "seconds": time.perf_counter() - began}})
+        hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(0)).tolist()
+        before = engine.probe(hidden, [5, 6])
+        engine.swap_heads(folder / "new-heads", 3)
+        tell(swap=(before, engine.probe(hidden, [5, 6]), engine.heads_version))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        save_state(folder / "new-actor", model.state_dict())
+        engine.sync_actor(folder / "new-actor", 1)
+        rollouts = engine.generate(asked[:4], asked_greedily)
+        tell(synced=[list(response.token_ids) for response in rollouts.responses] == greedy(model, asked[:4]))
+        try:
+            engine.configure(choose=True)
+        except ConfigError as error:
+            tell(refused=str(error))
+
+
+def tell(**found: Any) -> None:
+    """One line of JSON."""
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""Who may ask a server's control routes. The real server is in tests/medusa_ppo/engines/test_http_server.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from medusa_ppo.vllm_plugin.rpc import TOKEN, ControlGuard, token_header
+
+
+async def _answer(scope, receive, send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"done"})
+
+
+def ask(path: str, headers: dict[str, str] | None = None) -> int:
+    async def once() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(ControlGuard(_answer)), base_url="http://here") as client:
+            return (await client.post(path, headers=headers)).status_code
+
+    return asyncio.run(once())
+
+
+def test_control_routes_need_the_token_and_others_do_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(TOKEN, "secret")
+    for path in ("/collective_rpc", "/pause", "/v1x", "//v1/", "/healthy", "/metricsx", "/"):
+        assert ask(path) == 401, path
+        assert ask(path, {"Authorization": "Bearer wrong"}) == 401, path
+        assert ask(path, token_header()) == 200
+    assert ask("/health") == ask("/v1/completions") == ask("/metrics") == 200
+
+
+def test_without_a_token_nothing_is_guarded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert ask("/collective_rpc") == 200 and token_header() == {}

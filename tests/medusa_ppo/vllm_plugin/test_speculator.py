@@ -1,0 +1,59 @@
+"""vLLM's V2 model runner with our speculator, on a CPU by Triton's interpreter: `make test-vllm VLLM=0.32 RUNNER=v2`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("serve_on_v2.py")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: make test-vllm VLLM=0.32 RUNNER=v2"),
+]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A process of its own: the interpreter has to be there before vLLM."""
+    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("v2"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line) if line.startswith("{") else {}
+    return found
+
+
+def test_it_is_v2_that_runs(seen: dict[str, Any]) -> None:
+    assert seen["runner"] in ("vllm.v1.worker.cpu.model_runner", "vllm.v1.worker.gpu.model_runner")
+    assert seen["report"]["kind"] == "hydra" and seen["report"]["max_drafts"] == 2
+
+
+def test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen: dict[str, Any]) -> None:
+    for count in range(3):
+        same, drafts, draft_tokens = seen[f"greedy {count}"]
+        assert same and (drafts > 0) == (count > 0) and draft_tokens <= count * drafts
+
+
+@pytest.mark.parametrize("name", ["plain", "top-p", "top-k"])
+def test_sampled_tokens_have_the_models_distribution(seen: dict[str, Any], name: str) -> None:
+    figures = seen[name]
+    assert figures["honest"] and figures["tokens"] >= 700 and figures["accepted"] > 20, figures
+
+
+def test_swaps_and_syncs_reach_what_drafts_and_what_samples(seen: dict[str, Any]) -> None:
+    before, after, version = seen["swap"]
+    assert before != after and version == 3 and seen["synced"]
+
+
+def test_what_v2_cannot_have_is_refused(seen: dict[str, Any]) -> None:
+    assert "engine.runner=v1" in seen["refused"]
