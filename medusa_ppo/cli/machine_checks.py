@@ -29,11 +29,12 @@ MIN_DISK_GIB = 2.0
 PROBE_TIMEOUT_S = 300
 # Versions the package was checked with; pyproject.toml says the same for pip.
 RANGES = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
-RAY_PROBE = (
-    "import ray; ray.init(num_cpus=1, include_dashboard=False, logging_level='ERROR', object_store_memory=100_000_000);"
-    "print(ray.get(ray.remote(lambda: 6 * 7).remote())); ray.shutdown()"
-)
-RAY_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+RAY_PROBE = """
+import ray
+from medusa_ppo.processes import local_ray
+with local_ray(cpus=1):
+    print(ray.get(ray.remote(lambda: 6 * 7).remote()))
+"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _entry_point() -> Check:
 
 
 def _ray() -> Check:
-    ok, answer = _python("-c", RAY_PROBE, environment=RAY_ENVIRONMENT)
+    ok, answer = _python("-c", RAY_PROBE, environment={"RAY_ADDRESS": ""})
     ok = ok and answer.endswith("42")
     return Check("Ray starts", ok, "a local cluster ran a task" if ok else answer, "Look for left-over Ray processes: ray status, ray stop")
 

@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,7 @@ def run_rank(rank: int, port: int, out: Path, forms: Sequence[str]) -> None:
     (out / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

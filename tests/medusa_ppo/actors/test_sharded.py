@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,19 @@ WHOLE = ("ddp", "ddp-checkpointed")
 
 
 def run(folder: Path, forms: tuple[str, ...]) -> dict[str, Any]:
-    """What each of two forked processes found."""
-    spec = importlib.util.spec_from_file_location("sharded_ranks", Path(__file__).with_name("sharded_ranks.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """What each of two processes found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=module.run_rank, args=(rank, port, folder, forms)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(300)
-        rank.kill()
+        port = str(probe.getsockname()[1])
+    script = [sys.executable, str(Path(__file__).with_name("sharded_ranks.py"))]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    ranks = [subprocess.Popen([*script, str(rank), port, str(folder), *forms], env=environment) for rank in range(2)]
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return {form: (found[0][form], found[1][form]) for form in found[0]}
 
