@@ -18,11 +18,15 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from heads.heads_config import HeadsConfig
 from medusa_ppo.cli.plan import BFLOAT16, TOKEN_BYTES, ModelSizes, heads_parameters, hidden_bytes, size_text
+from medusa_ppo.companion.trainer import TOGETHER
+from medusa_ppo.config import HeadsSection
+from medusa_ppo.types import HOLDOUT_TOKENS
 
+Kind = Literal["medusa", "markov", "hydra"]
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 TARGET = 0.03  # Largest share of the fleet that the companion may take.
 
@@ -44,7 +48,8 @@ class Assumptions:
         drafts: draft tokens per step.
         accepted: drafts accepted per step; mean acceptance length is 1 more. Measured on small actors only (RESULTS.md).
         holdout: share of positions that the companion does not train on.
-        judged: sets of heads that the gate replays on the holdout.
+        judged: sets of heads that the gate replays on the holdout: the candidate, what serves, what served before, the frozen control.
+        float32_share: of `flops`, what products in float32 reach (TF32, vendor).
         train_bytes: per parameter of actor and critic: bf16 weight and gradient, float32 weight and two moments, gradient buffer.
     """
 
@@ -61,7 +66,8 @@ class Assumptions:
     drafts: int = 3
     accepted: float = 1.0
     holdout: float = 0.2
-    judged: int = 3
+    judged: int = 4
+    float32_share: float = 0.5
     train_bytes: float = 18.0
 
 
@@ -74,7 +80,11 @@ class Workload:
         prompt_tokens, response_tokens: means.
         longest: longest response over the mean one; the last ones of a batch run nearly alone.
         forwards: scoring passes of models of the actor's size (actor, reference, critic, reward model).
-        epochs: of PPO, and of the companion.
+        epochs: of PPO.
+        passes: of the companion over a batch (companion.epochs).
+        teacher: 1 where the loss reads the actor's own distribution (`kl`, `kl_tv`), 0 where it does not.
+        bfloat16: 1 where the companion's products are in it (companion.dtype), 0 in float32.
+        draft_vocab: tokens that drafts come from, and that heads are trained and judged on; 0: all.
         trained: share of the positions that the companion trains on.
     """
 
@@ -84,7 +94,15 @@ class Workload:
     longest: float = 2.0
     forwards: int = 4
     epochs: int = 1
+    passes: int = 2
+    teacher: int = 1
+    bfloat16: int = 1
+    draft_vocab: int = 8192
     trained: float = 1.0
+
+    def width(self, vocab: int) -> int:
+        """Rows of lm_head that heads are multiplied with."""
+        return min(self.draft_vocab or vocab, vocab)
 
 
 @dataclass(frozen=True)
@@ -172,7 +190,8 @@ def step_on_paper(actor: Actor, heads: HeadsConfig, gpus: int, given: Assumption
         heads_bytes=float(heads_size * engines * ranks),
     )
     flops = companion_flops(heads, tokens, given, work)
-    return dataclasses.replace(before, companion_gpus=flops / (given.flops * given.train_share * before.seconds))
+    speed = given.flops * given.train_share * (1.0 if work.bfloat16 else given.float32_share)
+    return dataclasses.replace(before, companion_gpus=flops / (speed * before.seconds))
 
 
 def engine_ranks(model: ModelSizes, given: Assumptions) -> int:
@@ -196,16 +215,17 @@ def generate_seconds(
     few = max(1.0, running / 10)
     return (
         prompt_s
-        + steps * decode_seconds(model, heads, running, ranks, given, drafts, cache)
-        + tail * decode_seconds(model, heads, few, ranks, given, drafts, cache)
+        + steps * decode_seconds(model, heads, running, ranks, given, drafts, cache, work.width(model.vocab))
+        + tail * decode_seconds(model, heads, few, ranks, given, drafts, cache, work.width(model.vocab))
     )
 
 
 def decode_seconds(
-    model: ModelSizes, heads: HeadsConfig, running: float, ranks: int, given: Assumptions, drafts: int, cache: float
+    model: ModelSizes, heads: HeadsConfig, running: float, ranks: int, given: Assumptions, drafts: int, cache: float, width: int
 ) -> float:
-    """One engine step: reading the weights (lm_head once more per draft) and the cache, or the arithmetic, whichever takes longer."""
-    drafter = drafts * (model.vocab * model.hidden + heads_parameters(heads) / heads.num_heads)
+    """One engine step: reading the weights (`width` rows of lm_head once more per draft) and the cache, or the arithmetic, whichever takes
+    longer."""
+    drafter = drafts * (width * model.hidden + heads_parameters(heads) / heads.num_heads)
     read = BFLOAT16 * (model.product_parameters + drafter) + running * cache
     arithmetic = 2 * running * (model.product_parameters * (1 + drafts) + drafter)
     speed = ranks * given.decode_share
@@ -213,11 +233,18 @@ def decode_seconds(
     return busy + given.step_overhead_s + (2 * model.layers * given.reduce_s if ranks > 1 else 0.0)
 
 
-def head_flops(heads: HeadsConfig, *, training: bool) -> float:
-    """Of all heads at one position. Tables and h_t take no gradient, so that only products behind the first weights go backwards twice."""
-    D, V = heads.hidden_size, heads.vocab_size
+def head_flops(heads: HeadsConfig, *, training: bool, width: int = 0, teacher: bool = False) -> float:
+    """Of all heads at one position. Tables and h_t take no gradient, so that only products behind the first weights go backwards twice.
+
+    Args:
+        width: tokens that are drafted from; 0: all.
+        teacher: the loss reads the actor's own distribution: one product more with lm_head for each row that any head's target follows.
+    """
+    D, V = heads.hidden_size, width or heads.vocab_size
     logits = (2.0 if not training else 4.0 if heads.lm_head == "shared" else 6.0) * D * V
     total = heads.num_heads * logits
+    if teacher and training:  # Of a block of neighbours, each row once, and those behind its end.
+        total += 2.0 * D * V * (TOGETHER + heads.num_heads - 1) / TOGETHER
     first = heads.kind != "hydra"
     for layer in range(heads.num_layers):
         total += heads.num_heads * D * D * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
@@ -235,15 +262,17 @@ def head_flops(heads: HeadsConfig, *, training: bool) -> float:
 
 
 def companion_flops(heads: HeadsConfig, tokens: int, given: Assumptions, work: Workload) -> float:
-    """Training on one batch, and the gate's replay on the holdout."""
-    train = (1 - given.holdout) * work.trained * tokens * work.epochs * head_flops(heads, training=True)
-    return train + given.judged * given.holdout * tokens * head_flops(heads, training=False)
+    """Training on one batch, and the gate's replay on the holdout, which is HOLDOUT_TOKENS at most."""
+    width = work.width(heads.vocab_size)
+    position = head_flops(heads, training=True, width=width, teacher=bool(work.teacher))
+    held = min(given.holdout * tokens, HOLDOUT_TOKENS)
+    return (tokens - held) * work.trained * work.passes * position + given.judged * held * head_flops(heads, training=False, width=width)
 
 
-def table(kind: str, given: Assumptions, work: Workload) -> list[tuple[str, Step]]:
+def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, Step]]:
     rows = []
     for name, actor in ACTORS.items():
-        heads = HeadsConfig(actor.sizes.hidden, actor.sizes.vocab, 4, kind)
+        heads = HeadsSection(kind=kind).sizes(actor.sizes.hidden, actor.sizes.vocab)  # The product's defaults.
         for gpus in GPUS:
             step = step_on_paper(actor, heads, gpus, given, work)
             if step is not None:

@@ -62,20 +62,23 @@ def compare(
     )
     out = _bytes(actor, sizes, batch)
     score_flops = 2.0 * sizes.product_parameters * rows * tokens
-    for kind, loss in (("medusa", "ce"), ("hydra", "ce_tv")):
-        heads = HeadsConfig(width, vocab, 4, kind)
+    cases = (("medusa", "ce", 0, 0), ("hydra", "ce_tv", 0, 0), ("hydra", "kl_tv", 16, 0), ("hydra", "kl_tv", 16, vocab // 8))
+    for kind, loss, pairs, part in cases:
+        heads = HeadsConfig(width, vocab, 4, kind, context=pairs)
         table = actor.lm_head.weight.detach()
         settings = CompanionConfig(loss=loss, epochs=1, batch_positions=rows * tokens)
         trainer = HeadsTrainer(MedusaHeads(heads), table, settings, 0, embedding_VD=actor.model.embed_tokens.weight.detach())
+        trainer.ids_W = torch.arange(part) * 8 if part else None
         score_s, train_s = _in_turn(lambda: _score(actor, rows, tokens), lambda trainer=trainer: trainer.train_batch(batch), rounds)
-        train_flops = head_flops(heads, training=True) * rows * tokens
+        train_flops = head_flops(heads, training=True, width=part, teacher=loss == "kl_tv") * rows * tokens
+        name = kind + f" {loss}" * (kind != "medusa") + f", context {pairs}" * bool(pairs) + f", {part} tokens" * bool(part)
         ratios = sorted(t / s for s, t in zip(score_s, train_s, strict=True))
         said, found = train_flops / score_flops, statistics.median(ratios)
-        out[f"{kind}: training / scoring pass, seconds"] = (
+        out[f"{name}: training / scoring pass, seconds"] = (
             f"model {said:.3f}, measured {found:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); measured / model {found / said:.2f}"
         )
         rates = (score_flops / statistics.median(score_s), train_flops / statistics.median(train_s))
-        out[f"{kind}: arithmetic reached, Gflop/s"] = f"scoring {rates[0] / 1e9:.0f}, training {rates[1] / 1e9:.0f}"
+        out[f"{name}: arithmetic reached, Gflop/s"] = f"scoring {rates[0] / 1e9:.0f}, training {rates[1] / 1e9:.0f}"
     return out
 
 

@@ -30,6 +30,7 @@ import torch
 from heads.errors import DataError
 from heads.modules import Context, MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
+from heads.vocabulary import of_tokens
 
 
 @dataclass(frozen=True)
@@ -269,8 +270,10 @@ def _logits(
     ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV."""
-    rows = chunk_rows or heads.vocabulary.chunk_rows(heads.own_lm_head(1) if lm_head_VD is None else lm_head_VD)
+    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W` alone, where they are given)."""
+    table_VD = heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
+    table_VD = table_VD if ids_W is None else table_VD[ids_W]
+    rows = chunk_rows or heads.vocabulary.chunk_rows(table_VD)
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
@@ -278,9 +281,10 @@ def _logits(
         if context_Mn is not None and condition_MK is not None:  # The first token since h_t is the one of the row's own pair.
             context = Context.of(context_Mn[part], hidden_MD, condition_MK[:, 0])
         factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD, context=context)
+        if ids_W is not None:
+            factored = of_tokens(factored, ids_W, table_VD if factored.weight.dim() == 2 else None)
         for k in range(heads.config.num_heads):
-            logits_CV = head_logits(factored, k, slice(None))
-            yield part, k, logits_CV if ids_W is None else logits_CV[:, ids_W]
+            yield part, k, head_logits(factored, k, slice(None))
 
 
 def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:

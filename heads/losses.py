@@ -16,6 +16,7 @@ Each head has a loss of its own; callers add them up. The actor's lm_head never 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ class Teacher(NamedTuple):
         rows_NK: int64, for row n and head k the row of `hidden_MD` that predicts the target (`heads.targets.head_teacher_rows`).
         lm_head_VD: the actor's lm_head.
         temperature, top_k, top_p: how the rollouts were sampled.
+        lse_M: where lm_head_VD has the rows of some tokens only, the logarithm of the sum over all of them, by row of `hidden_MD`
+            (`known_lse`): p is then that of these tokens among all, and sums to less than 1.
     """
 
     hidden_MD: torch.Tensor
@@ -109,12 +112,31 @@ class Teacher(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    lse_M: torch.Tensor | None = None
 
-    def logprobs(self, head: int, rows: slice, vocabulary: Vocabulary = WHOLE) -> torch.Tensor:
-        """log p of one head's targets (index from 0), float32 `CV`."""
-        hidden_CD = self.hidden_MD[self.rows_NK[rows, head]].to(self.lm_head_VD.dtype)
+    def logprobs(self, rows_C: torch.Tensor, vocabulary: Vocabulary = WHOLE) -> torch.Tensor:
+        """log p at rows of `hidden_MD`, float32 `CV`."""
+        hidden_CD = self.hidden_MD[rows_C].to(self.lm_head_VD.dtype)
         logits_CV = F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature
-        return vocabulary.log_softmax(vocabulary.truncate(logits_CV, self.top_k, self.top_p))
+        logits_CV = vocabulary.truncate(logits_CV, self.top_k, self.top_p)
+        return vocabulary.log_softmax(logits_CV) if self.lse_M is None else logits_CV.sub_(self.lse_M[rows_C].unsqueeze(1))
+
+    def of_chunk(self, rows: slice, vocabulary: Vocabulary = WHOLE) -> Callable[[int], torch.Tensor]:
+        """log p of the targets of each head (index from 0) in a chunk. Neighbours share most of their rows: those are computed once."""
+        rows_CK = self.rows_NK[rows]
+        used_U, places_CK = rows_CK.unique(return_inverse=True)
+        if 2 * used_U.numel() > rows_CK.numel():
+            return lambda head: self.logprobs(rows_CK[:, head], vocabulary)
+        logp_UV = self.logprobs(used_U, vocabulary)
+        return lambda head: logp_UV[places_CK[:, head]]
+
+
+def known_lse(
+    hidden_MD: torch.Tensor, ids_M: torch.Tensor, logprobs_M: torch.Tensor, lm_head_VD: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob in what was sampled from."""
+    logit_M = (hidden_MD.float() * lm_head_VD[ids_M].float()).sum(-1) / temperature
+    return logit_M - logprobs_M.float()
 
 
 def head_loss(
@@ -291,13 +313,15 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, rows, job.chunk_rows):
             chunk = slice(start, min(rows, start + job.chunk_rows))
             alive_C = torch.ones(chunk.stop - chunk.start, dtype=torch.float32, device=loss_K.device)
+            teach = job.teacher.of_chunk(chunk, job.vocabulary) if job.teacher is not None and job.config.needs_teacher else None
             for head in range(heads):
                 logits_CV = head_logits(factored, head, chunk).div_(job.temperature)
                 weight_C = job.mask_NK[chunk, head].float()
                 if job.config.accept_until_fail is not None:
                     weight_C = weight_C * alive_C.clamp(min=job.config.accept_until_fail)
                     alive_C = alive_C * _acceptance(job, logits_CV, head, chunk)
-                loss_C, dlogits_CV = _row_losses(job, logits_CV, head, chunk, weight_C if gradients.any else None)
+                logp_CV = None if teach is None else teach(head)
+                loss_C, dlogits_CV = _row_losses(job, logits_CV, logp_CV, head, chunk, weight_C if gradients.any else None)
                 loss_K[head] += (loss_C * weight_C).sum()
                 total_K[head] += weight_C.sum()
                 if dlogits_CV is not None:
@@ -333,9 +357,12 @@ def _acceptance(job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice) -> 
 
 
 def _row_losses(
-    job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice, weight_C: torch.Tensor | None
+    job: _Job, logits_CV: torch.Tensor, logp_CV: torch.Tensor | None, head: int, chunk: slice, weight_C: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient). Overwrites `logits_CV`."""
+    """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient). Overwrites `logits_CV`.
+
+    `logp_CV` is the actor's own distribution where the loss reads it; over a part of the vocabulary it sums to less than 1.
+    """
     config, vocabulary, targets_C = job.config, job.vocabulary, job.targets_NK[chunk, head]
     lse_C1 = vocabulary.logsumexp(logits_CV)
     logq_C = vocabulary.pick(logits_CV, targets_C) - lse_C1.squeeze(1)
@@ -346,7 +373,6 @@ def _row_losses(
         loss_C = loss_C + config.tv * (1 - ratio_C)
         pull_C = pull_C + config.tv * ratio_C * (log_ratio_C < 0)
     logq_CV = logits_CV.sub_(lse_C1)
-    logp_CV = job.teacher.logprobs(head, chunk, vocabulary) if config.needs_teacher and job.teacher is not None else None
     if logp_CV is None:
         if weight_C is None:
             return loss_C, None
@@ -363,7 +389,9 @@ def _row_losses(
     loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(torch.minimum(p_CV, q_CV)))
     if weight_C is None:
         return loss_C, None
-    push_C1 = ((pull_C + config.kl + config.exact_tv * vocabulary.total(below_CV)) * weight_C).unsqueeze(1)
+    whole = job.teacher is None or job.teacher.lse_M is None
+    mass_C: torch.Tensor | float = 1.0 if whole else vocabulary.total(p_CV)
+    push_C1 = ((pull_C + config.kl * mass_C + config.exact_tv * vocabulary.total(below_CV)) * weight_C).unsqueeze(1)
     dlogits_CV = q_CV.mul_(push_C1)
     vocabulary.add_at(dlogits_CV, targets_C, -(pull_C * weight_C))
     dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)

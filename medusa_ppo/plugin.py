@@ -33,6 +33,7 @@ from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.companion.schedule import Account, Decision, StepSeen
 from medusa_ppo.config import RunConfig
+from medusa_ppo.engines.launch import draft_vocabulary
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.installer import HeadsInstaller
 from medusa_ppo.metrics import companion_figures, serving_figures
@@ -150,7 +151,7 @@ class MedusaPlugin:
                 seed=config.seed,
                 draft_temperature=config.engine.draft_temperature,
                 num_drafts=config.engine.num_drafts,
-                draft_vocab=config.engine.draft_vocab,
+                draft_vocab=draft_vocabulary(config.engine, heads.config, config.engine.runner),
                 run_dir=run_dir,
                 initial_state=heads.trainable_state(),
                 embedding_VD=_embedding(tables_VD, heads.config),
@@ -285,9 +286,8 @@ class MedusaPlugin:
         step_s = self._clock() - step.began
         took_s, tokens, length = step.rollouts.seconds, step.rollouts.generated_tokens, step.rollouts.counters.mean_acceptance_length
         versions = status.versions_published, step.rollouts.heads_version
-        account.step(
-            StepSeen(took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, trained_s, status.judged, status.gain, *versions)
-        )
+        took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, trained_s
+        account.step(StepSeen(*took, status.judged, status.gain, *versions, waiting=status.queue_bytes > 0))
         return dict(zip(names.ACCOUNT, (account.last.passes, account.last.reason, account.saved_s, account.lost_s), strict=True))
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:

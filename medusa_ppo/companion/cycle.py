@@ -14,16 +14,17 @@ from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.running_mean import WARM, RunningMean, under
-from medusa_ppo.companion.gate import Evidence, Served, Verdict, extra_tokens, find_fault, judge, replay, replay_row
+from medusa_ppo.companion.gate import Evidence, Served, Verdict, equal, extra_tokens, find_fault, judge, replay, replay_row
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
-from medusa_ppo.drafting.draft_vocabulary import FORGET
+from medusa_ppo.drafting.draft_vocabulary import most_frequent
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
 SLOWER, SLOWEST = 0.5, 1 / 64  # Factor on the step size after a rollback, taken back by a publish; and its least share.
 EASED = 1.05  # Factor after any other verdict: what was too fast once need not be for ever.
@@ -101,13 +102,14 @@ class Cycle:
         device: torch.device | None = None,
     ) -> None:
         self._config, self._served = config, Served(draft_temperature, num_drafts)
-        self._draft_vocab = draft_vocab if draft_vocab is not None and draft_vocab < heads_config.vocab_size else None
+        self._draft_vocab = draft_vocab if draft_vocab is not None and 0 < draft_vocab < heads_config.vocab_size else None
         self._counts_V = torch.zeros(heads_config.vocab_size if self._draft_vocab else 0, dtype=torch.float64)
         self._seed = seed
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
-        self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, mean=mean)
+        dtype = DTYPES.get(config.dtype or "")
+        self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, dtype=dtype, mean=mean)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_bytes)
         self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
@@ -174,10 +176,14 @@ class Cycle:
         return CycleReport(report, verdict)
 
     def _count(self, batch: RolloutBatch) -> None:
-        """Keep up with the engine's draft vocabulary: it counts the tokens of its responses, and forgets half at each swap."""
+        """Keep up with the engine's draft vocabulary, which follows its responses by the same rule; heads train and are judged on it."""
         if self._draft_vocab is not None:
-            self._counts_V = FORGET * self._counts_V + torch.bincount(batch.response_ids_M, minlength=self._counts_V.numel())
-            self._served = replace(self._served, ids_W=self._counts_V.topk(self._draft_vocab).indices.sort().values)
+            self._counts_V += torch.bincount(batch.response_ids_M, minlength=self._counts_V.numel())
+            ids_W = most_frequent(self._counts_V, self._draft_vocab)
+            self._draft_from(self._served.ids_W if ids_W is None else ids_W)
+
+    def _draft_from(self, ids_W: torch.Tensor | None) -> None:
+        self._served, self.trainer.ids_W = replace(self._served, ids_W=ids_W), ids_W
 
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """What the gate says, which is done."""
@@ -186,19 +192,22 @@ class Cycle:
             verdict = Verdict(False, True, fault)
         else:
             of_serving, of_candidate = self._measure(self.serving, holdout), self._measure(self.candidate, holdout)
-            of_frozen = of_serving if self.frozen is None else self._measure(self.frozen, holdout)
+            of_frozen = of_serving
+            if self.frozen is not None and not equal(self.frozen, self.serving):  # They are, until the second version.
+                of_frozen = self._measure(self.frozen, holdout)
             if math.isfinite(of_candidate.accepted):
                 self.evidence.add(self.batches_seen, of_candidate, of_serving, holdout)
                 self.judged, self.gain = self.judged + 1, self.evidence.difference(self._config.gate_confidence).value
-            self._follow(of_serving, holdout)
+            self._follow(of_serving, of_frozen, holdout)
             verdict = judge(of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence)
         self._obey(verdict)
         return verdict
 
-    def _follow(self, of_serving: ReplayResult, holdout: RolloutBatch) -> None:
+    def _follow(self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch) -> None:
         """Compare the serving heads with those before them, on rollouts that came after the swap, until there are enough of these."""
         if self.before is not None:
-            self.after.add(self.batches_seen, of_serving, self._measure(self.before, holdout), holdout)
+            same = self.frozen is not None and equal(self.before, self.frozen)
+            self.after.add(self.batches_seen, of_serving, of_frozen if same else self._measure(self.before, holdout), holdout)
             if self.after.enough:
                 self.followed += 1
                 self.fell_back += self.after.difference(CERTAIN).high < 0
@@ -233,11 +242,12 @@ class Cycle:
             self._seed,
             embedding_VD=trainer.embedding_VD,
             device=trainer.device,
+            dtype=DTYPES.get(self._config.dtype or ""),
             mean=mean,
         )
         fitted.join(self.team, alike=True)
         fitted.give_way = trainer.give_way
-        fitted.rate = trainer.rate
+        fitted.rate, fitted.ids_W = trainer.rate, trainer.ids_W
         results = [self._measure(self.candidate, holdout)]
         for passes in UPPER_MARK_PASSES:
             fitted.train_batch(training, epochs=passes)
@@ -290,8 +300,8 @@ class Cycle:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of everything that later batches depend on (replayed batches only with `saves_replay`). Flat, tensors only."""
         state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
-        state |= {f"serving.{name}": value for name, value in self.serving.trainable_state().items()}
-        for role, heads in (("frozen", self.frozen), ("before", self.before)):
+        served = None if equal(self.serving, self.candidate) else self.serving  # They are where it is saved: after a publish.
+        for role, heads in (("serving", served), ("frozen", self.frozen), ("before", self.before)):
             if heads is not None:
                 state |= {f"{role}.{name}": value for name, value in heads.trainable_state().items()}
         if self._config.saves_replay:
@@ -301,7 +311,9 @@ class Cycle:
         state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
         state["schedule"] = torch.tensor([self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level], dtype=torch.float64)
         if self._draft_vocab is not None:
-            state["token_counts"] = self._counts_V
+            state["token_counts"] = self._counts_V.clone()
+            if self._served.ids_W is not None:
+                state["draft_ids"] = self._served.ids_W
         if self.last_losses:
             state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
         for name, row in self.rows.items():
@@ -320,9 +332,10 @@ class Cycle:
                 do="Resume from the folder that the companion wrote.",
             )
         self.trainer.load_state_dict(under(state, "trainer."))
-        self.serving.load_trainable_state(under(state, "serving."))
+        self.serving.load_trainable_state(under(state, "serving.") or under(state, "trainer.mean."))
         self.frozen, self.before = (self._heads_of(under(state, role)) for role in ("frozen.", "before."))
-        self._counts_V = state.get("token_counts", self._counts_V)
+        self._counts_V = state.get("token_counts", self._counts_V).clone()
+        self._draft_from(state.get("draft_ids", self._served.ids_W))
         self.replay.load_state_dict(under(state, "replay."))
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))

@@ -30,9 +30,9 @@ from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
 from medusa_ppo.companion.positions import context_of
 from medusa_ppo.meeting import Meeting
-from medusa_ppo.types import ReplayRow, RolloutBatch
+from medusa_ppo.types import HOLDOUT_PROMPTS, ReplayRow, RolloutBatch
 
-LEAST_PROMPTS, LEAST_TOKENS = 6, 64
+LEAST_PROMPTS, LEAST_TOKENS = HOLDOUT_PROMPTS, 64
 """Held-out prompts and response tokens before anything is decided."""
 PIECE_TOKENS = 8192  # Of the holdout, replayed at once.
 STRICTER = 0.9  # Share of the errors that are allowed which the interval aims at: ratios of few, uneven prompts are not quite normal.
@@ -283,6 +283,11 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
         if float(tensor.abs().max()) > MAX_WEIGHT:
             return f"The candidate's {name} exploded: a weight of {float(tensor.abs().max()):.1e}."
     return ""
+
+
+def equal(first: MedusaHeads, second: MedusaHeads) -> bool:
+    """They are the same to the bit: one replay is that of both."""
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def replay_row(result: ReplayResult) -> ReplayRow:

@@ -50,6 +50,18 @@ class TrainingRows:
     usable_N: torch.Tensor
     context_Mn: torch.Tensor | None = None
 
+    def drafted_from(self, place_V: torch.Tensor, keep: bool) -> TrainingRows:
+        """The same where heads draft from some tokens only.
+
+        Args:
+            place_V: each token's place among these, -1 for the others.
+            keep: positions whose token is none of them count all the same: the actor's own distribution says something there too.
+        """
+        places_MK = place_V[self.targets_MK]
+        mask_MK = self.mask_MK if keep else self.mask_MK * (places_MK >= 0)
+        usable_N = self.usable_N if keep else (mask_MK > 0).any(1).nonzero().squeeze(1)
+        return replace(self, targets_MK=places_MK.clamp(min=0), mask_MK=mask_MK, usable_N=usable_N)
+
     def states(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Hidden states of some rows, `ND`."""
         return self.batch.hidden_MD[self.state_rows_M[rows_N]]

@@ -7,14 +7,16 @@ A step costs and brings
 What a second of training costs the loop is estimated from the steps: seconds outside generation = a x response tokens + b x seconds of
 training. It begins at b = 1 and is 0 where the companion has cores or a device of its own.
 
-The rule, for each batch before its states are collected. What a batch's training is worth is what the candidate has more than the serving
-heads, over the next HORIZON steps; what it costs is all that was lost since the last version was published.
+The rule, for each batch before its states are collected. What training is worth is what the candidate has more than the serving heads,
+over the next HORIZON steps; what it costs is all that was lost since the last version was published. What one pass *more* brings is about
+half of what those before it brought on average (MORE), so as many passes pay as are worth twice what they cost.
 
     alone      the companion takes nothing from the loop                                        the most passes
+    behind     a batch waits already, because training takes longer than a step                 none: the batch is not even collected
     start      nothing was published yet, for START batches                                     the most
-    pays       the worth is not below the cost                                                  twice as many as before
-    waning     it is                                                                            half as many as before
-    rest       half as many would be less than LEAST                                            none: the batch is not even collected
+    pays       one pass more would be worth its cost                                            more, at most twice as many as before
+    waning     it would not                                                                     fewer, at least a quarter of before
+    rest       so few would be less than LEAST                                                  none
     fell       acceptance (the engine's counters) fell by more than a batch's training costs    as many as the fall is worth
     probe      a while has passed; longer each time that it brought nothing                     LEAST
 """
@@ -26,9 +28,10 @@ from dataclasses import dataclass, field
 REASONS = {
     "fixed": "the schedule is fixed",
     "alone": "the companion takes nothing from the loop",
+    "behind": "a batch waits already, because training takes longer than a step",
     "start": "the run begins, and no version was published yet",
-    "pays": "training gains more seconds of generation than the loop loses by it",
-    "waning": "training gained fewer seconds than the loop lost by it",
+    "pays": "more training gains more seconds of generation than the loop loses by it",
+    "waning": "the last of the training gained fewer seconds than the loop lost by it",
     "rest": "nothing is to be gained, so nothing is trained",
     "fell": "acceptance fell by more than training costs",
     "probe": "nothing was trained for a while, so a little was tried",
@@ -37,6 +40,8 @@ REASONS = {
 START = 8
 LEAST = 0.25
 HORIZON = 10.0  # Steps for which a gain in acceptance is counted.
+MORE = 0.5  # What a pass more brings, of the mean of those before it: doubled passes brought a tenth more (benchmarks/RESULTS.md).
+GROWTH = (0.25, 2.0)  # Least and most passes after a verdict, as factors on those before.
 LAG = 0.03  # Share of the extra tokens below which a fall is noise.
 PROBE_STEPS = (8, 64)  # Steps of rest before a probe: at first, and at most.
 PULL = 0.05  # Weight of b = 1 against the steps: it decides where all of them trained alike.
@@ -68,6 +73,7 @@ class StepSeen:
         judged: batches that the gate has judged so far.
         gain: candidate minus serving heads, mean acceptance length, when it judged last.
         published, serving: versions of the heads that were published last, and that the responses were drafted with.
+        waiting: a batch waits behind the one in training.
     """
 
     generate_s: float
@@ -80,6 +86,7 @@ class StepSeen:
     gain: float
     published: int
     serving: int
+    waiting: bool = False
 
 
 @dataclass
@@ -124,7 +131,9 @@ class Account:
         self._spent_s = 0.0  # Lost since the last publish.
         self._judged = self._version = self._batches = self._idle = 0
         self._patience = PROBE_STEPS[0]
-        self._verdict: bool | None = None  # Whether the training judged last has paid.
+        self._worth: float | None = None  # Of the training judged last, as a multiple of what it cost.
+        self._waiting = False
+        self._now = Decision()  # As `last`, without the batches that were left out because another one waited.
         self.saved_s = self.lost_s = 0.0
         self.last = Decision()
 
@@ -143,14 +152,17 @@ class Account:
             self._pass_s = self.lost_s / self.last.passes
         if seen.judged != self._judged:
             worth_s = HORIZON * self._generate_s * seen.gain / seen.length
-            self._verdict = worth_s >= self._spent_s
+            self._worth = worth_s / max(self._spent_s, 1e-9)
             if seen.published != self._version:
                 self._spent_s = 0.0
-        self._judged, self._version = seen.judged, seen.published
+        self._judged, self._version, self._waiting = seen.judged, seen.published, seen.waiting
 
     def decide(self) -> Decision:
         """Passes over the batch that comes next."""
-        self.last = self._decide()
+        if self._shared and self._waiting:
+            self.last = Decision(0.0, "behind")
+            return self.last
+        self.last = self._now = self._decide()
         self._batches += 1
         self._idle = 0 if self.last.passes else self._idle + 1
         return self.last
@@ -160,22 +172,24 @@ class Account:
             return Decision(self._most, "alone")
         if not self._batches or (not self._version and self._batches < START):
             return Decision(self._most, "start")
-        if not self.last.passes:
+        if not self._now.passes:
             return self._woken()
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
-            return self.last  # Not judged yet.
-        if verdict:
+        worth, self._worth = self._worth, None
+        if worth is None:
+            return self._now  # Not judged yet.
+        least, most = GROWTH
+        passes = min(self._most, self._now.passes * min(most, max(least, MORE * worth)))
+        if MORE * worth >= 1:
             self._patience = PROBE_STEPS[0]
-            return Decision(min(self._most, 2 * self.last.passes), "pays")
-        if self.last.passes / 2 >= LEAST:
-            return Decision(self.last.passes / 2, "waning")
+            return Decision(passes, "pays")
+        if max(passes, LEAST * worth) >= LEAST:
+            return Decision(max(passes, LEAST), "waning")
         self._level, self._spent_s = self._length, 0.0
         return Decision(0.0, "rest")
 
     def _woken(self) -> Decision:
         """From a rest, by a fall of acceptance that is worth it, or by time."""
-        self._verdict, self._spent_s = None, 0.0
+        self._worth, self._spent_s = None, 0.0
         self._level = max(self._level, self._length)
         fallen = self._level - self._length
         worth = HORIZON * self._generate_s * fallen / self._length / self._pass_s if self._pass_s else self._most

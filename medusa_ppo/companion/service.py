@@ -32,6 +32,8 @@ STATE_FILE = "companion.safetensors"
 MARKER = "started"
 NICENESS = 5  # PPO goes first where both want a core; where nobody else does it changes nothing.
 KEPT_VERSIONS = 3
+SAVED_EVERY = 8
+"""Batches without a version after which the state is written all the same: at a width of 4,096 it has some 10 GiB."""
 HOST = torch.device("cpu")
 EXIT_CODE = 70  # Of a process that ends itself to be started again.
 
@@ -60,7 +62,7 @@ class CompanionService:
         self._queue = BatchQueue(config.queue_bytes)
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
-        self._outstanding = self._received = self._dropped_before = 0
+        self._outstanding = self._received = self._dropped_before = self._unsaved = 0
         self._train_s = 0.0
         self._busy_since: float | None = None
         self._beat = 0.0  # When the training thread was last seen at work.
@@ -181,7 +183,9 @@ class CompanionService:
                     self._use_tables()
                     report = self._learn(batch)
                 self._error, self._note = "", report.problem
-                self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
+                self._unsaved += 1
+                if report.published or self._unsaved >= SAVED_EVERY:
+                    self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
                 if report.published:
                     self._publish()
                 self._rest()
@@ -251,6 +255,7 @@ class CompanionService:
         self._published = PublishedHeads(version, str(path), checksum(state), cycle.published_policy_version, length)
 
     def _checkpoint(self) -> None:
+        self._unsaved = 0
         if self._run_dir is not None:
             self.save(str(self._run_dir / "companion"))
 
@@ -299,9 +304,13 @@ class CompanionService:
 def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
     """What a process of the companion begins with."""
     lm_head_VD, embedding_VD = unpack(tables)
+    device = torch.device("cuda" if arguments.companion.num_gpus and torch.cuda.is_available() else "cpu")
+    config = arguments.companion
+    if config.dtype is None and device.type == "cuda" and torch.cuda.is_bf16_supported():
+        config = config.model_copy(update={"dtype": "bfloat16"})
     return Cycle(
         arguments.heads,
-        arguments.companion,
+        config,
         lm_head_VD,
         seed=arguments.seed,
         initial_state=unpack(arguments.initial_state),
@@ -309,7 +318,7 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
         draft_temperature=arguments.draft_temperature,
         num_drafts=arguments.num_drafts,
         draft_vocab=arguments.draft_vocab,
-        device=torch.device("cuda" if arguments.companion.num_gpus and torch.cuda.is_available() else "cpu"),
+        device=device,
     )
 
 

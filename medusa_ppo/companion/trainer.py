@@ -1,7 +1,7 @@
 """Trains the heads on rollout batches: the heads only, with an optimizer, a gradient clip and a random generator of their own.
 
-Heads with a context are trained on blocks of consecutive positions in random order, which share most of what they attend to. A tenth of
-the positions sees a random part of its context only, because an engine can't always give them all of it.
+They are trained on blocks of consecutive positions in random order, which share most of what they attend to and most of the rows that say
+what they should predict. With a context, a tenth of the positions sees a random part of it only, because an engine can't always give all.
 
 Shape letters: M rows of a batch (one per response token), N rows of one optimizer step, K heads, D hidden, V vocabulary.
 """
@@ -18,9 +18,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from heads.errors import CheckpointError, DataError
-from heads.losses import LossConfig, Teacher, head_loss
+from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
 from heads.running_mean import RunningMean, under
+from heads.vocabulary import of_tokens
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.meeting import Meeting
@@ -30,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CLIP_NORM = 1.0  # Largest gradient norm of each head.
 LOGITS_BYTES = 1024**3  # Of a micro-batch of one head, in float32, at most.
 TOGETHER = 32
-"""Consecutive positions that heads with a context are trained on together."""
+"""Consecutive positions that heads are trained on together."""
 CUT_SHARE = 0.1
 """Share of the positions whose context is cut at random."""
 COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
@@ -67,7 +68,8 @@ class HeadsTrainer:
         team: processes that take every optimizer step together; None: alone.
         generator: of the order of the positions.
         give_way: called between two pieces of work; may wait.
-        lm_head_VD, embedding_VD: the actor's tables, as they are used.
+        lm_head_VD, embedding_VD: the actor's tables; on a CPU in float32 unless a dtype of the products was said.
+        ids_W: tokens that drafts come from, which alone are multiplied by; None: all. The caller's to set.
     """
 
     def __init__(
@@ -92,12 +94,14 @@ class HeadsTrainer:
             seed: of the order of the positions.
             device: where to train; None: the CPU.
             schedule: factor of the step size by number of the optimizer step; None: always 1.
-            dtype: of the products; None: float32 on a CPU, the tables' own on a GPU. Parameters, moments and sums stay float32.
+            dtype: of the products; None: float32 on a CPU, on a GPU that of lm_head for those with it and float32 for all others.
+                Parameters, moments and sums stay float32.
             micro_positions: positions whose gradients are computed at once; None: as many as LOGITS_BYTES have room for.
             mean: takes in the heads after each optimizer step, and is part of the state; None: nothing does.
         """
         self.rate = 1.0
         self.give_way: Callable[[], None] = lambda: None
+        self.ids_W: torch.Tensor | None = None
         self._schedule, self._mean, self._dtype = schedule, mean, dtype
         self.device = device or torch.device("cpu")
         self.heads = heads.to(device=self.device, dtype=torch.float32)
@@ -107,6 +111,7 @@ class HeadsTrainer:
         self._micro_positions = micro_positions or max(1, LOGITS_BYTES // (4 * lm_head_VD.shape[0]))
         self._loss = LossConfig.named(config.loss)
         self.generator = torch.Generator().manual_seed(seed)
+        self._product: tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
         self.set_tables(lm_head_VD, embedding_VD)
         self._named = dict(self.heads.named_parameters())
         self._optimizer = self._fresh_optimizer()
@@ -125,8 +130,8 @@ class HeadsTrainer:
         self._step_losses: Any = losses if team is None else DistributedDataParallel(losses, process_group=team.process_group)
 
     def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
-        """Replace the actor's frozen tables. Without a dtype asked for, a CPU holds them in float32, a GPU as they come."""
-        dtype = self._dtype or (torch.float32 if self.device.type == "cpu" else lm_head_VD.dtype)
+        """Replace the actor's frozen tables."""
+        dtype = torch.float32 if self.device.type == "cpu" and self._dtype is None else None
         self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
         self.embedding_VD = None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
 
@@ -177,11 +182,7 @@ class HeadsTrainer:
     def _train(
         self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
     ) -> tuple[list[torch.Tensor], int, int]:
-        config = self.heads.config
-        sources = [(look_up(part, config.num_heads, config.conditioned, config.context), share) for part, share in [(batch, 1.0), *replay]]
-        if self._loss.needs_teacher:
-            for source, _ in sources:
-                source.check_neighbours(self._config.loss)
+        sources = [(self._look_up(part), share) for part, share in [(batch, 1.0), *replay]]
         losses: list[torch.Tensor] = []
         worked = 0
         whole, rest = divmod(epochs, 1)
@@ -201,18 +202,27 @@ class HeadsTrainer:
                 losses.append(self._step([source for source, _ in sources], here, loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
 
+    def _look_up(self, batch: RolloutBatch) -> TrainingRows:
+        config = self.heads.config
+        rows = look_up(batch, config.num_heads, config.conditioned, config.context)
+        if self._loss.needs_teacher:
+            rows.check_neighbours(self._config.loss)
+        if self.ids_W is None:
+            return rows
+        place_V = torch.full((config.vocab_size,), -1).index_copy_(0, self.ids_W, torch.arange(self.ids_W.numel()))
+        return rows.drafted_from(place_V, keep=self._loss.needs_teacher)
+
     def _shuffle(self, sources: Sequence[tuple[TrainingRows, float]]) -> torch.Tensor:
         """(source, row, pairs that it sees) of one epoch in random order, int64 `[N, 3]`."""
         pairs = self.heads.config.context
-        block = TOGETHER if pairs else 1
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
             count = max(round(share * usable_N.numel()), int(index == 0))  # A short pass still trains on something.
-            chosen = usable_N[in_blocks(usable_N.numel(), block, self.generator)[:count]]
+            chosen = usable_N[in_blocks(usable_N.numel(), TOGETHER, self.generator)[:count]]
             picks.append(torch.stack([torch.full_like(chosen, index), chosen, torch.full_like(chosen, pairs)], dim=1))
         joined = torch.cat(picks)
-        joined = joined[in_blocks(joined.shape[0], block, self.generator)]
+        joined = joined[in_blocks(joined.shape[0], TOGETHER, self.generator)]
         if pairs:
             drawn_N = torch.randint(1, pairs + 1, joined.shape[:1], generator=self.generator)
             cut_N = torch.rand(joined.shape[:1], generator=self.generator) < CUT_SHARE
@@ -252,28 +262,46 @@ class HeadsTrainer:
 
     def _losses(self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
         """Loss of each head at (row, pairs that it sees) of one batch, with the tables and the sampling of the policy that wrote it."""
-        batch, (rows_N, seen_N) = source.batch, rows_N2.unbind(1)
-        lm_head_VD = self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
+        (rows_N, seen_N), batch = rows_N2.unbind(1), source.batch
+        lm_head_VD, product_WD = self._tables_of(batch)
         embedding_VD = self.embedding_VD if batch.embedding_VD is None else batch.embedding_VD.to(self.device)
         hidden_ND = source.states(rows_N).to(self.device, torch.float32)
         with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
             condition = source.condition_MK[rows_N].to(self.device) if source.condition_MK is not None else None
-            context = None if source.context_Mn is None else source.context(rows_N, seen_N, self.device)
+            context = source.context(rows_N, seen_N, self.device) if source.context_Mn is not None else None
             factored = self.heads.factored(hidden_ND, lm_head_VD, condition=condition, embedding_VD=embedding_VD, context=context)
-        teacher = None
-        if loss.needs_teacher:  # The actor's own distribution of each target, from the states of the rows that predict them.
-            hidden = source.states(source.teacher_rows_MK[rows_N].flatten()).to(self.device, torch.float32)
-            rows_NK = torch.arange(hidden.shape[0], device=self.device).view(-1, self.heads.config.num_heads)
-            teacher = Teacher(hidden, rows_NK, lm_head_VD, batch.temperature, batch.top_k, batch.top_p)
+        if self.ids_W is not None:
+            factored = of_tokens(factored, self.ids_W.to(self.device), product_WD if factored.weight.dim() == 2 else None)
+        elif factored.weight.dim() == 2:
+            factored = factored._replace(weight=product_WD)
         return head_loss(
             factored,
             source.targets_MK[rows_N].to(self.device),
             source.mask_MK[rows_N].to(self.device),
             loss,
             logprobs_NK=source.logprobs_MK[rows_N].to(self.device),
-            teacher=teacher,
+            teacher=self._teacher(source, rows_N, lm_head_VD, product_WD) if loss.needs_teacher else None,
             temperature=batch.temperature,
         )
+
+    def _tables_of(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """lm_head of the policy that wrote a batch, and those of its rows that are multiplied by, in the dtype of the products."""
+        lm_head_VD = self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
+        key = (lm_head_VD, self.ids_W)
+        if self._product is None or any(now is not then for now, then in zip(key, self._product[0], strict=True)):
+            rows_WD = lm_head_VD if self.ids_W is None else lm_head_VD[self.ids_W.to(self.device)]
+            self._product = key, rows_WD.to(self._dtype or lm_head_VD.dtype)
+        return lm_head_VD, self._product[1]
+
+    def _teacher(self, source: TrainingRows, rows_N: torch.Tensor, lm_head_VD: torch.Tensor, product_WD: torch.Tensor) -> Teacher:
+        """The actor's own distribution of each target, from the states of the rows that predict them: each of these once."""
+        batch = source.batch
+        used_U, places_NK = source.teacher_rows_MK[rows_N].unique(return_inverse=True)
+        hidden_UD, lse_U = source.states(used_U).to(self.device, torch.float32), None
+        if self.ids_W is not None:
+            ids_U, logprobs_U = batch.response_ids_M[used_U].to(self.device), batch.logprobs_M[used_U].to(self.device)
+            lse_U = known_lse(hidden_UD, ids_U, logprobs_U, lm_head_VD, batch.temperature)
+        return Teacher(hidden_UD, places_NK.to(self.device), product_WD, batch.temperature, batch.top_k, batch.top_p, lse_U)
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise DataError when a batch does not fit the heads or the loss."""
@@ -305,7 +333,7 @@ class HeadsTrainer:
         for values in self._optimizer.state.values():
             values.update({name: value.to(device) for name, value in values.items() if name != "step"})  # AdamW keeps that on the CPU.
             moved += (value for name, value in values.items() if name != "step")
-        self.lm_head_VD = self.lm_head_VD.to(device)
+        self.lm_head_VD, self._product = self.lm_head_VD.to(device), None
         self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
         moved += [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
         return sum(tensor.nbytes for tensor in moved)

@@ -40,6 +40,16 @@ def plain_linear(weight: torch.Tensor) -> LINEAR:
     return lambda rows: F.linear(rows.to(weight.dtype), weight)
 
 
+def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
+    """The tokens that drafts come from, int64 `W`, ascending, and half of the counts forgotten; None before enough was counted."""
+    if float(counts_V.sum()) < MIN_TOKENS_PER_ENTRY * size:
+        return None
+    # By count, ties by id: the same counts give the same map.
+    order_V = torch.sort(counts_V, descending=True, stable=True).indices
+    counts_V *= FORGET
+    return order_V[:size].sort().values
+
+
 class TokenMap:
     """Counts tokens, picks the most frequent ones, and multiplies by their rows of lm_head.
 
@@ -83,11 +93,9 @@ class TokenMap:
         The rows are those of `weight_VD` where the engine's own product agrees; else they are read through it (of the unit vectors), so
         that they are what it serves, however it is packed, scaled or sharded.
         """
-        if self.size and float(self._counts_V.sum()) >= MIN_TOKENS_PER_ENTRY * self.size:
-            # By count, ties by id: the same counts give the same map.
-            order_V = torch.sort(self._counts_V, descending=True, stable=True).indices
-            self.ids_W = order_V[: self.size].sort().values.to(device)
-            self._counts_V *= FORGET
+        ids_W = most_frequent(self._counts_V, self.size) if self.size else None
+        if ids_W is not None:
+            self.ids_W = ids_W.to(device)
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None
         if whole or self.ids_W is not None:

@@ -180,11 +180,17 @@ def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> D
         "draft_temperature": config.draft_temperature if sampled else 1.0,
         "choose": config.choose_drafts,
     }
-    if config.draft_vocab is not None:
-        drafting["draft_vocab"] = config.draft_vocab
-    elif heads and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared" and runner != "v2":
-        drafting["draft_vocab"] = DRAFT_VOCABULARY
+    if (size := draft_vocabulary(config, heads, runner)) is not None:
+        drafting["draft_vocab"] = size
     return drafting
+
+
+def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> int | None:
+    """Of how many tokens drafts come, and what heads are trained for; 0: of all; None: nobody says, and so of all."""
+    if config.draft_vocab is not None:
+        return config.draft_vocab
+    large = heads is not None and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared"
+    return DRAFT_VOCABULARY if large and runner != "v2" else None
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:

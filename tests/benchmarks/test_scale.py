@@ -44,6 +44,8 @@ def test_arithmetic_of_heads_by_hand(scale: ModuleType) -> None:
     hydra = 4 * D * V + 6 * D * D + 4 * (6 * 6) + 6 * (6 * 3)
     assert scale.head_flops(HeadsConfig(D, V, 1, "hydra"), training=True) == hydra
     context, plain = (scale.head_flops(HeadsConfig(D, V, 3, kind, context=n), training=False) for kind, n in (("hydra", 4), ("medusa", 0)))
+    taught = scale.head_flops(HeadsConfig(D, V, 2), training=True, width=4, teacher=True)
+    assert taught == 2 * (4 * D * 4 + 4 * D * D) + 2 * D * 4 * 33 / 32, "one head more than the first reads one row more of 32"
     assert context == plain + 2 * (7 * D * D + 2 * D * D + 3 * (2 + 2) * D * D + 2 * 4 * D * D)
 
 
@@ -78,12 +80,17 @@ def test_drafting_pays_only_for_what_is_accepted(scale: ModuleType) -> None:
 
 def test_the_companions_share_follows_what_it_trains_on(scale: ModuleType) -> None:
     actor, heads = scale.ACTORS["8B"], heads_of(scale, "8B")
-    whole, half = (scale.step_on_paper(actor, heads, 8, scale.Assumptions(judged=0), scale.Workload(trained=share)) for share in (1.0, 0.5))
+    given, works = scale.Assumptions(judged=0), [scale.Workload(draft_vocab=0, trained=share) for share in (1.0, 0.5)]
+    whole, half = (scale.step_on_paper(actor, heads, 8, given, work) for work in works)
     assert half.companion_share == pytest.approx(whole.companion_share / 2)
     (line,) = [line for line in scale.verdict([("8B", whole)]) if "8B on 8" in line]
     fits = float(line.split("trains on ")[1].split(" %")[0]) / 100
-    kept = scale.step_on_paper(actor, heads, 8, scale.Assumptions(judged=0), scale.Workload(trained=fits))
+    kept = scale.step_on_paper(actor, heads, 8, given, scale.Workload(draft_vocab=0, trained=fits))
     assert kept.companion_share == pytest.approx(scale.TARGET, rel=0.02)
+    part, slow = (scale.step_on_paper(actor, heads, 8, given, scale.Workload(**how)) for how in ({}, {"bfloat16": 0}))
+    assert part.companion_share < whole.companion_share / 2 and slow.companion_share == pytest.approx(
+        part.companion_share / given.float32_share
+    )
 
 
 def test_the_command(scale: ModuleType, tmp_path: Path) -> None:
@@ -102,4 +109,6 @@ def test_the_model_against_measurements_of_a_tiny_case(scale: ModuleType) -> Non
     found = importlib.import_module("scale_check").compare(rounds=1, layers=1, width=64, vocab=512, rows=2, tokens=32)
     for name in ("actor weights, bytes", "heads, bytes", "hidden states and tokens, bytes"):
         assert float(found[name].split("measured / model ")[1]) == pytest.approx(1.0, abs=0.05)
-    assert "measured" in found["hydra: training / scoring pass, seconds"]  # How long it takes decides nothing here.
+    assert (
+        "measured" in found["hydra kl_tv, context 16, 64 tokens: training / scoring pass, seconds"]
+    )  # How long it takes decides nothing here.

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from heads import losses
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
-from heads.losses import LossConfig, Teacher, head_loss, reference_head_loss
+from heads.losses import LossConfig, Teacher, head_loss, known_lse, reference_head_loss
 from heads.modules import FactoredLogits, MedusaHeads
-from heads.vocabulary import truncate_logits
+from heads.vocabulary import of_tokens, truncate_logits
 
 D, V, K, N = 16, 40, 3, 23
 CONFIGS = {
@@ -123,6 +123,41 @@ def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> No
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-4, atol=1e-5)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
         assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
+
+
+def test_neighbours_share_their_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's distribution is computed once, however many heads of whatever rows read it."""
+    case, config, asked = Case("medusa", "shared"), CONFIGS["kl_tv"], []
+    case.teacher = case.teacher._replace(rows_NK=(torch.arange(N)[:, None] + torch.arange(K)).clamp(max=N - 1))
+    plain = Teacher.logprobs
+    monkeypatch.setattr(Teacher, "logprobs", lambda self, rows_C, *more: (asked.append(rows_C.numel()), plain(self, rows_C, *more))[1])
+    chunked_K, reference_K = case.chunked(config, N), case.reference(config)
+    assert asked == [N]
+    torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov"])
+@pytest.mark.parametrize("name", ["kl", "exact_tv", "kl_tv"])
+def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
+    """p is that of its tokens among all, though no other row of lm_head is multiplied by: one token's log-prob says the rest."""
+    case, config, ids_W = Case(kind, "shared"), CONFIGS[name], torch.tensor([0, 3, 4, 9, 17, 31, 38])
+    logp_NV = (F.linear(case.hidden_ND, case.lm_head_VD) / 0.7).log_softmax(-1)
+    ids_N, rows_NK = torch.arange(N) % V, case.teacher.rows_NK
+    lse_N = known_lse(case.hidden_ND, ids_N, logp_NV[torch.arange(N), ids_N], case.lm_head_VD, 0.7)
+    teacher = Teacher(case.hidden_ND, rows_NK, case.lm_head_VD[ids_W], 0.7, lse_M=lse_N)
+    tables = {"condition": case.condition_NK, "embedding_VD": case.embedding_VD}
+    factored = of_tokens(case.heads.factored(case.hidden_ND, case.lm_head_VD, **tables), ids_W)
+    chunked_K = head_loss(factored, case.targets_NK % 7, case.mask_NK, config, teacher=teacher, chunk_rows=8)
+    logp_NKW = logp_NV[rows_NK][..., ids_W]
+    logq_NKW = case.heads(case.hidden_ND, case.lm_head_VD, **tables)[..., ids_W].log_softmax(-1)
+    kl_NK = (logp_NKW.exp() * (logp_NKW - logq_NKW)).sum(-1)
+    tv_NK = 1 - torch.minimum(logp_NKW.exp(), logq_NKW.exp()).sum(-1)
+    expected_K = ((config.kl * kl_NK + config.exact_tv * tv_NK) * case.mask_NK).sum(0) / case.mask_NK.sum(0)
+    torch.testing.assert_close(chunked_K, expected_K, rtol=1e-5, atol=1e-5)
+    for ours, plain in zip(case.gradients(chunked_K), case.gradients(expected_K), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])

@@ -14,7 +14,7 @@ from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Verdict, replay
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.types import ReplayRow
 
 
@@ -75,13 +75,39 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
     training, holdout = batch.hold_out(0.25, seed=5)
     again, other = batch.hold_out(0.25, seed=5), batch.hold_out(0.25, seed=6)
     assert holdout is not None and again[1] is not None and other[1] is not None
-    assert holdout.prompts_S.unique().numel() == 1 and holdout.lengths_S.numel() == 4 and training.lengths_S.numel() == 12
+    assert holdout.prompts_S.unique().numel() == 2 and holdout.lengths_S.numel() == training.lengths_S.numel() == 8
     assert not set(holdout.prompts_S.tolist()) & set(training.prompts_S.tolist())
     assert torch.equal(training.hidden_MD, again[0].hidden_MD) and torch.equal(holdout.response_ids_M, again[1].response_ids_M)
-    assert {int(batch.hold_out(0.25, seed)[1].prompts_S[0]) for seed in range(20)} == {0, 1, 2, 3}
+    assert {prompt for seed in range(20) for prompt in batch.hold_out(0.25, seed)[1].prompts_S.tolist()} == {0, 1, 2, 3}
     alone = dataclasses.replace(batch, prompts_S=torch.zeros(16, dtype=torch.int64))
     assert alone.hold_out(0.25, 0) == (alone, None)
-    assert dataclasses.replace(batch, prompts_S=None).hold_out(0.25, 0)[1].lengths_S.numel() == 4
+    assert dataclasses.replace(batch, prompts_S=None).hold_out(0.25, 0)[1].lengths_S.numel() == 6
+
+
+def test_the_first_version_of_a_dozen_prompts_comes_with_the_second_batch(chain) -> None:
+    task, versions = chain(), []
+    cycle = make(task)
+    for _ in range(2):
+        cycle.run(dataclasses.replace(task.batch(48), prompts_S=torch.arange(48) // 4))
+        versions.append(cycle.version)
+    assert versions == [0, 1]
+
+
+def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frozen control is what serves until there is a second version, and then what served before it."""
+    task, replayed = chain(), []
+    cycle = make(task)
+    measure = cycle._measure
+    monkeypatch.setattr(cycle, "_measure", lambda heads, batch: (replayed.append(heads), measure(heads, batch))[1])
+    counts = []
+    for _ in range(20):
+        before = cycle.version
+        cycle.run(task.batch())
+        counts.append((before, len(replayed)))
+        replayed.clear()
+    assert {count for version, count in counts if version < 2} == {2, 3}, "the candidate, what serves, and once what served before"
+    assert all(count == 3 for version, count in counts if version == 2), "the frozen control as well, which served before"
+    assert cycle.rows["frozen"] != cycle.rows["serving"]
 
 
 @pytest.mark.parametrize(
@@ -191,9 +217,9 @@ def test_a_version_is_compared_with_the_one_before_on_later_batches(chain, monke
     cycle, seen = make(task), []
     original = cycle._follow
 
-    def follow(of_serving, holdout) -> None:
+    def follow(*found) -> None:
         seen.append(cycle.before is not None)
-        original(of_serving, holdout)
+        original(*found)
 
     monkeypatch.setattr(cycle, "_follow", follow)
     for _ in range(20):
@@ -260,8 +286,10 @@ def test_the_draft_vocabulary_follows_the_rollouts(chain) -> None:
     for one, kept in ((batch, 5), (rare, None), (rare, None), (rare, None)):
         cycle.run(one)
         assert cycle._served.ids_W is not None and cycle._served.ids_W.numel() == (kept or 5) and cycle._served.num_drafts == 2
+        assert cycle.trainer.ids_W is cycle._served.ids_W, "trained for what is drafted from"
     assert {0, 1, 2, 3} <= set(cycle._served.ids_W.tolist())
     twin.load_state_dict(cycle.state_dict())
+    assert torch.equal(twin.trainer.ids_W, cycle.trainer.ids_W)
     twin._count(batch)
     cycle._count(batch)
     assert torch.equal(cycle._served.ids_W, twin._served.ids_W)
@@ -357,7 +385,7 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(chai
     served = cycle.serving.trainable_state()
     batch = task.batch(temperature=temperature)
     verdict = cycle.run(batch).verdict
-    _, holdout = batch.hold_out(0.2, cycle._seed * 1_000_003 + cycle.batches_seen)
+    _, holdout = batch.hold_out(HOLDOUT_SHARE, cycle._seed * 1_000_003 + cycle.batches_seen)
     heads = make(task).serving
     heads.load_trainable_state(served)
     expected = replay(heads, holdout, task.lm_head_VD, draft_temperature=1.0).mean_acceptance_length

@@ -13,7 +13,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.positions import BLOCK, EarlySample, fraction_weights, look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
-from medusa_ppo.config import CompanionConfig
+from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
 
@@ -114,7 +114,7 @@ def test_an_early_sample_leaves_the_holdout_whole() -> None:
     sample = EarlySample(0.25, 0.4, seed=3, ahead=3)
     weights_M, held_S = sample.draw(lengths_S, prompts_S, policy_version=5)
     by_response = weights_M.view(96, 150)
-    assert held_S.sum() == 2 * round(0.4 * 0.25 * 48) and torch.equal(held_S[::2], held_S[1::2]), "whole prompts, as many fewer as are kept"
+    assert round(0.4 * 0.25 * 48) == 5 and held_S.sum() == 2 * 6 and torch.equal(held_S[::2], held_S[1::2]), "whole prompts, at least six"
     assert bool((by_response[held_S] == 1).all())
     assert 0.22 < float((weights_M >= 0).float().mean()) < 0.27, "the share is of all states"
     assert torch.equal(held_S, sample.draw(lengths_S, prompts_S, 5)[1])
@@ -176,3 +176,10 @@ def trained(task, kind: str) -> MedusaHeads:
     for _ in range(8):
         trainer.train_batch(task.batch())
     return trainer.heads
+
+
+@pytest.mark.parametrize(("prompts", "held"), [(2, 1), (6, 2), (12, 4), (18, 6), (27, 6), (40, 8)])
+def test_of_few_prompts_a_third_is_held_out(chain, prompts: int, held: int) -> None:
+    """A fifth of a dozen would be two, and three batches would pass before the gate has the six that it asks for."""
+    batch = replace(chain().batch(2 * prompts, 4), prompts_S=torch.arange(2 * prompts) // 2)
+    assert batch.hold_out(HOLDOUT_SHARE, 0)[1].prompts_S.unique().numel() == held

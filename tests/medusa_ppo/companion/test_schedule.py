@@ -53,6 +53,30 @@ def test_begins_with_the_most_and_ends_with_nothing_when_nothing_is_gained() -> 
     assert {reason for _, reason in seen} <= set(REASONS)
 
 
+def test_the_last_pass_must_pay_and_not_only_their_mean() -> None:
+    """A pass more brings about half of the mean: what is worth its cost once, but not twice, is made less of; and nothing pays forever."""
+    for gain, expected in ((0.5, (4.0, "pays")), (0.3, (3.0, "waning")), (0.0, (1.0, "waning"))):
+        account = Account(4.0, shared=True)
+        account.step(StepSeen(2.0, 9.0, 0.0, 1000, 2.0, 1.0, 0, 0.0, 0, 0))
+        account.decide()
+        account.step(StepSeen(2.0, 9.0, 0.0, 1000, 2.0, 1.0, 1, gain, 1, 0))  # Worth 5, 3 and 0 seconds; 2 were spent.
+        decision = account.decide()
+        assert (pytest.approx(decision.passes), decision.reason) == expected
+    world = World(Account(MOST, shared=True), b=4.0)
+    assert sum(passes for passes, _ in world.steps(12)) < 4 * MOST, "where it costs much it ends soon"
+
+
+def test_no_batch_is_collected_while_another_one_waits() -> None:
+    """Training that takes longer than a step would only fall behind; and what is skipped is no rest."""
+    for shared, expected in ((True, [(MOST, "start"), (0.0, "behind"), (MOST, "start")]), (False, [(MOST, "alone")] * 3)):
+        account, seen = Account(MOST, shared=shared), []
+        for waiting in (False, True, False):
+            account.step(StepSeen(2.0, 9.0, 0.0, 1000, 1.0, 9.0, 0, 0.0, 0, 0, waiting))
+            decision = account.decide()
+            seen.append((decision.passes, decision.reason))
+        assert seen == expected
+
+
 def test_a_fall_of_acceptance_wakes_it() -> None:
     world = World(Account(MOST, shared=True))
     world.steps(18)

@@ -12,7 +12,7 @@ from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
 from heads.modules import SHARED, MedusaHeads, clip_per_head
-from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.positions import look_up
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
@@ -66,6 +66,41 @@ def test_every_loss_goes_down(chain, loss: str) -> None:
     assert reports[-1].loss < 0.8 * reports[0].loss
 
 
+@pytest.mark.parametrize(("form", "loss"), [("markov", "kl_tv"), ("markov", "ce_tv"), ("context", "kl_tv")])
+def test_heads_are_trained_for_the_tokens_that_drafts_come_from(chain, form: str, loss: str) -> None:
+    task, ids_W = chain(sure=0.8), torch.tensor([0, 1, 2, 4, 5, 7, 8, 10, 11])
+    whole, part, held_out = make(task, form, loss=loss), make(task, form, loss=loss), task.batch(60)
+    part.ids_W = ids_W
+    outside = torch.tensor([3, 6, 9])
+    before = part.heads.markov_out[:, outside].clone() if form == "markov" else None
+    for _ in range(12):
+        batch = task.batch()
+        reports = [trainer.train_batch(batch) for trainer in (whole, part)]
+    if before is not None:
+        assert torch.equal(part.heads.markov_out[:, outside], before), "what is never drafted is never multiplied by"
+    # Without its token a position says nothing, unless the actor's own distribution is read.
+    assert (reports[1].tokens == reports[0].tokens) == (loss == "kl_tv")
+    how = {"embedding_VD": task.lm_head_VD, "served": Served(1.0, None, ids_W)}
+    lengths = [replay(t.heads, held_out, task.lm_head_VD, **how).mean_acceptance_length for t in (whole, part)]
+    assert lengths[1] > lengths[0] - 0.05 and lengths[1] > 1.4, lengths
+
+
+@pytest.mark.parametrize("form", ["hydra", "context"])
+def test_products_in_bfloat16_lose_little(chain, form: str) -> None:
+    task = chain(sure=0.8)
+    trainers = [make(task, form), make(task, form)]
+    trainers[1] = HeadsTrainer(
+        trainers[1].heads, task.lm_head_VD, trainers[1]._config, 0, embedding_VD=task.lm_head_VD, dtype=torch.bfloat16
+    )
+    batches, held_out = [task.batch() for _ in range(10)], task.batch(60)
+    losses = [[trainer.train_batch(batch).loss for batch in batches] for trainer in trainers]
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
+    lengths = [replay(t.heads, held_out, t.lm_head_VD, embedding_VD=t.embedding_VD, draft_temperature=1.0) for t in trainers]
+    assert lengths[1].mean_acceptance_length == pytest.approx(lengths[0].mean_acceptance_length, rel=0.03)
+    assert trainers[1].lm_head_VD.dtype == torch.float32, "what the gate replays with"
+    assert all(value.dtype == torch.float32 for name, value in trainers[1].state_dict().items() if "heads" in name or "optim" in name)
+
+
 def sequence_by_sequence(heads: MedusaHeads, batch: RolloutBatch, task) -> torch.Tensor:
     """All logits `NKV`, each response by itself, whole."""
     rows = zip(batch.hidden_MD.split(batch.lengths_S.tolist()), batch.response_ids_M.split(batch.lengths_S.tolist()), strict=True)
@@ -91,7 +126,7 @@ def test_first_step_is_that_of_the_plain_reference(chain, form: str, monkeypatch
         rows = look_up(batch, 3, True)
         logits_NKV = sequence_by_sequence(heads, batch, task)
         teacher = Teacher(batch.hidden_MD, rows.teacher_rows_MK, task.lm_head_VD)
-        teacher_NKV = torch.stack([teacher.logprobs(k, slice(None)) for k in range(3)], 1)
+        teacher_NKV = torch.stack([teacher.logprobs(rows_N) for rows_N in rows.teacher_rows_MK.unbind(1)], 1)
         loss_K = reference_head_loss(
             logits_NKV,
             rows.targets_MK,

@@ -104,6 +104,7 @@ ROWS: dict[str, Row] = {
     "companion.loss": ("ce", "learned", {}),
     "companion.learning_rate": (1e-3, "learned", {}),
     "companion.average": (0.5, "learned", {}),
+    "companion.dtype": ("bfloat16", "learned", {}),
     "companion.batch_positions": (32, "learned", {}),
     "companion.schedule": ("fixed", "plugin", {}),
     "companion.epochs": (3, "learned", {}),
