@@ -29,8 +29,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from heads.checkpoint import save_heads
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.companion.cycle import DTYPES, Cycle
+from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor, load_tokenizer
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig, DataConfig

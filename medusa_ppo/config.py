@@ -196,7 +196,7 @@ class CompanionConfig(Section):
     average: float = Field(0.97, ge=0, lt=1)
     """Candidates are the running mean of the heads in training, of which this share stays with each optimizer step."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of its products; null: bfloat16 on a GPU that has it, else float32. Weights, sums and optimizer stay float32."""
+    """Dtype of its products; null: bfloat16 on a GPU or CPU that has it, else float32. Weights, sums and optimizer stay float32."""
     batch_positions: Count = 2048
     """Positions per optimizer step, of all workers together."""
     schedule: Literal["fixed", "pays"] | None = None

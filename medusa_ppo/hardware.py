@@ -8,11 +8,13 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from medusa_ppo.config import EngineConfig, RunConfig
 
 BF16_FROM = 8.0  # NVIDIA's compute capability.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
@@ -159,6 +161,19 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
     if engine.threads is None:
         why = f"{hardware.cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
         yield Choice("engine.threads", max(1, hardware.cores // engine.replicas), why)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 with units of its own."""
+    return bool(BFLOAT16_FLAGS & _cpu_flags())
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
 
 
 def companion_gpus(free: float, workers: int) -> float:

@@ -99,7 +99,7 @@ class MedusaPlugin:
         self.account = None if passes is None or companion is None else Account(passes, shared=companion.shared)
         self._decision = Decision()
         self._step = _Step()
-        self._train_s_before = 0.0
+        self._train_s_before = self._worked_s_before = 0.0
         self._upper_seen = 0
         self.empty_responses = 0
 
@@ -278,15 +278,16 @@ class MedusaPlugin:
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)
             if self.account is not None and step.rollouts is not None:
-                values |= self._book(self.account, step, trained_s, status)
+                values |= self._book(self.account, step, status)
         return values
 
-    def _book(self, account: Account, step: _Step, trained_s: float, status: CompanionStatus) -> dict[str, Any]:
+    def _book(self, account: Account, step: _Step, status: CompanionStatus) -> dict[str, Any]:
         assert step.rollouts is not None
+        worked_s, self._worked_s_before = max(0.0, status.worked_s - self._worked_s_before), status.worked_s
         step_s = self._clock() - step.began
         took_s, tokens, length = step.rollouts.seconds, step.rollouts.generated_tokens, step.rollouts.counters.mean_acceptance_length
         versions = status.versions_published, step.rollouts.heads_version
-        took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, trained_s
+        took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, worked_s
         account.step(StepSeen(*took, status.judged, status.gain, *versions, waiting=status.queue_bytes > 0))
         return dict(zip(names.ACCOUNT, (account.last.passes, account.last.reason, account.saved_s, account.lost_s), strict=True))
 

@@ -316,6 +316,7 @@ class ReplayRow:
 class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
+    `train_s` runs while it trains, `worked_s` counts what that takes from others: on a CPU the seconds of a core that it really had.
     `passes` and `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one. `judged` counts
     the batches that the gate has judged, `gain` is what the candidate had more than the serving heads the last time (acceptance length).
     `versions_followed` were compared with the one before on later batches, `versions_worse` were surely worse there.
@@ -353,6 +354,7 @@ class CompanionStatus:
     gpu_gib: float | None = None
     workers: int = 1
     rate: float = 1.0
+    worked_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,7 +25,6 @@ from medusa_ppo.types import ReplayRow, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
 SLOWER, SLOWEST = 0.5, 1 / 64  # Factor on the step size after a rollback, taken back by a publish; and its least share.
 EASED = 1.05  # Factor after any other verdict: what was too fast once need not be for ever.
@@ -108,8 +108,9 @@ class Cycle:
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
-        dtype = DTYPES.get(config.dtype or "")
-        self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, embedding_VD=embedding_VD, device=device, dtype=dtype, mean=mean)
+        self._dtype = getattr(torch, config.dtype) if config.dtype else None
+        how: dict[str, Any] = {"embedding_VD": embedding_VD, "device": device, "dtype": self._dtype, "mean": mean}
+        self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, **how)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_bytes)
         self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
@@ -242,7 +243,7 @@ class Cycle:
             self._seed,
             embedding_VD=trainer.embedding_VD,
             device=trainer.device,
-            dtype=DTYPES.get(self._config.dtype or ""),
+            dtype=self._dtype,
             mean=mean,
         )
         fitted.join(self.team, alike=True)

@@ -263,6 +263,8 @@ class ReplayBuffer:
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
-            tensors: dict[str, Any] = {name: state.get(f"{index}.{name}") for name in FIELDS}
+            # Copies: products round otherwise where a tensor begins at an odd place, as it does in a file.
+            found = {name: state.get(f"{index}.{name}") for name in FIELDS}
+            tensors: dict[str, Any] = {name: None if value is None else value.clone() for name, value in found.items()}
             how = {"policy_version": int(version), "temperature": temperature, "top_k": int(top_k), "top_p": top_p}
             self._batches.append(RolloutBatch(**tensors, **how))

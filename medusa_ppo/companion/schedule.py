@@ -69,7 +69,7 @@ class StepSeen:
         generate_s, other_s, hooks_s: seconds of generation, of all else, and inside the plugin's hooks.
         tokens: response tokens.
         length: mean acceptance length by the engine's counters.
-        trained_s: seconds that the companion trained meanwhile.
+        trained_s: seconds of a core (or of the device that is shared) that the companion's training had meanwhile.
         judged: batches that the gate has judged so far.
         gain: candidate minus serving heads, mean acceptance length, when it judged last.
         published, serving: versions of the heads that were published last, and that the responses were drafted with.

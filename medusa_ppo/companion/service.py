@@ -23,7 +23,7 @@ from heads.checkpoint import checksum, load_state, save_heads, save_state
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.handover import Answer, BatchQueue, Pace, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config import CompanionConfig
-from medusa_ppo.hardware import companion_threads
+from medusa_ppo.hardware import companion_threads, cpu_has_bfloat16
 from medusa_ppo.types import CompanionStatus, PublishedHeads
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class CompanionService:
         self._state_lock = threading.Lock()
         self._idle = threading.Condition()
         self._outstanding = self._received = self._dropped_before = self._unsaved = 0
-        self._train_s = 0.0
+        self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._busy_since: float | None = None
         self._beat = 0.0  # When the training thread was last seen at work.
         self._error = ""  # What failed with the last batch.
@@ -136,6 +136,7 @@ class CompanionService:
             versions_published=cycle.version,
             candidates_rejected=cycle.candidates_rejected,
             train_s=self._train_s + running_s,
+            worked_s=self._worked_s + (0.0 if self._busy_since is None else self._work_s(running_s)),
             queue_bytes=self._queue.nbytes,
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
@@ -175,7 +176,8 @@ class CompanionService:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
-            self._busy_since = self._beat = time.monotonic()
+            self._busy_since, self._cpu_since_s = time.monotonic(), time.process_time()
+            self._beat = self._busy_since
             try:
                 with self._state_lock:
                     if self._config.offload:
@@ -195,13 +197,18 @@ class CompanionService:
                 logger.exception("The companion could not learn from a batch of policy version %d.", batch.policy_version)
                 self._error = f"{type(error).__name__}: {error}"
             finally:
-                self._train_s += time.monotonic() - self._busy_since - self._pace.take_waited_s()
+                took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
+                self._train_s, self._worked_s = self._train_s + took_s, self._worked_s + self._work_s(took_s)
                 self._busy_since = None
                 del batch  # Its shared memory must not wait for the next one.
                 self._queue.done()
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()
+
+    def _work_s(self, took_s: float) -> float:
+        """Of what was taken by the batch in training, what others could have had: on a CPU not the time in which these had the cores."""
+        return took_s if self._device.type == "cuda" else time.process_time() - self._cpu_since_s
 
     def _give_way(self) -> None:
         self._beat = time.monotonic()
@@ -306,7 +313,7 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
     lm_head_VD, embedding_VD = unpack(tables)
     device = torch.device("cuda" if arguments.companion.num_gpus and torch.cuda.is_available() else "cpu")
     config = arguments.companion
-    if config.dtype is None and device.type == "cuda" and torch.cuda.is_bf16_supported():
+    if config.dtype is None and (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_bfloat16()):
         config = config.model_copy(update={"dtype": "bfloat16"})
     return Cycle(
         arguments.heads,

@@ -21,13 +21,13 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.hardware import cpu_has_bfloat16
 from medusa_ppo.processes import local_ray
 from medusa_ppo.reports import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.reports.wording import seconds
 from medusa_ppo.standalone import TrainOptions
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
 
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of CPUs (x86, Arm) that multiply bfloat16 themselves. Without one, torch's products take many times as long as float32 ones."""
 
 MAX_PROMPT_TOKENS = 1024
@@ -62,17 +62,9 @@ def on_device(model: PreTrainedModel) -> PreTrainedModel:
 def compute_dtype(dtype: str) -> torch.dtype:
     """The dtype that was asked for, or float32 where the machine can't multiply it. The same on every call, so runs repeat."""
     wanted = DTYPES[dtype]
-    if wanted == torch.float32 or torch.cuda.is_available() or BFLOAT16_FLAGS & _cpu_flags():
+    if wanted == torch.float32 or torch.cuda.is_available() or cpu_has_bfloat16():
         return wanted
     return torch.float32
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
 
 
 @dataclass(frozen=True)

@@ -404,6 +404,17 @@ def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
     service.close()
 
 
+def test_waiting_for_a_core_takes_nothing_from_others(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    learn = service._learn
+    monkeypatch.setattr(service, "_learn", lambda batch: (time.sleep(1.0), learn(batch))[1])  # As a scheduler would let it wait.
+    run_batches(service, [task.batch(4)])
+    status = service.status()
+    assert status.train_s > 1.0 and 0 < status.worked_s < status.train_s - 0.5
+    service.close()
+
+
 def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))

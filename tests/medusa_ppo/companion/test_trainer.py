@@ -94,7 +94,7 @@ def test_products_in_bfloat16_lose_little(chain, form: str) -> None:
     )
     batches, held_out = [task.batch() for _ in range(10)], task.batch(60)
     losses = [[trainer.train_batch(batch).loss for batch in batches] for trainer in trainers]
-    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.03)
     lengths = [replay(t.heads, held_out, t.lm_head_VD, embedding_VD=t.embedding_VD, draft_temperature=1.0) for t in trainers]
     assert lengths[1].mean_acceptance_length == pytest.approx(lengths[0].mean_acceptance_length, rel=0.03)
     assert trainers[1].lm_head_VD.dtype == torch.float32, "what the gate replays with"
