@@ -127,7 +127,7 @@ def test_waiting_runs_repeat_themselves(chain, client_of) -> None:
 def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> None:
     task = chain()
     batches = [task.batch() for _ in range(4)]
-    client, alone = client_of(task, workers=2), cycle_of(task)
+    client, alone = client_of(task, workers=2, dtype="float32"), cycle_of(task)
     for batch in batches:
         client.submit(batch)
         alone.run(batch)
