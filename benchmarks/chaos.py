@@ -86,9 +86,7 @@ class Suite:
             tally.wrong += faults_of(kind, scene.run_dir, reference)
         except NotPossible as error:
             tally.skipped = str(error)
-        except BaseException as error:
-            if isinstance(error, SystemExit):
-                raise
+        except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             tally.wrong.append(f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})")
         finally:
@@ -181,6 +179,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    from medusa_ppo.processes import quiet_libraries
+
     options = parser.parse_args()
     if options.child:
         child(options.child, options.resume)
@@ -190,6 +190,7 @@ def main() -> int:
         sys.stdout.write("".join(f"{kind.name}\n" for kind in KINDS))
         return int(not kinds)
     own_mounts()
+    quiet_libraries()
     tallies = {kind.name: Tally() for kind in kinds}
     # Short: Ray's sockets are in it.
     with contextlib.ExitStack() as stack:

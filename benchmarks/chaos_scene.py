@@ -85,7 +85,7 @@ class Scene:
             "companion": {"wait": True, "epochs": 2, "learning_rate": 1e-2, "batch_positions": 128, "gate_confidence": 0.55},
             "ppo": {
                 "steps": STEPS,
-                "prompts_per_step": 10,
+                "prompts_per_step": 16,
                 "actor_learning_rate": 1e-4,
                 "entropy_coefficient": 0.02,
                 "checkpoint_every": SAVE_EVERY,
@@ -98,8 +98,9 @@ class Scene:
             values[section] |= changed
         return values
 
-    def companion(self, title: str = "ray::_HostedService") -> psutil.Process:
-        """The newest companion's process, with its log-line of the past left out: those that are dead."""
+    def companion(self, title: str = "") -> psutil.Process:
+        """The newest living process of the companion; the first of its workers where it has several."""
+        title = title or ("ray::Leader" if self.changes.get("companion", {}).get("workers", 1) > 1 else "ray::_HostedService")
         found = [process for process in psutil.Process().children(recursive=True) if title in " ".join(cmdline_of(process))]
         return max(found, key=lambda process: process.create_time())
 
@@ -107,21 +108,19 @@ class Scene:
         """Wait until another companion than the one that is gone answers."""
         deadline = time.monotonic() + BACK_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # There is none now.
                 self.clients[-1].newest(1 << 40)
                 if self.companion().pid != gone and self.clients[-1].status(1.0).alive:
                     return
             time.sleep(0.2)
         raise AssertionError("the companion did not come back")
 
-    def strike_companion(
-        self, number: signal.Signals, first: Callable[[], object] = lambda: None, title: str = "ray::_HostedService"
-    ) -> None:
+    def strike_companion(self, number: signal.Signals, first: Callable[[], object] = lambda: None, title: str = "") -> None:
         """At a random step: stop it, do something, send the signal; two steps later it must be back."""
         step = self.moment()
 
         def strike() -> None:
-            process, leader = self.companion(title), self.companion().pid if "Hosted" in title else self.companion("ray::Leader").pid
+            process, leader = self.companion(title), self.companion().pid
             process.send_signal(signal.SIGSTOP)
             first()
             process.send_signal(number)
@@ -207,6 +206,7 @@ def patches(scene: Scene) -> Iterator[None]:
             (http_server, "STOP_TIMEOUT_S", 1.0),
             (plugin, "DRAIN_TIMEOUT_S", 60.0),
             (trackers, "CLOSE_S", 1.0),
+            (trackers, "MOST_WAITING", 3),
             (chaos_engine.StandInServer, "orders", scene.orders),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
