@@ -76,15 +76,22 @@ def ordered(order: str, back: bool) -> Callable[[Scene], None]:
     """The companion does by itself what is ordered, at its next batch."""
 
     def undergo(scene: Scene) -> None:
-        step, file = scene.moment(), Path(os.environ[chaos_hook.ORDERS])
+        step, file, pids = scene.moment(1), Path(os.environ[chaos_hook.ORDERS]), list[int]()
 
         def give() -> None:
-            pid = scene.companion().pid
+            pids.append(scene.companion().pid)
             file.write_text(order)
-            if back:
-                scene.at(step + 2, "generate", lambda: scene.companion_back(pid))
+
+        def look(at: int) -> None:
+            """Once it has done so it must come back."""
+            if file.exists():
+                scene.at(at + 1, "generate", lambda: look(at + 1))
+            else:
+                scene.companion_back(pids[0])
 
         scene.at(step, "generate", give)
+        if back:
+            scene.at(step + 2, "generate", lambda: look(step + 2))
         scene.run()
         if file.exists():
             file.unlink()
@@ -362,7 +369,7 @@ KINDS = (
     Kind("engine answers twice", engine_answers("twice"), engine="server"),
     Kind("engine answers nothing", engine_answers("nothing"), "An engine was lost and started again", engine="server"),
     Kind("broadcast breaks off", broadcast_breaks, "goes to the engines as a file", engine="broadcast"),
-    Kind("GPU error in the loop", gpu_error, "at step"),
+    Kind("GPU error in the loop", gpu_error, "illegal memory access(.|\n)*Resumed at step"),
     Kind("checkpoint cut in half", checkpoint_damaged(cut), "checkpoint is damaged"),
     Kind("checkpoint with a flipped bit", checkpoint_damaged(flip), "checkpoint is damaged"),
     Kind("metrics damaged", metrics_damaged, "unreadable lines"),
@@ -370,9 +377,9 @@ KINDS = (
     Kind("disk full", disk_full, "could not be written"),
     Kind("disk read-only", read_only, "could not be written"),
     Kind("disk slow", disk_slow),
-    Kind("driver killed", in_child(lambda child: child.process.kill(), (-signal.SIGKILL,)), "at step"),
+    Kind("driver killed", in_child(lambda child: child.process.kill(), (-signal.SIGKILL,)), "Resumed at step"),
     Kind("driver stopped for 5 s", in_child(stop_and_go, (0,))),
-    Kind("raylet killed", in_child(kill_raylet, (1,)), "at step"),
+    Kind("raylet killed", in_child(kill_raylet, (1,)), "Resumed at step"),
     Kind("vLLM killed", vllm_signalled(signal.SIGKILL), "An engine was lost and started again", engine="vllm"),
     Kind("vLLM stopped", vllm_signalled(signal.SIGSTOP), "An engine was lost and started again", engine="vllm"),
 )

@@ -204,7 +204,8 @@ class RunSession:
         assert self._writer is not None
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Ray turns a signal during its start into SystemExit
         if not stopped:
-            logger.error("The run failed; what was finished is in %s", self._config.run_dir)
+            first_line = next(iter(str(error).splitlines()), "")
+            logger.error("The run failed (%s: %s); what was finished is in %s", type(error).__name__, first_line, self._config.run_dir)
         try:
             self._writer.finish("interrupted" if stopped else "failed", None if stopped else {"error": str(error)})
         except (OSError, MedusaError) as problem:
