@@ -137,12 +137,20 @@ class StandInServer(ServerEngine):
     """`ServerEngine` as it is, with our server in the place of vLLM's. Processes that were started are in `started`."""
 
     started: ClassVar[list[int]] = []
-    orders = Path(os.devnull)
+    orders = Path("no-orders")
 
     def _start(self, config: Any, token: str) -> str:
-        port = free_port()
+        port, self._log = free_port(), self.orders.with_name("server.log")
         command = [sys.executable, __file__, str(port), str(self.plan.engine_args["model"]), str(self.orders)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | {"TOKEN": token}, start_new_session=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"TOKEN": token},
+                start_new_session=True,
+            )
         self.started.append(self._process.pid)
         return f"http://127.0.0.1:{port}"
 

@@ -14,8 +14,8 @@ ORDERS = "CHAOS_ORDERS"
 def take_order(file: Path, *wanted: str) -> str:
     """The order in a file, which is then gone; empty when there is none, or none of those that are wanted."""
     try:
-        order = file.read_text()
-        if wanted and order not in wanted:
+        order = file.read_text() if file.is_file() else ""
+        if not order or (wanted and order not in wanted):
             return ""
         file.unlink()
     except OSError:

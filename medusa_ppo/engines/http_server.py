@@ -122,7 +122,8 @@ class ServerEngine(base.WorkerEngine):
             except subprocess.TimeoutExpired:
                 logger.debug("the server ignored %s", sign.name)
         process.wait()
-        self._log.unlink(missing_ok=True)
+        if self._log.is_file():  # Not the device that stands for no log: root could remove it.
+            self._log.unlink()
 
     # ---- the process ------------------------------------------------------------------------------------------------------
 
