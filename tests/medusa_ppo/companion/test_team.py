@@ -60,7 +60,7 @@ def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:
 @pytest.fixture
 def client_of(client_of: Callable[..., CompanionClient]) -> Callable[..., CompanionClient]:
     """Companions of two workers."""
-    return functools.partial(client_of, workers=2)
+    return functools.partial(client_of, workers=2, dtype="float32")
 
 
 def train_until_whole(client: CompanionClient, task, before: list[int], trained: int = 0) -> None:

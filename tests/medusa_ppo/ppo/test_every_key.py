@@ -112,7 +112,7 @@ ROWS: dict[str, Row] = {
     "companion.queue_bytes": (2**28, "plan", {}),
     "companion.wait": (True, "learned", REPLAYED),
     "companion.replay_versions": (2, "learned", {}),
-    "companion.gate_confidence": (0.51, "learned", {"companion": {"learning_rate": 5e-3, "loss": "ce"}}),
+    "companion.gate_confidence": (0.51, "learned", {"companion": {"learning_rate": 3e-3, "loss": "ce_tv"}}),
     "companion.upper_mark_every": (1, "learned", {}),
     "companion.cores": ([0], "process", {}),
     "companion.num_gpus": (1.0, "plan", {}),
