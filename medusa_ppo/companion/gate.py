@@ -47,11 +47,13 @@ class Served:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
         num_drafts: drafts of a step at most; None: one of each head.
         ids_W: tokens that drafts come from, int64; None: all.
+        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from (sampled drafts; a piece of the batch).
     """
 
     draft_temperature: float = 0.0
     num_drafts: int | None = None
     ids_W: torch.Tensor | None = None
+    mix: Callable[[RolloutBatch, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,9 @@ def _acceptance(
             top_p=batch.top_p,
             **tables,
         )
-        accept_MK = sampled_acceptance(logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf), batch.logprobs_M, batch.lengths_S)
+        logprobs_MK = logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf)
+        logprobs_MK = logprobs_MK if served.mix is None else served.mix(batch, logprobs_MK)
+        accept_MK = sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S)
     if served.num_drafts is not None:
         accept_MK[:, served.num_drafts :] = 0
     return accept_MK

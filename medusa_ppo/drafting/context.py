@@ -9,6 +9,7 @@ w width of a part, R width of what is kept of a pair (2 D), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.draft_vocabulary import PACK, plain_linear
 from medusa_ppo.drafting.fused import EMBED, TABLE_ENTRIES, cast, inverse_rms, token_tables
-from medusa_ppo.drafting.slots import NOTHING, stamps
+from medusa_ppo.drafting.slots import NOTHING, Seats, stamps
 
 
 class PairRing:
@@ -162,3 +163,39 @@ class ContextHeads:
         for layer in self._blocks:
             features_BD = features_BD + F.silu(layer[k](cast(features_BD, self.dtype)))
         return features_BD
+
+
+def look_back(
+    fused: ContextHeads,
+    ring: PairRing,
+    seats: Seats,
+    positions_B: torch.Tensor,
+    sampled_token_ids: Sequence[Sequence[int]],
+    drafted: Sequence[int],
+    hidden_TD: torch.Tensor,
+) -> Seen:
+    """Put a step's pairs into the ring, and look up what each request attends to. Positions of the prompt have none.
+
+    Args:
+        sampled_token_ids: new tokens by request; none for a request whose prompt isn't finished.
+        drafted: drafts that were verified, by request.
+        hidden_TD: the states that verification read: of each request one more than drafts, or where nothing was drafted one.
+    """
+    # Row of the state, token, request, and how far before the request's last token.
+    found: list[tuple[int, int, int, int]] = []
+    own, row = [], 0
+    alike = hidden_TD.shape[0] == len(sampled_token_ids)
+    for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
+        ago = range(min(len(tokens), ring.pairs) - 1, -1, -1)
+        found += [(row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago]
+        own.append(max(len(found) - 1, 0))
+        row += 1 if alike else count + 1
+    device, D = hidden_TD.device, fused.config.hidden_size
+    numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(device, non_blocking=True)
+    own_B = torch.tensor(own).to(device, non_blocking=True)
+    row_N, ids_N, request_N, back_N = numbers.unbind(0)
+    pairs_NX = fused.pairs(hidden_TD[row_N], ids_N)
+    ring.write(seats.slots_B[request_N], seats.requests_B[request_N], positions_B[request_N] - back_N, pairs_NX[:, D:])
+    kept_BnR, there_Bn = ring.read(seats.slots_B, seats.requests_B, positions_B)
+    there_Bn[:, -1] = True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+    return Seen(pairs_NX[own_B, :D], kept_BnR, there_Bn)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from heads.errors import CheckpointError, SwapError
 from heads.heads_config import HeadsConfig
@@ -219,3 +220,15 @@ def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
     expected, seen = logprobs_BV[known_BV], served_BV[known_BV].log()
     spread = max(float(expected.std(correction=0)), LEAST_SPREAD)
     return float((seen - expected).square().mean().sqrt()) / spread
+
+
+def fingerprint(heads: nn.Module) -> tuple[int, ...]:
+    """A sum over the bits of each parameter, taken where it is: enough to notice that memory was thrown away."""
+    return tuple(_sum_of_bits(p.detach().reshape(-1)) for p in heads.parameters())
+
+
+def _sum_of_bits(values_N: torch.Tensor) -> int:
+    """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
+    size = values_N.element_size()
+    words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
+    return int(values_N.view(words).sum(dtype=torch.int64))

@@ -37,7 +37,7 @@ class HeldHeads(MedusaProposer):
         return self._core.draft(hidden_BD, last_ids_B, count, sampling)
 
     def configure(self, settings: Drafting) -> Drafting:
-        for name in ("choose", "draft_vocab"):
+        for name in ("choose", "draft_vocab", "memory_bytes", "stop_below"):
             if settings.get(name):
                 raise ConfigError(
                     "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting needs them.",

@@ -93,6 +93,8 @@ ROWS: dict[str, Row] = {
     "engine.draft_temperature": (0.0, "launch", {}),
     "engine.choose_drafts": (True, "launch", {}),
     "engine.draft_vocab": (8, "launch", {}),
+    "engine.memory_bytes": (2**20, "launch", {}),
+    "engine.stop_below": (0.1, "launch", {}),
     "engine.extra": ({"block_size": 32}, "launch", {}),
     "heads.path": ("heads", "first_heads", {}),
     "heads.kind": ("medusa", "first_heads", {}),
