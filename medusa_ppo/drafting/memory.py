@@ -51,6 +51,14 @@ def prompt_key(prompt: Sequence[int]) -> bytes:
     return blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
+class _Said(NamedTuple):
+    """A response, the version of the policy that it began with, and its seed."""
+
+    tokens: np.ndarray
+    version: int
+    seed: int | None
+
+
 class ResponseMemory:
     """Responses by prompt, in `most_bytes` at most; the prompt that was not asked for longest forgets first, its oldest response first.
 
@@ -61,24 +69,26 @@ class ResponseMemory:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes, self.version = most_bytes, 0, 0
-        self._said: OrderedDict[bytes, list[tuple[int, np.ndarray]]] = OrderedDict()
+        self._said: OrderedDict[bytes, list[_Said]] = OrderedDict()
 
-    def remember(self, key: bytes, response: Sequence[int], version: int | None = None) -> None:
+    def remember(self, key: bytes, response: Sequence[int], version: int | None = None, seed: int | None = None) -> None:
         """One response that has ended, to the prompt with this key; `version` of the policy that began it (None: of now)."""
         tokens = np.asarray(response, dtype=np.int32)
         size = tokens.nbytes + OVERHEAD
         if not len(tokens) or size > self.most_bytes:
             return
-        self._said.setdefault(key, []).append((self.version if version is None else version, tokens))
+        self._said.setdefault(key, []).append(_Said(tokens, self.version if version is None else version, seed))
         self._said.move_to_end(key)
         self.nbytes += size
         while self.nbytes > self.most_bytes:
             oldest, said = next(iter(self._said.items()))
-            self.nbytes -= said.pop(0)[1].nbytes + OVERHEAD
+            self.nbytes -= said.pop(0).tokens.nbytes + OVERHEAD
             if not said:
                 del self._said[oldest]
 
-    def text(self, key: bytes, tail: Sequence[int], beside: Iterable[Sequence[int]], places: int) -> tuple[np.ndarray, np.ndarray]:
+    def text(
+        self, key: bytes, tail: Sequence[int], beside: Iterable[Sequence[int]], places: int, seed: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """What was said to a prompt, the newest first, in `places` tokens at most: tokens `X` (int32) and weights `P` (float32).
 
         A token that may not come next (of the prompt, or none) weighs 0.
@@ -86,14 +96,17 @@ class ResponseMemory:
         Args:
             tail: the prompt's last tokens; they stand before each response.
             beside: what responses that have not ended have said so far.
+            seed: of who will read it: what was drawn with the same random numbers is left out, because q may not depend on them.
         """
         said = self._said.get(key, [])
         if said:
             self._said.move_to_end(key)
         before, gap = np.asarray(tail, dtype=np.int32), np.array([EMPTY], dtype=np.int32)
         tokens, weights, room = [np.full(SUFFIX, EMPTY, dtype=np.int32)], [np.zeros(0, dtype=np.float32)], places
-        newest_first = ((self.version - version, response) for version, response in reversed(said))
+        newest_first = ((self.version - one.version, one.tokens) for one in reversed(said) if seed is None or one.seed != seed)
         for age, response in chain(((0, np.asarray(some, dtype=np.int32)) for some in beside), newest_first):
+            if not len(response):
+                continue
             room -= len(before) + len(response) + 1
             if room < 0:
                 break
@@ -247,13 +260,14 @@ class Recall:
 
 @dataclass(frozen=True)
 class _Met:
-    """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt, and the version of the policy that it
-    began with."""
+    """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt, the version of the policy that it began
+    with, and its seed."""
 
     request: Any
     key: bytes
     tail: list[int]
     version: int
+    seed: int | None
 
     @property
     def said(self) -> Sequence[int]:
@@ -311,8 +325,9 @@ class RunningMemory:
             self._take_leave(key)
         for key in request_ids:
             if key not in self._met:
-                prompt = live[key].prompt_token_ids or ()
-                self._met[key] = _Met(live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version)
+                prompt, asked = live[key].prompt_token_ids or (), live[key].sampling_params
+                seed = None if asked is None else asked.seed
+                self._met[key] = _Met(live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version, seed)
 
     def recall(self, request_ids: Sequence[str]) -> Recall:
         """For the drafts of this step, of requests that are attended to."""
@@ -335,7 +350,7 @@ class RunningMemory:
         asked, said = met.request.sampling_params, met.said
         ends = set() if asked is None or asked.ignore_eos else asked.all_stop_token_ids
         end = next((place + 1 for place, token in enumerate(said) if token in ends), len(said))
-        self.store.remember(met.key, said[:end], met.version)
+        self.store.remember(met.key, said[:end], met.version, met.seed)
         if key in self._slots:
             self._free.append(self._slots.pop(key))
 
@@ -345,13 +360,13 @@ class RunningMemory:
 
     def _lay_out(self, request_ids: Sequence[str]) -> None:
         """Write the texts of some requests: what was said to their prompts, of those beside them what they have said by now."""
-        beside: dict[bytes, list[str]] = {}
-        for key in self._met if request_ids else ():
-            beside.setdefault(self._met[key].key, []).append(key)
+        beside: dict[bytes, list[_Met]] = {}
+        for met in self._met.values() if request_ids else ():
+            beside.setdefault(met.key, []).append(met)
         for key in request_ids:
             met, slot = self._met[key], self._slots[key]
-            others = [self._met[other].said for other in beside[met.key] if other != key and self._met[other].said]
-            tokens, weights = self.store.text(met.key, met.tail, others, self._places)
+            others = (other for other in beside[met.key] if other is not met and (met.seed is None or met.seed != other.seed))
+            tokens, weights = self.store.text(met.key, met.tail, (other.said for other in others), self._places, met.seed)
             length = self._lengths[slot] = len(weights)
             self._tokens_SX[slot, : SUFFIX + length] = torch.from_numpy(tokens).to(self._device, non_blocking=True)
             self._tokens_SX[slot, SUFFIX + length :] = EMPTY

@@ -209,8 +209,8 @@ def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.M
 # ---- inside an engine ------------------------------------------------------------------------------------------------------------
 
 
-def request(prompt: tuple[int, ...], *said: int, ends: tuple[int, ...] = ()) -> Any:
-    asked = SimpleNamespace(ignore_eos=False, all_stop_token_ids=set(ends))
+def request(prompt: tuple[int, ...], *said: int, ends: tuple[int, ...] = (), seed: int | None = None) -> Any:
+    asked = SimpleNamespace(ignore_eos=False, all_stop_token_ids=set(ends), seed=seed)
     return SimpleNamespace(prompt_token_ids=list(prompt), output_token_ids=list(said), sampling_params=asked)
 
 
@@ -248,6 +248,21 @@ def test_a_new_policy_makes_what_was_said_older() -> None:
     running.attend(["b"], {"b": request(PROMPT)})
     recall = running.recall(["b"])
     assert recall._weight_BP.max() == pytest.approx(FADE), "it began with the policy before"
+
+
+def test_a_request_sees_nothing_that_was_drawn_with_its_own_numbers() -> None:
+    """With the seed of another request q would depend on the very numbers that drafts are drawn by."""
+    running = RunningMemory(10**6, 3, K, 64, CPU)
+    live = {"a": request(PROMPT, 4, seed=1), "b": request(PROMPT, seed=1), "c": request(PROMPT, seed=2)}
+    running.attend(list("abc"), live)
+    assert lengths(running.recall(list("abc")))[1:] == [0, 3]
+    del live["a"]
+    live["d"] = request(PROMPT, seed=1)
+    running.attend(list("dbc"), live)
+    assert lengths(running.recall(list("dbc"))) == [0, 0, 3]
+    live["e"] = request(PROMPT)
+    running.attend(list("ebc"), live)
+    assert lengths(running.recall(list("ebc"))) == [3, 0, 3]
 
 
 def test_learning_reads_the_drafts_that_were_verified() -> None:
