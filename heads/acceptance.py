@@ -49,11 +49,13 @@ class ReplayResult:
         drafts_S: draft steps.
         accepted_SK: accepted drafts at position 1..K.
         unseen_S: most drafts that could have been accepted behind the end of the response.
+        rows_M2: the same by row (drafts, accepted), where it is known.
     """
 
     drafts_S: torch.Tensor
     accepted_SK: torch.Tensor
     unseen_S: torch.Tensor
+    rows_M2: torch.Tensor | None = None
 
     @property
     def drafts(self) -> float:
@@ -187,18 +189,21 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     visits_ST[:, 0] = 1.0
     drafts_S, unseen_S = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
+    rows_ST2 = torch.zeros(count, longest, 2, dtype=torch.float64)
     for t in range(longest - 1):
         left_S = lengths_S - 1 - t
         reached_S = visits_ST[:, t] * (left_S > 0)
         drafts_S += reached_S
+        rows_ST2[:, t, 0] = reached_S
         for k in range(1, heads + 1):
             unseen_S += reached_S * (left_S == k - 1) * (heads - left_S)
             longer_S = reached_S * accept_STK[:, t, k - 1] * (k <= left_S)
             accepted_SK[:, k - 1] += longer_S
+            rows_ST2[:, t, 1] += longer_S
             visits_ST[:, t + k] += reached_S - longer_S
             reached_S = longer_S
         visits_ST[:, t + heads + 1] += reached_S
-    return ReplayResult(drafts_S, accepted_SK, unseen_S)
+    return ReplayResult(drafts_S, accepted_SK, unseen_S, rows_ST2[segment_M, column_M])
 
 
 @torch.no_grad()

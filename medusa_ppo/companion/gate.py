@@ -101,7 +101,8 @@ def replay(
     columns = torch.cat(counts) if counts else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
     if team is not None:
         columns = team.gather(columns)[torch.cat(shares).argsort()]
-    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1])
+    rows = [] if team else [result.rows_M2 for result in results if result.rows_M2 is not None]
+    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1], torch.cat(rows) if rows else None)
 
 
 def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:

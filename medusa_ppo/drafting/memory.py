@@ -306,7 +306,7 @@ class RunningMemory:
 
     def settle(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from the drafts that the last step verified."""
-        known = [(self._slots[key], d, a) for key, d, a in zip(request_ids, drafted, accepted, strict=True) if d and key in self._slots]
+        known = [(self._slots[key], d, a) for key, d, a in zip(request_ids, drafted, accepted, strict=True) if key in self._slots]
         if not known:
             return
         slots_B, drafted_B, accepted_B = torch.tensor(known).to(self._device, non_blocking=True).unbind(1)

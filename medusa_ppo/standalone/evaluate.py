@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from heads.acceptance import ReplayResult, paired_difference
 from heads.checkpoint import load_heads
 from heads.errors import ConfigError, DataError
 from heads.modules import MedusaHeads
-from heads.targets import look_ahead
+from heads.targets import look_ahead, segments_from_lengths
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.console import OfflineProgress
@@ -34,6 +35,11 @@ LEAST_GROUPS = 4
 MAX_CATEGORIES = 50
 MEMORY_BYTES = 2**30
 """Of the memory of earlier responses."""
+PLACE_BOUNDS, ENTROPY_BOUNDS = (0, 16, 64, 256, 1024), (0, 0.25, 0.5, 1, 2)
+"""What the drafts are sorted by."""
+BY_SUFFIX = "By length of the suffix that the memory knew, drafts"
+ENTROPY_ROWS = 1024
+"""Rows whose distribution is computed at once."""
 ROWS_AT_ONCE = 64
 """Tokens of a response that a replay looks up together."""
 
@@ -53,12 +59,12 @@ class Measured:
     Attributes:
         result: counts of each unit that a bootstrap draws: a prompt (replay) or a group of prompts (an engine's counters).
         categories: of each unit.
-        recalled: of each length of suffix that a memory knew, how many drafts were verified and how many of them accepted.
+        parts: what else is known of where drafts are accepted, by replay: titles of tables, and their rows.
     """
 
     result: ReplayResult
     categories: list[str]
-    recalled: list[tuple[float, float]] = field(default_factory=list)
+    parts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str, Any]:
@@ -182,9 +188,42 @@ def _replayed(
         for one, found in zip(heads, measured, strict=True):
             recalled = Recalled(prompts, before) if before else None
             result = replay(one.to(device), batch, lm_head_VD, embedding_VD=embedding_VD, served=Served(drafts, mix=recalled))
-            by_length = recalled.trust.by_length() if recalled else []
-            found.append(Measured(result.by_group(unit_S), [category for category, _ in units], by_length))
+            parts = _parts(result, batch, lm_head_VD) | ({BY_SUFFIX: _by_suffix(recalled.trust)} if recalled else {})
+            found.append(Measured(result.by_group(unit_S), [category for category, _ in units], parts))
     return measured
+
+
+def _parts(result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
+    """Tokens a step by the draft's place in its response, and by how open the policy is about the first drafted token."""
+    assert result.rows_M2 is not None, "a replay on one process knows its rows"
+    here_M = segments_from_lengths(batch.lengths_S)
+    place_M = torch.arange(len(here_M)) - (batch.lengths_S.cumsum(0) - batch.lengths_S)[here_M]
+    entropy = []
+    for hidden_CD in batch.hidden_MD.split(ENTROPY_ROWS):
+        logp_CV = (hidden_CD.to(lm_head_VD) @ lm_head_VD.T / batch.temperature).log_softmax(-1)
+        entropy.append(-(logp_CV.exp() * logp_CV).sum(-1).cpu())
+    next_M = look_ahead(torch.cat(entropy), here_M, 1, first=1)[0].squeeze(1)
+    return {
+        "By place in the response, tokens": _by_value(place_M, PLACE_BOUNDS, result.rows_M2),
+        "By entropy of the policy at the first draft, nats": _by_value(next_M, ENTROPY_BOUNDS, result.rows_M2),
+    }
+
+
+def _by_value(values_M: torch.Tensor, bounds: Sequence[float], rows_M2: torch.Tensor) -> list[dict[str, Any]]:
+    """Tokens a step of the rows between each two bounds; parts in which nothing was drafted are left out."""
+    found = []
+    for low, high in pairwise((*bounds, math.inf)):
+        drafts, accepted = rows_M2[(values_M >= low) & (values_M < high)].sum(0).tolist()
+        if drafts >= 1:
+            name = f"{low:g} and more" if high == math.inf else f"{low:g} to {high:g}"
+            found.append({"part": name, "drafts": round(drafts), "mean_acceptance_length": 1 + accepted / drafts})
+    return found
+
+
+def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
+    """Share of the verified drafts that were accepted, by the length of the suffix that the memory knew."""
+    rows = [(str(length), drafts, taken) for length, (drafts, taken) in enumerate(trust.by_length(), 1) if drafts >= 1]
+    return [{"part": part, "drafts": round(drafts), "accepted_share": taken / drafts} for part, drafts, taken in rows]
 
 
 class Recalled:
@@ -268,7 +307,7 @@ def _by_category(options: EvalOptions, found: Sequence[Measured]) -> dict[str, A
 
 def _figures(found: Sequence[Measured]) -> dict[str, Any]:
     """Figures of the heads, and, paired with them, those of the heads to compare with."""
-    figures = _of_one(found[0].result)
+    figures = {**_of_one(found[0].result), **({"parts": found[0].parts} if found[0].parts else {})}
     if len(found) == 1:
         return figures
     difference = paired_difference(found[0].result, found[1].result)
