@@ -246,6 +246,7 @@ def draft_logprobs_for_rows(
     context_Mn: torch.Tensor | None = None,
     ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
+    tops_QMK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log q of the targets, as the engine drafts, float32, one `MK` for each temperature: `[len(temperatures), M, K]`.
 
@@ -254,13 +255,16 @@ def draft_logprobs_for_rows(
         targets_MK: int64 (`heads.targets.head_targets`).
         temperatures: what head logits are divided by: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
+        tops_QMK: takes up the largest log q of any token.
     """
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
     for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows):
         for index, temperature in enumerate(temperatures):
             cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
-            picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
-            out_QMK[index, part, k] = picked_C - heads.vocabulary.logsumexp(cut_CV).squeeze(1)
+            picked_C, total_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k]), heads.vocabulary.logsumexp(cut_CV).squeeze(1)
+            out_QMK[index, part, k] = picked_C - total_C
+            if tops_QMK is not None:
+                tops_QMK[index, part, k] = heads.vocabulary.pick(cut_CV, heads.vocabulary.argmax(cut_CV)) - total_C
     return out_QMK
 
 

@@ -47,13 +47,14 @@ class Served:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
         num_drafts: drafts of a step at most; None: one of each head.
         ids_W: tokens that drafts come from, int64; None: all.
-        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from (sampled drafts; a piece of the batch).
+        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from (sampled drafts; a piece of the batch, that
+            log q, and the largest log q of any token).
     """
 
     draft_temperature: float = 0.0
     num_drafts: int | None = None
     ids_W: torch.Tensor | None = None
-    mix: Callable[[RolloutBatch, torch.Tensor], torch.Tensor] | None = None
+    mix: Callable[[RolloutBatch, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def _acceptance(
         if ids_W is not None:  # A token that is no draft is never accepted.
             place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
         places_MK = place_V[targets_MK]
+        tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
         logprobs_1MK = draft_logprobs_for_rows(
             heads,
             hidden_MD,
@@ -144,10 +146,12 @@ def _acceptance(
             temperatures=(batch.temperature * served.draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
             top_k=batch.top_k,
             top_p=batch.top_p,
+            tops_QMK=tops_1MK,
             **tables,
         )
         logprobs_MK = logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf)
-        logprobs_MK = logprobs_MK if served.mix is None else served.mix(batch, logprobs_MK)
+        if served.mix is not None and tops_1MK is not None:
+            logprobs_MK = served.mix(batch, logprobs_MK, tops_1MK[0].cpu())
         accept_MK = sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S)
     if served.num_drafts is not None:
         accept_MK[:, served.num_drafts :] = 0

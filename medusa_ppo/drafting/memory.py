@@ -1,32 +1,36 @@
 """A memory of earlier responses to the same prompt, as a second source of drafts.
 
 The heads know the state, the memory knows the wording. Drafts are drawn from one mixture q = (1 - w) q_heads + w q_memory: q_memory are
-counts of what followed the longest suffix of the text so far (drafts included) wherever that occurred before, in responses to the same
-prompt that have ended or that run beside this one. w stands in a table by length of suffix and count, and is learned from what was
-accepted. All of it is fixed before a draft is drawn, so q is exact and nothing is lost (docs/theory.md).
+counts of what followed suffixes of the text so far (drafts included) wherever they occurred before, in responses to the same prompt that
+have ended or that run beside this one; the longest suffix says most. w stands in a table by the length of that suffix and by how sure the
+heads are, and is learned from what was accepted. All of it is fixed before a draft is drawn, so q is exact and nothing is lost
+(docs/theory.md).
 
 What stands in the texts is chosen on the host, between steps; what is looked up and mixed are tensors of fixed shapes.
 
 Shape letters: B requests, S slots, K drafts, n tokens of a suffix, P places of a text (tokens that may come next), X = n + P, V vocabulary,
-W width of the draft vocabulary, C cells of the table.
+W width of the draft vocabulary, C cells of the table, G values that w may have.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-SUFFIX = 8
+SUFFIX = 12
 """Tokens of the longest suffix that is told from a longer one."""
-COUNTS = 4
-"""Buckets of counts: below 2, below 4, below 8, and more."""
+NEARER = 4.0
+"""How much more a suffix says that is longer by one token."""
+LENGTHS = ("1 to 2", "3 to 4", "5 to 6", "7 to 8", "9 to 11", "12 and more")
+LENGTH_BOUNDS = (2, 4, 6, 8, 11)
+TOPS = 6
+"""Bins of the largest probability of the heads' q: with length, the cells of the table."""
 FADE = 0.9
 """What a count weighs after each new version of the policy."""
 PLACES = 16_384
@@ -35,12 +39,14 @@ EMPTY, MISSING = -1, -2
 """Between responses of a text, and before the first token of a short one: equal to no token, nor to each other."""
 OVERHEAD = 256
 """Bytes that a response takes beside its tokens, about."""
-REFRESH = 8
-"""Steps after which a request sees again what those beside it have said by then."""
-FIRST_SHARES = (0.35, 0.45, 0.5, 0.55, 0.65, 0.75, 0.8, 0.85)
-"""w by length of suffix, before anything was learned."""
-PRIOR, MOST_SEEN = 20.0, 5000.0
-"""Accepted drafts that the first w counts for, and after which older ones are forgotten."""
+SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
+"""What w may be. Never none of one source: what is never drafted is never learned of."""
+FIRST_SHARES = (0.6, 0.6, 0.5, 0.5, 0.3, 0.1)
+"""w by bin of the heads' top, before anything was learned."""
+PRIOR, MOST_SEEN = 3.0, 2000.0
+"""Accepted drafts that the first w is defended with, and drafts after which older ones are forgotten."""
+MOST_OVER = 20.0
+"""Bound of what one draft says of another w."""
 
 
 # ---- what was said, on the host --------------------------------------------------------------------------------------------------
@@ -127,17 +133,15 @@ def tail_of(prompt: Sequence[int], said: Sequence[int] = ()) -> list[int]:
 
 
 class Votes(NamedTuple):
-    """What followed the longest suffix.
+    """What followed the suffixes of a text.
 
     Attributes:
         share_BP: float32, how much of q_memory each place of the text has; all 0 where nothing fits.
-        length_B: int64, tokens of the suffix, 0: none fits.
-        cells_B: int64, of the table of w; -1: none.
+        length_B: int64, tokens of the longest suffix, 0: none fits.
     """
 
     share_BP: torch.Tensor
     length_B: torch.Tensor
-    cells_B: torch.Tensor
 
 
 def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
@@ -158,65 +162,87 @@ def advance(texts_BX: torch.Tensor, run_BP: torch.Tensor, ids_B: torch.Tensor) -
 
 
 def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
-    """Counts behind the longest suffix that anything followed."""
+    """Counts behind all suffixes that anything followed, each by its length."""
     run_BP = run_BP * (weight_BP > 0)
-    length_B = run_BP.amax(1).long()
-    voting_BP = weight_BP * ((run_BP == length_B.unsqueeze(1)) & (run_BP > 0))
-    total_B = voting_BP.sum(1)
-    count_B = total_B.clamp_min(1).log2().long().clamp_max(COUNTS - 1)
-    cells_B = torch.where(length_B > 0, (length_B - 1) * COUNTS + count_B, -1)
-    return Votes(voting_BP / total_B.clamp_min(1e-30).unsqueeze(1), length_B, cells_B)
+    length_B = run_BP.amax(1)
+    voting_BP = weight_BP * (run_BP > 0) * NEARER ** (run_BP - length_B.unsqueeze(1)).float()
+    return Votes(voting_BP / voting_BP.sum(1, keepdim=True).clamp_min(1e-30), length_B.long())
+
+
+def cells_of(length_B: torch.Tensor, top_B: torch.Tensor) -> torch.Tensor:
+    """The cell of a suffix's length and the largest probability of the heads' q; -1 without a suffix."""
+    bins_B = sum((length_B > bound).long() for bound in LENGTH_BOUNDS) * TOPS + (top_B * TOPS).long().clamp(0, TOPS - 1)
+    return torch.where(length_B > 0, bins_B, -1)
+
+
+class Drawn(NamedTuple):
+    """Tokens as both sources saw them, in any one shape.
+
+    Attributes:
+        cells: int64, -1: the memory had no part in it.
+        heads, memory: float32, q of each source.
+        p: float32, the policy's probability.
+        weight: float32, for each of them 1 / (the probability with which it came here); 0: it does not count.
+    """
+
+    cells: torch.Tensor
+    heads: torch.Tensor
+    memory: torch.Tensor
+    p: torch.Tensor
+    weight: torch.Tensor
 
 
 class Trust:
-    """How much of a draft's q is the memory's, by cell: the share of the drafts accepted there that the memory is owed.
+    """How much of a draft's q is the memory's, by cell: the w that would have had most drafts accepted.
 
-    A draft x owes the memory w q_memory(x) / q(x) of itself. Where neither source could gain by more weight, that share is w.
-
-    Attributes:
-        owed_C, accepted_C: float32, of drafts that were accepted; those of long ago are forgotten.
+    With any w the chance of acceptance is the sum over tokens of min(p, q), so a token that came with probability c says min(p, q) / c of
+    it, for every w at once, whichever was served.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._first_C = torch.tensor(FIRST_SHARES, device=device).repeat_interleave(COUNTS)
-        self.owed_C, self.accepted_C, self._taken_C, self._offered_C = (torch.zeros_like(self._first_C) for _ in range(4))
+        self._shares_G = torch.tensor(SHARES, device=device)
+        self._first_C = torch.tensor(FIRST_SHARES, device=device).repeat(len(LENGTHS))
+        self._accepted_CG = torch.zeros(len(self._first_C), len(SHARES), device=device)
+        self._seen_C, self._offered_C, self._taken_C = (torch.zeros_like(self._first_C) for _ in range(3))
         self._share_C = self._first_C
 
     def share(self, cells_B: torch.Tensor) -> torch.Tensor:
         """w of each cell; 0 without one."""
         return torch.where(cells_B >= 0, self._share_C[cells_B.clamp_min(0)], 0.0)
 
-    def learn(self, cells_N: torch.Tensor, owed_N: torch.Tensor, accepted_N: torch.Tensor, offered_N: torch.Tensor) -> None:
+    def learn(self, drawn: Drawn, offered_N: torch.Tensor, taken_N: torch.Tensor) -> None:
         """
         Args:
-            cells_N: of drafts; -1: none of the memory's.
-            owed_N: what each owes the memory.
-            accepted_N, offered_N: float32, 0 to 1: whether it was accepted, and whether it was verified with all before it accepted.
+            drawn: flat.
+            offered_N, taken_N: float32, 0 to 1: whether it was verified with all before it accepted, and whether it was accepted.
         """
-        there_N = (cells_N >= 0).float()
-        cells_N = cells_N.clamp_min(0)
-        sums = (self.owed_C, owed_N * accepted_N), (self.accepted_C, accepted_N), (self._taken_C, accepted_N), (self._offered_C, offered_N)
-        for sums_C, values_N in sums:
+        there_N = (drawn.cells >= 0).float()
+        cells_N = drawn.cells.clamp_min(0)
+        q_NG = torch.lerp(drawn.heads.unsqueeze(1), drawn.memory.unsqueeze(1), self._shares_G)
+        accepted_NG = (torch.minimum(drawn.p.unsqueeze(1), q_NG) * drawn.weight.unsqueeze(1)).clamp_max(MOST_OVER)
+        self._accepted_CG.index_add_(0, cells_N, accepted_NG * there_N.unsqueeze(1))
+        for sums_C, values_N in ((self._seen_C, offered_N), (self._offered_C, offered_N), (self._taken_C, taken_N)):
             sums_C.index_add_(0, cells_N, values_N * there_N)
-        fade_C = (MOST_SEEN / self.accepted_C.clamp_min(MOST_SEEN)).clamp_max(1)
-        self.owed_C *= fade_C
-        self.accepted_C *= fade_C
-        self._share_C = (self.owed_C + PRIOR * self._first_C) / (self.accepted_C + PRIOR)
+        fade_C = (MOST_SEEN / self._seen_C.clamp_min(MOST_SEEN)).clamp_max(1)
+        self._seen_C *= fade_C
+        self._accepted_CG *= fade_C.unsqueeze(1)
+        kept_CG = self._accepted_CG - PRIOR * (self._shares_G - self._first_C.unsqueeze(1)).abs()
+        self._share_C = self._shares_G[kept_CG.argmax(1)].where(self._seen_C > 0, self._first_C)
 
     def by_length(self) -> list[tuple[float, float]]:
-        """Drafts verified and drafts accepted behind suffixes of 1, 2, ... tokens, since the beginning."""
+        """Drafts verified and drafts accepted since the beginning, for each of LENGTHS."""
         both_C2 = torch.stack([self._offered_C, self._taken_C], dim=1)
-        return [(offered, taken) for offered, taken in both_C2.view(SUFFIX, COUNTS, 2).sum(1).tolist()]
+        return [(offered, taken) for offered, taken in both_C2.view(len(LENGTHS), TOPS, 2).sum(1).tolist()]
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------------------
 
 
-class Debts:
-    """What the drafts of each slot owe the memory until they are verified."""
+class Waiting:
+    """What is known of the drafts of each slot until they are verified: their cells, and q of the heads, of the memory and of both."""
 
     def __init__(self, slots: int, drafts: int, device: torch.device) -> None:
-        self.owed_KS = torch.zeros(drafts, slots, device=device)
+        self.q_KS3 = torch.zeros(drafts, slots, 3, device=device)
         self.cells_KS = torch.full((drafts, slots), -1, device=device)
 
 
@@ -224,9 +250,9 @@ class Recall:
     """What a batch recalls while a step's drafts are drawn, one after the other."""
 
     def __init__(
-        self, texts_BX: torch.Tensor, weight_BP: torch.Tensor, tails_Bn: torch.Tensor, trust: Trust, slots_B: torch.Tensor, debts: Debts
+        self, texts_BX: torch.Tensor, weight_BP: torch.Tensor, tails_Bn: torch.Tensor, trust: Trust, slots_B: torch.Tensor, waiting: Waiting
     ) -> None:
-        self._texts_BX, self._trust, self._slots_B, self._debts = texts_BX, trust, slots_B, debts
+        self._texts_BX, self._trust, self._slots_B, self._waiting = texts_BX, trust, slots_B, waiting
         self._next_BP = self._columns_BP = texts_BX[:, SUFFIX:].clamp_min(0).long()
         self._weight_BP = weight_BP
         self._run_BP = match(texts_BX, tails_Bn)
@@ -241,135 +267,16 @@ class Recall:
 
     def mix(self, mass_BW: torch.Tensor, on_B1: torch.Tensor) -> None:
         """Make the heads' q the mixture, where `on_B1`."""
-        self._votes = vote(self._run_BP, self._weight_BP)
-        self._cells_B = torch.where(on_B1.squeeze(1), self._votes.cells_B, -1)
-        share_B1 = self._trust.share(self._cells_B).unsqueeze(1)
-        self._mass_BP = self._votes.share_BP * share_B1
-        mass_BW.mul_(1 - share_B1).scatter_add_(1, self._columns_BP, self._mass_BP)
+        votes = vote(self._run_BP, self._weight_BP)
+        self._share_BP = votes.share_BP
+        self._cells_B = torch.where(on_B1.squeeze(1), cells_of(votes.length_B, mass_BW.amax(1)), -1)
+        self._w_B1 = self._trust.share(self._cells_B).unsqueeze(1)
+        mass_BW.mul_(1 - self._w_B1).scatter_add_(1, self._columns_BP, self._share_BP * self._w_B1)
 
     def follow(self, k: int, ids_B: torch.Tensor, q_B: torch.Tensor) -> None:
-        """Draft k was drawn, with probability `q_B`: what it owes, and what the next one stands behind."""
-        mine_B = (self._mass_BP * (self._next_BP == ids_B.unsqueeze(1))).sum(1)
-        self._debts.owed_KS[k].index_copy_(0, self._slots_B, (mine_B / q_B.clamp_min(1e-30)).clamp_max(1))
-        self._debts.cells_KS[k].index_copy_(0, self._slots_B, self._cells_B)
+        """Draft k was drawn, with probability `q_B`: what is to be learned from it, and what the next one stands behind."""
+        memory_B, w_B = (self._share_BP * (self._next_BP == ids_B.unsqueeze(1))).sum(1), self._w_B1.squeeze(1)
+        heads_B = ((q_B - w_B * memory_B) / (1 - w_B)).clamp_min(0)
+        self._waiting.q_KS3[k].index_copy_(0, self._slots_B, torch.stack([heads_B, memory_B, q_B], dim=1))
+        self._waiting.cells_KS[k].index_copy_(0, self._slots_B, self._cells_B)
         self._run_BP = advance(self._texts_BX, self._run_BP, ids_B)
-
-
-# ---- inside an engine ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Met:
-    """A request that has not ended: vLLM's state of it, the key and the last tokens of its prompt, the version of the policy that it began
-    with, and its seed."""
-
-    request: Any
-    key: bytes
-    tail: list[int]
-    version: int
-    seed: int | None
-
-    @property
-    def said(self) -> Sequence[int]:
-        return self.request.output_token_ids
-
-
-class RunningMemory:
-    """The memory of an engine: it remembers each request when that has ended, and lays out texts for those that run.
-
-    Attributes:
-        store: what was said.
-        trust: the table of w.
-    """
-
-    def __init__(self, most_bytes: int, requests: int, drafts: int, places: int, device: torch.device) -> None:
-        """
-        Args:
-            requests: that run at a time, at most.
-            places: most tokens of a text.
-        """
-        self.store, self.trust = ResponseMemory(most_bytes), Trust(device)
-        self._places, self._device = min(places, PLACES), device
-        self._tokens_SX = torch.full((requests, SUFFIX + self._places), EMPTY, dtype=torch.int32, device=device)
-        self._weight_SP = torch.zeros(requests, self._places, device=device)
-        self._debts = Debts(requests, drafts, device)
-        self._steps_K1 = torch.arange(drafts, device=device).unsqueeze(1)
-        self._lengths = [0] * requests
-        self._slots: dict[str, int] = {}
-        self._free = list(range(requests))
-        self._met: dict[str, _Met] = {}
-        self._step = 0
-
-    def new_policy(self) -> None:
-        """What was said until now is one version older."""
-        self.store.version += 1
-
-    def settle(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from the drafts that the last step verified."""
-        known = [(self._slots[key], d, a) for key, d, a in zip(request_ids, drafted, accepted, strict=True) if key in self._slots]
-        if not known:
-            return
-        slots_B, drafted_B, accepted_B = torch.tensor(known).to(self._device, non_blocking=True).unbind(1)
-        cells_KB, owed_KB = self._debts.cells_KS[:, slots_B], self._debts.owed_KS[:, slots_B]
-        took_KB, asked_KB = self._steps_K1 < accepted_B, (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B)
-        self.trust.learn(cells_KB.flatten(), owed_KB.flatten(), took_KB.flatten().float(), asked_KB.flatten().float())
-        self._debts.cells_KS[:, slots_B] = -1
-
-    def attend(self, request_ids: Sequence[str], live: Mapping[str, Any]) -> None:
-        """Know who runs now, and remember who has ended; once a step, drafts or none.
-
-        Args:
-            live: vLLM's states of all requests that have not ended.
-        """
-        for key in [key for key in self._met if key not in live]:
-            self._take_leave(key)
-        for key in request_ids:
-            if key not in self._met:
-                prompt, asked = live[key].prompt_token_ids or (), live[key].sampling_params
-                seed = None if asked is None else asked.seed
-                self._met[key] = _Met(live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version, seed)
-
-    def recall(self, request_ids: Sequence[str]) -> Recall:
-        """For the drafts of this step, of requests that are attended to."""
-        new = [key for key in request_ids if key not in self._slots]
-        self._make_room(len(new), set(request_ids))
-        self._slots |= {key: self._free.pop() for key in new}
-        self._step += 1
-        self._lay_out(request_ids if self._step % REFRESH == 0 else new)
-        slots = [self._slots[key] for key in request_ids]
-        width = max(1, *(self._lengths[slot] for slot in slots))
-        slots_B = torch.tensor(slots).to(self._device, non_blocking=True)
-        tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
-        tails_Bn = torch.tensor(tails, dtype=torch.int32).to(self._device, non_blocking=True)
-        texts_BX, weight_BP = self._tokens_SX[slots_B, : SUFFIX + width], self._weight_SP[slots_B, :width]
-        return Recall(texts_BX, weight_BP, tails_Bn, self.trust, slots_B, self._debts)
-
-    def _take_leave(self, key: str) -> None:
-        """A request has ended; tokens that were accepted behind its end are not its own."""
-        met = self._met.pop(key)
-        asked, said = met.request.sampling_params, met.said
-        ends = set() if asked is None or asked.ignore_eos else asked.all_stop_token_ids
-        end = next((place + 1 for place, token in enumerate(said) if token in ends), len(said))
-        self.store.remember(met.key, said[:end], met.version, met.seed)
-        if key in self._slots:
-            self._free.append(self._slots.pop(key))
-
-    def _make_room(self, count: int, running: set[str]) -> None:
-        for waiting in [key for key in self._slots if key not in running][: max(count - len(self._free), 0)]:
-            self._free.append(self._slots.pop(waiting))
-
-    def _lay_out(self, request_ids: Sequence[str]) -> None:
-        """Write the texts of some requests: what was said to their prompts, of those beside them what they have said by now."""
-        beside: dict[bytes, list[_Met]] = {}
-        for met in self._met.values() if request_ids else ():
-            beside.setdefault(met.key, []).append(met)
-        for key in request_ids:
-            met, slot = self._met[key], self._slots[key]
-            others = (other for other in beside[met.key] if other is not met and (met.seed is None or met.seed != other.seed))
-            tokens, weights = self.store.text(met.key, met.tail, (other.said for other in others), self._places, met.seed)
-            length = self._lengths[slot] = len(weights)
-            self._tokens_SX[slot, : SUFFIX + length] = torch.from_numpy(tokens).to(self._device, non_blocking=True)
-            self._tokens_SX[slot, SUFFIX + length :] = EMPTY
-            self._weight_SP[slot, :length] = torch.from_numpy(weights).to(self._device, non_blocking=True)
-            self._weight_SP[slot, length:] = 0
-            self._debts.cells_KS[:, slot] = -1

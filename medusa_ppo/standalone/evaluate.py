@@ -21,7 +21,7 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.data import require_column
-from medusa_ppo.drafting.memory import PLACES, SUFFIX, ResponseMemory, Trust, match, prompt_key, tail_of, vote
+from medusa_ppo.drafting.memory import LENGTHS, PLACES, SUFFIX, Drawn, ResponseMemory, Trust, cells_of, match, prompt_key, tail_of, vote
 from medusa_ppo.standalone import EvalOptions
 from medusa_ppo.standalone.collect import PROMPTS_PER_ROUND, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
@@ -222,7 +222,7 @@ def _by_value(values_M: torch.Tensor, bounds: Sequence[float], rows_M2: torch.Te
 
 def _by_suffix(trust: Trust) -> list[dict[str, Any]]:
     """Share of the verified drafts that were accepted, by the length of the suffix that the memory knew."""
-    rows = [(str(length), drafts, taken) for length, (drafts, taken) in enumerate(trust.by_length(), 1) if drafts >= 1]
+    rows = [(part, *both) for part, both in zip(LENGTHS, trust.by_length(), strict=True) if both[0] >= 1]
     return [{"part": part, "drafts": round(drafts), "accepted_share": taken / drafts} for part, drafts, taken in rows]
 
 
@@ -246,45 +246,44 @@ class Recalled:
             for response in rollouts.responses:
                 self._memory.remember(prompt_key(rollouts.prompts[response.prompt_index]), response.token_ids)
 
-    def __call__(self, batch: RolloutBatch, logprobs_MK: torch.Tensor) -> torch.Tensor:
-        """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads."""
+    def __call__(self, batch: RolloutBatch, logprobs_MK: torch.Tensor, tops_MK: torch.Tensor) -> torch.Tensor:
+        """log q of the mixture for the batch's tokens; `logprobs_MK` are those of the heads, `tops_MK` the largest of each of their q."""
         assert batch.prompts_S is not None, "samples know their prompts"
-        parts = []
         lengths = batch.lengths_S.tolist()
-        of_each = (part.split(lengths) for part in (batch.response_ids_M, batch.logprobs_M, logprobs_MK))
-        for prompt, ids_T, p_T, heads_TK in zip(batch.prompts_S.tolist(), *of_each, strict=True):
-            parts.append(self._mixed(ids_T, p_T.double().exp(), heads_TK.double().exp(), *self._look_up(self._prompts[prompt], ids_T)))
+        of_each = (part.split(lengths) for part in (batch.response_ids_M, batch.logprobs_M.exp(), logprobs_MK.exp(), tops_MK.exp()))
+        parts = [
+            self._mixed(self._prompts[prompt], *response) for prompt, *response in zip(batch.prompts_S.tolist(), *of_each, strict=True)
+        ]
         return torch.cat(parts).log()
 
-    def _look_up(self, prompt: tuple[int, ...], ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_memory of each token of a response, and the cell of its w."""
-        tokens, weights = self._memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), PLACES)
-        if not len(weights):
-            return torch.zeros(len(ids_T), dtype=torch.float64), torch.full_like(ids_T, -1)
-        text_1X, weight_1P = torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
-        tails_Tn = torch.cat([torch.tensor(tail_of(prompt)), ids_T]).unfold(0, SUFFIX, 1)[: len(ids_T)].int()
-        q, cells = [], []
-        for tails_Bn, ids_B in zip(tails_Tn.split(ROWS_AT_ONCE), ids_T.split(ROWS_AT_ONCE), strict=True):
-            votes = vote(match(text_1X.expand(len(ids_B), -1), tails_Bn), weight_1P)
-            q.append((votes.share_BP * (text_1X[:, SUFFIX:] == ids_B[:, None])).sum(1).double())
-            cells.append(votes.cells_B)
-        return torch.cat(q), torch.cat(cells)
-
     def _mixed(
-        self, ids_T: torch.Tensor, p_T: torch.Tensor, heads_TK: torch.Tensor, memory_T: torch.Tensor, cells_T: torch.Tensor
+        self, prompt: tuple[int, ...], ids_T: torch.Tensor, p_T: torch.Tensor, heads_TK: torch.Tensor, tops_TK: torch.Tensor
     ) -> torch.Tensor:
         """q of a response's tokens `[T, K]`; w of the next responses follows from how these would have been accepted."""
         here_T, K = torch.zeros_like(ids_T), heads_TK.shape[1]
-        memory_TK, there_TK = look_ahead(memory_T, here_T, K, first=1)
-        cells_TK = torch.where(there_TK, look_ahead(cells_T, here_T, K, first=1)[0], -1)
-        share_TK = self.trust.share(cells_TK).double()
-        q_TK = (1 - share_TK) * heads_TK + share_TK * memory_TK
-        accept_TK = (q_TK / look_ahead(p_T, here_T, K, first=1)[0].clamp_min(1e-30)).clamp_max(1) * there_TK
-        taken_TK = accept_TK.cumprod(1)
+        ahead = [look_ahead(part, here_T, K, first=1) for part in (*self._look_up(prompt, ids_T), p_T)]
+        (memory_TK, there_TK), (length_TK, _), (p_TK, _) = ahead
+        cells_TK = torch.where(there_TK, cells_of(length_TK, tops_TK), -1)
+        q_TK = torch.lerp(heads_TK, memory_TK, self.trust.share(cells_TK))
+        taken_TK = ((q_TK / p_TK.clamp_min(1e-30)).clamp_max(1) * there_TK).cumprod(1)
         offered_TK = torch.cat([torch.ones_like(taken_TK[:, :1]), taken_TK[:, :-1]], dim=1) * there_TK
-        owed_TK = share_TK * memory_TK / q_TK.clamp_min(1e-30)
-        self.trust.learn(cells_TK.flatten(), *(part.flatten().float() for part in (owed_TK, taken_TK, offered_TK)))
+        drawn = Drawn(cells_TK, heads_TK, memory_TK, p_TK, offered_TK / p_TK.clamp_min(1e-30))  # They came from the policy itself.
+        self.trust.learn(Drawn(*(part.flatten() for part in drawn)), offered_TK.flatten(), taken_TK.flatten())
         return q_TK
+
+    def _look_up(self, prompt: tuple[int, ...], ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q_memory of each token of a response, and the length of the suffix before it that the memory knows."""
+        tokens, weights = self._memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), PLACES)
+        if not len(weights):
+            return torch.zeros(len(ids_T)), torch.zeros_like(ids_T)
+        text_1X, weight_1P = torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
+        tails_Tn = torch.cat([torch.tensor(tail_of(prompt)), ids_T]).unfold(0, SUFFIX, 1)[: len(ids_T)].int()
+        q, lengths = [], []
+        for tails_Bn, ids_B in zip(tails_Tn.split(ROWS_AT_ONCE), ids_T.split(ROWS_AT_ONCE), strict=True):
+            votes = vote(match(text_1X.expand(len(ids_B), -1), tails_Bn), weight_1P)
+            q.append((votes.share_BP * (text_1X[:, SUFFIX:] == ids_B[:, None])).sum(1))
+            lengths.append(votes.length_B)
+        return torch.cat(q), torch.cat(lengths)
 
 
 def _counted(groups: Sequence[Group], rounds: Sequence[Rollouts]) -> Measured:

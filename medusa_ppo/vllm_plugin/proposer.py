@@ -23,8 +23,8 @@ from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen, look_back
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.memory import RunningMemory
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
+from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import Proposed

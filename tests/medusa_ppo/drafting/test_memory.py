@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,27 +10,30 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from medusa_ppo.drafting import memory as memory_file
+from medusa_ppo.drafting import running_memory as running_file
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.memory import (
-    COUNTS,
     EMPTY,
     FADE,
     FIRST_SHARES,
     MISSING,
+    NEARER,
     OVERHEAD,
     SUFFIX,
-    Debts,
+    TOPS,
+    Drawn,
     Recall,
     ResponseMemory,
-    RunningMemory,
     Trust,
+    Waiting,
     advance,
+    cells_of,
     match,
     prompt_key,
     tail_of,
     vote,
 )
+from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
 from tests.medusa_ppo.drafting.test_core import Actor, D, K, V, random_heads
@@ -46,22 +48,22 @@ def texts(memory: ResponseMemory, prompt: tuple[int, ...] = PROMPT, places: int 
     return torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
 
 
-def counted(said: list[list[int]], so_far: list[int]) -> tuple[Counter[int], int]:
-    """The slow reference: what followed the longest suffix of prompt and response, and its length."""
-    whole = [*PROMPT, *so_far]
-    for length in range(min(SUFFIX, len(whole)), 0, -1):
-        found: Counter[int] = Counter()
-        for response in said:
-            text = [*PROMPT, *response]
-            for end in range(max(length, len(PROMPT)), len(text)):
-                if text[end - length : end] == whole[-length:]:
-                    found[text[end]] += 1
-        if found:
-            return found, length
-    return Counter(), 0
+def counted(said: list[list[int]], so_far: list[int]) -> tuple[dict[int, float], int]:
+    """The slow reference: what followed suffixes of prompt and response, each occurrence by its length, and the longest length."""
+    whole, found, longest = [*PROMPT, *so_far], dict[int, float](), 0
+    for response in said:
+        text = [*PROMPT, *response]
+        for end in range(len(PROMPT), len(text)):
+            length = 0
+            while length < min(SUFFIX, end, len(whole)) and text[end - 1 - length] == whole[-1 - length]:
+                length += 1
+            if length:
+                found[text[end]] = found.get(text[end], 0.0) + NEARER**length
+                longest = max(longest, length)
+    return found, longest
 
 
-def test_what_followed_the_longest_suffix_is_what_a_plain_search_finds() -> None:
+def test_what_followed_suffixes_is_what_a_plain_search_finds() -> None:
     rng = np.random.default_rng(0)
     said = [rng.integers(4, size=rng.integers(1, 40)).tolist() for _ in range(6)]
     memory = ResponseMemory(10**6)
@@ -81,11 +83,15 @@ def test_what_followed_the_longest_suffix_is_what_a_plain_search_finds() -> None
         assert int(votes.length_B) == length
         seen.add(length)
         if expected:
-            torch.testing.assert_close(share_V, torch.tensor([expected[token] for token in range(4)]) / expected.total())
-            assert int(votes.cells_B) == (length - 1) * COUNTS + min(int(np.log2(expected.total())), COUNTS - 1)
+            torch.testing.assert_close(share_V, torch.tensor([expected.get(token, 0.0) for token in range(4)]) / sum(expected.values()))
     assert len(seen) >= 4
     nothing = vote(match(texts_1X, torch.full((1, SUFFIX), MISSING)), weight_1P)
-    assert int(nothing.cells_B) == -1 and float(nothing.share_BP.sum()) == 0
+    assert int(nothing.length_B) == 0 and float(nothing.share_BP.sum()) == 0
+
+
+def test_cells() -> None:
+    lengths_B, tops_B = torch.tensor([0, 1, 2, 3, 8, 9, 12]), torch.tensor([0.5, 0.0, 1.0, 0.99, 0.5, 0.2, 0.2])
+    assert cells_of(lengths_B, tops_B).tolist() == [-1, 0, 5, TOPS + 5, 3 * TOPS + 3, 4 * TOPS + 1, 5 * TOPS + 1]
 
 
 def test_old_responses_weigh_less_and_the_budget_holds() -> None:
@@ -108,19 +114,25 @@ def test_old_responses_weigh_less_and_the_budget_holds() -> None:
     assert memory.nbytes <= memory.most_bytes and len(memory.text(prompt_key((9,)), [9], (), 100)[1]) == 12
 
 
-def test_trust_follows_what_is_accepted() -> None:
-    trust = Trust(CPU)
-    cells_N = torch.tensor([0, COUNTS])
+def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
+    """Two cells in which p is a given mixture of the sources, drafts being drawn from whatever mixture serves."""
+    torch.manual_seed(0)
+    heads_V, memory_V = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.5, 0.0])
+    best = (0.1, 0.8)
+    trust, cells_C = Trust(CPU), torch.tensor([0, TOPS])
     assert trust.share(torch.tensor([0, -1])).tolist() == pytest.approx([FIRST_SHARES[0], 0.0])
-    ones_N = torch.ones(2)
-    for _ in range(300):  # Behind one token the memory knows the next one for sure, where the heads say a tenth; behind two never.
-        share = trust.share(cells_N)
-        owed_N = torch.stack([share[0] / (0.1 * (1 - share[0]) + share[0]), torch.zeros(())])
-        trust.learn(cells_N, owed_N, ones_N, ones_N)
-    assert trust.share(cells_N)[0] > 0.9 and trust.share(cells_N)[1] < 0.05
-    assert trust.by_length()[:3] == [(300.0, 300.0), (300.0, 300.0), (0.0, 0.0)]
-    trust.learn(torch.tensor([-1]), torch.ones(1), torch.ones(1), torch.ones(1))
-    assert trust.by_length()[0] == (300.0, 300.0)
+    for _ in range(300):
+        for cell, share in zip(cells_C, best, strict=True):
+            p_V = torch.lerp(heads_V, memory_V, share)
+            q_V = torch.lerp(heads_V, memory_V, float(trust.share(cell[None])))
+            drawn_N = torch.multinomial(q_V, 8, replacement=True)
+            parts = heads_V[drawn_N], memory_V[drawn_N], p_V[drawn_N], 1 / q_V[drawn_N]
+            trust.learn(Drawn(cell.expand(8), *parts), torch.ones(8), (p_V / q_V)[drawn_N].clamp_max(1))
+    assert trust.share(cells_C).tolist() == pytest.approx(best)
+    assert [offered for offered, _ in trust.by_length()[:3]] == [2400.0, 2400.0, 0.0]
+    assert trust.by_length()[0][1] > 0.9 * 2400
+    trust.learn(Drawn(torch.tensor([-1]), *torch.ones(4, 1)), torch.ones(1), torch.ones(1))
+    assert trust.by_length()[0][0] == 2400.0
 
 
 # ---- drafting from both ------------------------------------------------------------------------------------------------------------
@@ -135,7 +147,7 @@ class Stand:
         self.memory = ResponseMemory(10**6)
         for response in said:
             self.memory.remember(prompt_key(PROMPT), response)
-        self.trust, self.debts = Trust(CPU), Debts(batch, K, CPU)
+        self.trust, self.waiting = Trust(CPU), Waiting(batch, K, CPU)
         torch.manual_seed(0)
         self.noise_BK = torch.rand(batch, K, dtype=torch.float64)
 
@@ -143,7 +155,7 @@ class Stand:
         texts_1X, weight_1P = texts(self.memory)
         tails_Bn = torch.tensor([tail_of(PROMPT)]).expand(self.batch, -1)
         parts = texts_1X.expand(self.batch, -1), weight_1P.expand(self.batch, -1)
-        return Recall(*parts, tails_Bn, self.trust, torch.arange(self.batch), self.debts)
+        return Recall(*parts, tails_Bn, self.trust, torch.arange(self.batch), self.waiting)
 
     def draft(self, recall: Recall | None, slots: DraftSlots | None = None, temperature: float = 1.0) -> Drafted:
         hidden_BD, last_B = self.actor.hidden_BD.expand(self.batch, D), self.actor.last_B.expand(self.batch)
@@ -154,28 +166,35 @@ class Stand:
 SAID = [[4, 5, 6, 7], [4, 5, 8], [4, 9]]
 
 
-def test_q_is_the_mixture_and_what_is_owed_its_part() -> None:
+def share_at(stand: Stand, length: int, q_V: torch.Tensor) -> float:
+    return float(stand.trust.share(cells_of(torch.tensor([length]), q_V.max()[None])))
+
+
+def test_q_is_the_mixture_and_its_parts_wait() -> None:
     stand = Stand(200, SAID)
+    stand.actor.lm_head_VD /= 6  # Flat enough for any token.
     heads, mixed = stand.draft(None), stand.draft(stand.recall())
-    w = FIRST_SHARES[2]
+    w = share_at(stand, 3, heads.q[0][0])
     expected_V = (1 - w) * heads.q[0][0]
     expected_V[4] += w
     torch.testing.assert_close(mixed.q[0][0], expected_V)
-    chosen = mixed.ids_BK[:, 0] == 4
+    first_B = mixed.ids_BK[:, 0]
+    chosen = first_B == 4
     assert 0 < chosen.sum() < 200
-    torch.testing.assert_close(stand.debts.owed_KS[0], torch.where(chosen, w / expected_V[4], 0.0))
-    second_BV = mixed.q[1][chosen]  # Behind three of the prompt and a 4 came 5 twice and 9 once.
-    w = FIRST_SHARES[3]
-    assert float(second_BV[0, 5]) > w * 2 / 3 and float(second_BV[0, 9]) > w / 3
-    torch.testing.assert_close(second_BV[0].sum(), torch.tensor(1.0))
-    others = mixed.ids_BK[:, 0] == 11  # Nothing followed it.
-    assert (stand.debts.cells_KS[1][others] == -1).all()
+    waiting_B3 = stand.waiting.q_KS3[0]
+    torch.testing.assert_close(waiting_B3[:, 0], heads.q[0][0][first_B], atol=1e-5, rtol=1e-4)
+    assert waiting_B3[:, 1].tolist() == chosen.float().tolist()
+    torch.testing.assert_close(waiting_B3[:, 2], expected_V[first_B])
+    second_V = mixed.q[1][chosen][0]  # Behind three of the prompt and a 4 came 5 twice and 9 once.
+    assert float(second_V[5] - second_V[9]) > 0.02 and float(second_V[9]) > 0.03
+    torch.testing.assert_close(second_V.sum(), torch.tensor(1.0))
+    assert (stand.waiting.cells_KS[1][first_B == 11] == -1).all(), "nothing followed it"
 
 
 def test_greedy_requests_and_draft_vocabularies() -> None:
     stand = Stand(3, SAID)
     assert torch.equal(stand.draft(stand.recall(), temperature=0.0).ids_BK, stand.draft(None, temperature=0.0).ids_BK)
-    assert (stand.debts.cells_KS == -1).all()
+    assert (stand.waiting.cells_KS == -1).all()
     ids_W = torch.tensor([0, 1, 5, 8, 9])
     stand.core.use_vocabulary(ids_W, lambda rows: rows.float() @ stand.actor.lm_head_VD[ids_W].T)
     heads, mixed = stand.draft(None), stand.draft(stand.recall())
@@ -219,7 +238,7 @@ def lengths(recall: Recall) -> list[int]:
 
 
 def test_ended_requests_are_remembered_and_those_beside_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_file, "REFRESH", 2)
+    monkeypatch.setattr(running_file, "REFRESH", 2)
     running = RunningMemory(10**6, 2, K, 64, CPU)
     live = {"a": request(PROMPT, 4), "b": request(PROMPT, 4)}
     running.attend(["a", "b"], live)
@@ -276,8 +295,18 @@ def test_learning_reads_the_drafts_that_were_verified() -> None:
     recall.mix(mass_BW, torch.ones(3, 1, dtype=torch.bool))
     ids_B = torch.tensor([4, 4, 5])
     recall.follow(0, ids_B, mass_BW.gather(1, ids_B[:, None])[:, 0])
+    logits_NV = torch.zeros(3, V)
+    learned: list[Drawn] = []
+    running.trust.learn = lambda drawn, offered, taken: learned.append(drawn)  # type: ignore[method-assign]
+    running.judge(logits_NV, torch.tensor([0, 2]), torch.tensor([4, 4]), [1, 1, 0], torch.ones(3))
     running.settle(list("abc"), [1, 1, 0], [1, 0, 0])  # One accepted, one refused, one never verified.
-    assert running.trust.by_length()[2] == (2.0, 1.0)
-    assert float(running.trust.owed_C.sum()) == pytest.approx(FIRST_SHARES[2] / float(mass_BW[0, 4]))
+    drawn = learned[0]
+    q = float(mass_BW[0, 4])
+    assert drawn.weight.tolist() == pytest.approx([1 / q, 1 / q, 0, 0, 0, 0]) and drawn.p[:2].tolist() == pytest.approx([1 / V] * 2)
+    assert drawn.heads[:2].tolist() == pytest.approx([1 / V] * 2) and drawn.memory[:2].tolist() == [1, 1]
+    assert (drawn.cells[:2] >= 0).all()
     running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
-    assert running.trust.by_length()[2] == (2.0, 1.0), "nothing is learned twice"
+    assert len(learned) == 1, "what was not judged is not learned from"
+    running.judge(logits_NV, torch.tensor([0, 1, 2]), torch.tensor([4, 4, 4]), [1, 1, 1], torch.ones(3))
+    running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
+    assert (learned[1].cells == -1).all(), "nothing is learned twice"
