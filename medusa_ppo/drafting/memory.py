@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -108,18 +107,23 @@ class ResponseMemory:
         if said:
             self._said.move_to_end(key)
         before, gap = np.asarray(tail, dtype=np.int32), np.array([EMPTY], dtype=np.int32)
-        tokens, weights, room = [np.full(SUFFIX, EMPTY, dtype=np.int32)], [np.zeros(0, dtype=np.float32)], places
-        newest_first = ((self.version - one.version, one.tokens) for one in reversed(said) if seed is None or one.seed != seed)
-        for age, response in chain(((0, np.asarray(some, dtype=np.int32)) for some in beside), newest_first):
-            if not len(response):
-                continue
-            room -= len(before) + len(response) + 1
-            if room < 0:
-                break
-            weight = np.zeros(len(before) + len(response) + 1, dtype=np.float32)
-            weight[len(before) : -1] = FADE**age * (response >= 0)  # vLLM has placeholders below 0.
-            tokens += [before, response, gap]
-            weights.append(weight)
+        tokens, weights = [np.full(SUFFIX, EMPTY, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
+        newest_first = ((one.tokens, FADE ** (self.version - one.version)) for one in reversed(said) if seed is None or one.seed != seed)
+        now = ((np.asarray(some, dtype=np.int32), 1.0) for some in beside)
+        room = places // 2 if said else places  # Those beside do not crowd out what has an end.
+        for part, more in ((now, places - room), (newest_first, 0)):
+            for response, weight in part:
+                if not len(response):
+                    continue
+                length = len(before) + len(response) + 1
+                if length > room:
+                    break
+                room -= length
+                weight_P = np.zeros(length, dtype=np.float32)
+                weight_P[len(before) : -1] = weight * (response >= 0)  # vLLM has placeholders below 0.
+                tokens += [before, response, gap]
+                weights.append(weight_P)
+            room += more
         return np.concatenate(tokens), np.concatenate(weights)
 
 
