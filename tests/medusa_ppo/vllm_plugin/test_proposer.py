@@ -185,17 +185,18 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("honest", [True, False])
 def test_a_memory_and_runs_that_end_early_are_lossless(honest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of drafts, verified against the mixture; with the heads' q alone they would be biased."""
-    step, keys, p_KV = Step(MANY), [str(row) for row in range(MANY)], targets()
+    many = 10_000
+    step, keys, p_KV = Step(many), [str(row) for row in range(many)], targets()
     for state in step.live.values():
         state.output_token_ids = [2, 3]
     step.lm_head_VD /= 4  # Flat enough for any token.
     proposer = step.proposer
-    proposer.memory, proposer.stopping = RunningMemory(10**6, MANY, K, 64, CPU), Stopping(0.3, MANY, K, CPU)
+    proposer.memory, proposer.stopping = RunningMemory(10**6, many, K, 64, CPU), Stopping(0.3, many, K, CPU)
     proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
     if not honest:
         monkeypatch.setattr(DraftSlots, "q", lambda slots, rows_N, drafts_N: torch.full((len(rows_N), V), 1 / V))
     step.seat(keys, 7)
-    proposer.before_step([[3]] * MANY, [0] * MANY, MANY, step.hidden_1D.expand(MANY, D))
+    proposer.before_step([[3]] * many, [0] * many, many, step.hidden_1D.expand(many, D))
     drafts = step.propose(keys, 7)
     assert isinstance(drafts, list) and {len(ids) for ids in drafts} == {1, 2}
     ids_BK = torch.tensor([[*ids, -1][:K] for ids in drafts])
@@ -208,10 +209,11 @@ def test_a_memory_and_runs_that_end_early_are_lossless(honest: bool, monkeypatch
     counts = torch.tensor([len(ids) for ids in drafts])
     rows_T = torch.arange(int(counts.sum()))
     flat_T = torch.cat([torch.tensor(ids) for ids in drafts])
-    proposer.memory.judge(torch.randn(len(rows_T), V), rows_T, flat_T, counts.tolist(), torch.ones(MANY))
-    proposer.before_step([[0] * (1 + int(run)) for run in runs_B], counts.tolist(), MANY, step.hidden_1D)
-    offered, taken = proposer.memory.trust.by_length()[1]  # Behind 1 2 3.
-    assert offered == MANY and taken == int((runs_B > 0).sum())
+    proposer.memory.judge(torch.randn(len(rows_T), V), rows_T, flat_T, counts.tolist(), torch.ones(many))
+    proposer.before_step([[0] * (1 + int(run)) for run in runs_B], counts.tolist(), many, step.hidden_1D)
+    offered, taken = proposer.memory.trust.by_length()[1]  # Behind 1 2 3, and behind 1 2 3 4.
+    second_B = (ids_BK[:, 0] == 4) & (runs_B > 0) & (counts > 1)
+    assert offered == many + int(second_B.sum()) and taken == int((runs_B > 0).sum() + (second_B & (runs_B > 1)).sum())
 
 
 class Response:
