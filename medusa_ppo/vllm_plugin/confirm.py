@@ -11,7 +11,7 @@ Shape letters: B fixed rows, D hidden, V vocabulary, K heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -222,13 +222,18 @@ def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
     return float((seen - expected).square().mean().sqrt()) / spread
 
 
-def fingerprint(heads: nn.Module) -> tuple[int, ...]:
-    """A sum over the bits of each parameter, taken where it is: enough to notice that memory was thrown away."""
-    return tuple(_sum_of_bits(p.detach().reshape(-1)) for p in heads.parameters())
+def fingerprint(heads: nn.Module) -> list[int]:
+    """Enough to notice that memory was thrown away."""
+    return sums_of_bits(p.detach() for p in heads.parameters())
 
 
-def _sum_of_bits(values_N: torch.Tensor) -> int:
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at once."""
+    return torch.stack([_sum_of_bits(tensor.reshape(-1)) for tensor in tensors]).tolist()
+
+
+def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
     """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
     size = values_N.element_size()
     words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
-    return int(values_N.view(words).sum(dtype=torch.int64))
+    return values_N.view(words).sum(dtype=torch.int64)

@@ -20,7 +20,7 @@ from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.choice import DraftChooser
-from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen, look_back
+from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
@@ -38,6 +38,7 @@ from medusa_ppo.vllm_plugin.confirm import (
     fixed_inputs,
     fixed_sampling,
     read_state,
+    sums_of_bits,
 )
 from medusa_ppo.vllm_plugin.hooks import (
     StockMedusaProposer,
@@ -85,7 +86,7 @@ class MedusaProposer(StockMedusaProposer):
         self.chooser = DraftChooser(self.num_drafts)
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
-        self._fingerprint: tuple[int, ...] = ()
+        self._fingerprint: list[int] = []
         self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
         self._last_ids: list[int] = []
 
@@ -241,9 +242,10 @@ class MedusaProposer(StockMedusaProposer):
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._seen = None
         if self._ring is not None and self.fed and self.num_drafts and any(sampled_token_ids):
-            fused = self._core.fused
+            at, fused = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B), self._core.fused
             assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
-            self._seen = look_back(fused, self._ring, self._seats, self._positions_B, sampled_token_ids, drafted, hidden_TD)
+            arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
+            self._seen = fused.look_back(self._ring, arrived, at)
 
     def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
         now = time.perf_counter()
@@ -362,8 +364,9 @@ class MedusaProposer(StockMedusaProposer):
         self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_token_map()
-        views = heads.trainable_views().items()
-        fault = next((f"{name} does not read back" for name, value in views if not torch.equal(value.cpu(), cast[name])), "")
+        views = heads.trainable_views()
+        sums = zip(views, sums_of_bits(views.values()), sums_of_bits(cast[name] for name in views), strict=True)
+        fault = next((f"{name} does not read back" for name, held, sent in sums if held != sent), "")
         fault = self._probe_swap(cast) or fault  # Always: on tensor-parallel ranks the probe is a meeting of all.
         if not agreed_by_all(not fault):
             raise SwapError(
