@@ -14,6 +14,7 @@ W width of the draft vocabulary, C cells of the table, G values that w may have.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -162,14 +163,15 @@ def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
 def advance(texts_BX: torch.Tensor, run_BP: torch.Tensor, ids_B: torch.Tensor) -> torch.Tensor:
     """`match` after one more token."""
     longer_BP = torch.nn.functional.pad(run_BP[:, :-1], (1, 0)) + 1
-    return longer_BP.clamp_max_(SUFFIX) * (texts_BX[:, SUFFIX - 1 : -1] == ids_B.unsqueeze(1))
+    return longer_BP.clamp_max_(SUFFIX) * (texts_BX[:, SUFFIX - 1 : -1] == ids_B.int().unsqueeze(1))
 
 
 def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
     """Counts behind all suffixes that anything followed, each by its length."""
     run_BP = run_BP * (weight_BP > 0)
     length_B = run_BP.amax(1)
-    voting_BP = weight_BP * (run_BP > 0) * NEARER ** (run_BP - length_B.unsqueeze(1)).float()
+    near_BP = (run_BP - length_B.unsqueeze(1)).float().mul_(math.log2(NEARER)).exp2_()
+    voting_BP = near_BP.mul_(weight_BP).mul_(run_BP > 0)
     return Votes(voting_BP / voting_BP.sum(1, keepdim=True).clamp_min(1e-30), length_B.long())
 
 
@@ -279,7 +281,8 @@ class Recall:
 
     def follow(self, k: int, ids_B: torch.Tensor, q_B: torch.Tensor) -> None:
         """Draft k was drawn, with probability `q_B`: what is to be learned from it, and what the next one stands behind."""
-        memory_B, w_B = (self._share_BP * (self._next_BP == ids_B.unsqueeze(1))).sum(1), self._w_B1.squeeze(1)
+        next_BP = self._texts_BX[:, SUFFIX:] == ids_B.int().unsqueeze(1)
+        memory_B, w_B = (self._share_BP * next_BP).sum(1), self._w_B1.squeeze(1)
         heads_B = ((q_B - w_B * memory_B) / (1 - w_B)).clamp_min(0)
         self._waiting.q_KS3[k].index_copy_(0, self._slots_B, torch.stack([heads_B, memory_B, q_B], dim=1))
         self._waiting.cells_KS[k].index_copy_(0, self._slots_B, self._cells_B)
