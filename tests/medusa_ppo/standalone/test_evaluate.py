@@ -64,6 +64,11 @@ def test_figures_by_category_and_against_other_heads(options: EvalOptions, chain
     assert one.categories == ["even"] * 4 + ["odd"] * 4 and one.result.drafts_S.numel() == 8
     figures = {**evaluate._figures([f[0] for f in found]), **evaluate._by_category(sampled, [f[0] for f in found])}
     assert sum(row["drafts"] for row in figures["categories"]) == pytest.approx(figures["drafts"], abs=1)
+    for rows in one.parts.values():  # The same drafts, sorted otherwise.
+        assert sum(row["drafts"] for row in rows) == pytest.approx(figures["drafts"], abs=2)
+        mean = sum(row["drafts"] * row["mean_acceptance_length"] for row in rows) / sum(row["drafts"] for row in rows)
+        assert mean == pytest.approx(figures["mean_acceptance_length"], abs=0.02)
+    assert next(iter(one.parts.values()))[0]["part"] == "0 to 16" and len(one.parts) == 2
     other = figures["compare"]
     low, high = other["difference_interval"]
     assert other["difference"] == pytest.approx(figures["mean_acceptance_length"] - other["mean_acceptance_length"])
