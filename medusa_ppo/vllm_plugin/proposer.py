@@ -139,7 +139,7 @@ class MedusaProposer(StockMedusaProposer):
         cpu, own = self.device.type == "cpu", self.heads.config.lm_head == "own"
         return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
 
-    def propose(
+    def propose(  # type: ignore[override]  # Of its other drafters vLLM takes lists.
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
     ) -> torch.Tensor | list[list[int]]:
         """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included; lists where requests have fewer.
