@@ -50,11 +50,13 @@ class ReplayResult:
         drafts_S: draft steps.
         accepted_SK: accepted drafts at position 1..K.
         unseen_S: most drafts that could have been accepted behind the end of the response.
+        rows_M2: the same by row (drafts, accepted), where it is known.
     """
 
     drafts_S: torch.Tensor
     accepted_SK: torch.Tensor
     unseen_S: torch.Tensor
+    rows_M2: torch.Tensor | None = None
 
     @property
     def drafts(self) -> float:
@@ -188,18 +190,21 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     visits_ST[:, 0] = 1.0
     drafts_S, unseen_S = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
+    rows_ST2 = torch.zeros(count, longest, 2, dtype=torch.float64)
     for t in range(longest - 1):
         left_S = lengths_S - 1 - t
         reached_S = visits_ST[:, t] * (left_S > 0)
         drafts_S += reached_S
+        rows_ST2[:, t, 0] = reached_S
         for k in range(1, heads + 1):
             unseen_S += reached_S * (left_S == k - 1) * (heads - left_S)
             longer_S = reached_S * accept_STK[:, t, k - 1] * (k <= left_S)
             accepted_SK[:, k - 1] += longer_S
+            rows_ST2[:, t, 1] += longer_S
             visits_ST[:, t + k] += reached_S - longer_S
             reached_S = longer_S
         visits_ST[:, t + heads + 1] += reached_S
-    return ReplayResult(drafts_S, accepted_SK, unseen_S)
+    return ReplayResult(drafts_S, accepted_SK, unseen_S, rows_ST2[segment_M, column_M])
 
 
 @torch.no_grad()
@@ -242,6 +247,7 @@ def draft_logprobs_for_rows(
     context_Mn: torch.Tensor | None = None,
     ids_W: torch.Tensor | None = None,
     chunk_rows: int | None = None,
+    tops_QMK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log q of the targets, as the engine drafts, float32, one `MK` for each temperature: `[len(temperatures), M, K]`.
 
@@ -250,13 +256,16 @@ def draft_logprobs_for_rows(
         targets_MK: int64 (`heads.targets.head_targets`).
         temperatures: what head logits are divided by: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
+        tops_QMK: takes up the largest log q of any token.
     """
     out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
     for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows):
         for index, temperature in enumerate(temperatures):
             cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
-            picked_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k])
-            out_QMK[index, part, k] = picked_C - heads.vocabulary.logsumexp(cut_CV).squeeze(1)
+            picked_C, total_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k]), heads.vocabulary.logsumexp(cut_CV).squeeze(1)
+            out_QMK[index, part, k] = picked_C - total_C
+            if tops_QMK is not None:
+                tops_QMK[index, part, k] = heads.vocabulary.pick(cut_CV, heads.vocabulary.argmax(cut_CV)) - total_C
     return out_QMK
 
 

@@ -41,8 +41,7 @@ class ModelConfig(Section):
     """The actor and what the critic starts from."""
 
     path: Text = "demo"
-    """Folder or hub name of a transformers causal LM; `demo` is the embedded actor, trained on first use, `demo-grown` the same
-    with neurons that say nothing: a token costs what it costs in an actor of 20M parameters."""
+    """Folder or hub name of a transformers causal LM; `demo`: the embedded actor, `demo-grown`: the same, as slow as 20M parameters."""
     critic_path: Text | None = None
     """Folder or hub name that the critic starts from, or `demo`; null: the actor's own weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -110,11 +109,9 @@ class EngineConfig(Section):
     """vLLM, and how it drafts."""
 
     backend: Text = COLOCATED
-    """`colocated`: vLLM inside a Ray actor; `server`: `vllm serve` over HTTP on this node, started by us; or the address of a running
-    server, one for each replica with commas between."""
+    """`colocated`: vLLM in a Ray actor; `server`: `vllm serve` on this node, started by us; or running servers' addresses, with commas."""
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft. `v2` never ran on a GPU; it asks for vLLM 0.32, and has neither choose_drafts nor
-    draft_vocab. An engine without heads has vLLM's own."""
+    """vLLM's model runner where heads draft; `v2` (vLLM 0.32, never on a GPU) takes none of the four keys that say v1 below."""
     replicas: Count = 1
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     resource: Text | None = None
@@ -122,15 +119,13 @@ class EngineConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the engine's copy of the actor; null: as model.dtype."""
     transfer: Literal["file", "broadcast"] = "file"
-    """How engines get a new actor. `file`: in shared memory, or through Ray's store; `broadcast`: in buckets to all at once, by NCCL
-    between GPUs and gloo elsewhere, through vLLM's weight-transfer API (backend `colocated` only)."""
+    """How engines get a new actor: as a `file`, or by `broadcast` in buckets to all at once (NCCL or gloo; backend `colocated` only)."""
     max_num_seqs: Count = 32
     """Most sequences that run at once."""
     max_model_len: int | None = Field(None, ge=8)
     """Longest prompt plus response, in tokens; null: what data and sampling allow together (512 where another loop brings the prompts)."""
     memory_fraction: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU that Ray and vLLM give to the engine; null: 0.35 where one engine and PPO have one GPU, else 0.9. The CPU
-    build takes what `max_num_seqs` needs."""
+    """Share of the GPU for the engine; null: 0.35 where one engine and PPO have one GPU, else 0.9 (CPU build: what it needs)."""
     enforce_eager: bool | None = None
     """Skip torch.compile and CUDA graphs: quick start, slower steps; null: on a CPU, and not on a GPU."""
     sleep_level: Literal[1, 2] | None = None
@@ -142,10 +137,13 @@ class EngineConfig(Section):
     draft_temperature: float = Field(1.0, ge=0)
     """0: one-hot drafts; above: drafts sampled at this temperature times the request's own. Both are lossless."""
     choose_drafts: bool = False
-    """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance."""
+    """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance (runner v1)."""
     draft_vocab: int | None = Field(None, ge=0)
-    """Draft from so many of the most frequent tokens of prompts and rollouts (saves lm_head's product); 0: from all; null: from 8,192
-    where the vocabulary has 32,768 or more, the heads share lm_head, and the runner is v1."""
+    """Draft from so many of the most frequent tokens seen so far; 0: all; null: 8,192 of 32,768 or more (lm_head shared, runner v1)."""
+    memory_bytes: int | None = Field(None, ge=0)
+    """Bytes of earlier responses kept by prompt, which sampled drafts are also drawn from (runner v1); null or 0: none."""
+    stop_below: float | None = Field(None, gt=0, lt=1)
+    """A run of sampled drafts ends before one whose chance to be accepted is estimated below this (runner v1); null: never."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on as they are."""
 
@@ -200,8 +198,7 @@ class CompanionConfig(Section):
     batch_positions: Count = 2048
     """Positions per optimizer step, of all workers together."""
     schedule: Literal["fixed", "pays"] | None = None
-    """`fixed`: `epochs` passes over each batch; `pays`: as many as gain the loop more seconds than it loses, down to none; null: `pays`,
-    without `wait`."""
+    """`fixed`: `epochs` passes over each batch; `pays`: as many as gain more seconds than they lose; null: `pays`, without `wait`."""
     epochs: Count = 2
     """Passes over each rollout batch; with schedule `pays` the most."""
     position_share: float = Field(1.0, gt=0, le=1)
@@ -211,7 +208,7 @@ class CompanionConfig(Section):
     is more than half of it a sample is taken; when it is full the oldest that waits goes and is counted."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, also after --resume, but its time is no longer hidden."""
-    replay_versions: int = Field(0, ge=0)
+    replay_versions: int = Field(4, ge=0)
     """Policy versions for which a batch is trained on again beside newer ones, by half as much with each."""
     gate_confidence: float = Field(0.9, gt=0.5, lt=1)
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""
@@ -220,8 +217,7 @@ class CompanionConfig(Section):
     cores: tuple[int, ...] | None = None
     """CPU cores that each worker is pinned to, a thread on each; null: any, with threads for a quarter of them (all with `resource`)."""
     num_gpus: float | None = Field(None, ge=0)
-    """GPUs that Ray gives to each worker; null: a tenth, where so much is free. A single worker with a share of a GPU leaves it between
-    batches: then heads, optimizer and tables lie in the host's memory."""
+    """GPUs of each worker; null: a tenth, where so much is free. A single worker with a share of one leaves it between batches."""
     workers: Count = 1
     """Processes that share each batch and every optimizer step; the heads come out the same."""
     resource: Text | None = None
@@ -252,8 +248,7 @@ class ReportConfig(Section):
     """What is measured besides."""
 
     compare_pairs: Count | None = None
-    """After the last step, so many times in turn: rollouts and whole PPO steps with the plugin, and without it in an engine of its own at
-    vLLM's defaults; null: never."""
+    """After the last step, so many pairs: rollouts and PPO steps with the plugin, and without it (an engine at vLLM's defaults)."""
     speed_every: Count | None = None
     """Every n-th step the same prompts are also generated without drafting, in turn, by the same engine, and timed; null: never."""
     speed_prompts: Count | None = None
@@ -311,6 +306,12 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
     if engine.num_drafts is not None and engine.num_drafts > heads.num_heads:
         keys: tuple[str, ...] = ("engine.num_drafts", "heads.num_heads")
         yield "More draft tokens than heads.", keys, "engine.num_drafts <= heads.num_heads", "Train more heads or draft fewer tokens."
+    if (engine.memory_bytes or engine.stop_below) and not engine.draft_temperature:
+        keys, do = ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature"), "Set the last above 0, or the others to null."
+        yield "Only sampled drafts know a memory, or an end by their own chances.", keys, "sampled drafts", do
+    if engine.stop_below and engine.choose_drafts:
+        keys = ("engine.stop_below", "engine.choose_drafts")
+        yield "What k drafts cost is not seen where each request has its own number.", keys, "one of the two", "Leave one out."
     need = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if engine.max_model_len is not None and need > engine.max_model_len:
         keys = ("data.max_prompt_tokens", "sampling.max_new_tokens")
@@ -332,8 +333,7 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         problem = "A companion that trains on a share of the positions has one worker only: others have only a part of each batch."
         yield problem, keys, "companion.workers=1 or companion.position_share=1", "Change one of the two."
     if engine.sleep_level and engine.backend != COLOCATED:
-        keys = ("engine.sleep_level", "engine.backend")
-        do = "Set engine.sleep_level=null or engine.backend=colocated."
+        keys, do = ("engine.sleep_level", "engine.backend"), "Set engine.sleep_level=null or engine.backend=colocated."
         yield "Only colocated engines can sleep.", keys, "engine.backend=colocated", do
     if engine.transfer == "broadcast" and (engine.backend != COLOCATED or int(engine.extra.get("data_parallel_size", 1)) > 1):
         keys = ("engine.transfer", "engine.backend", "engine.extra")

@@ -47,11 +47,14 @@ class Served:
         draft_temperature: times the rollouts' own; 0: one-hot drafts.
         num_drafts: drafts of a step at most; None: one of each head.
         ids_W: tokens that drafts come from, int64; None: all.
+        mix: makes the heads' log q of the rollouts' tokens `[M, K]` that of what is drawn from (sampled drafts; a piece of the batch, that
+            log q, and the largest log q of any token).
     """
 
     draft_temperature: float = 0.0
     num_drafts: int | None = None
     ids_W: torch.Tensor | None = None
+    mix: Callable[[RolloutBatch, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def replay(
     columns = torch.cat(counts) if counts else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
     if team is not None:
         columns = team.gather(columns)[torch.cat(shares).argsort()]
-    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1])
+    rows = [] if team else [result.rows_M2 for result in results if result.rows_M2 is not None]
+    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1], torch.cat(rows) if rows else None)
 
 
 def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:
@@ -133,6 +137,7 @@ def _acceptance(
         if ids_W is not None:  # A token that is no draft is never accepted.
             place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
         places_MK = place_V[targets_MK]
+        tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
         logprobs_1MK = draft_logprobs_for_rows(
             heads,
             hidden_MD,
@@ -141,9 +146,13 @@ def _acceptance(
             temperatures=(batch.temperature * served.draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
             top_k=batch.top_k,
             top_p=batch.top_p,
+            tops_QMK=tops_1MK,
             **tables,
         )
-        accept_MK = sampled_acceptance(logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf), batch.logprobs_M, batch.lengths_S)
+        logprobs_MK = logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf)
+        if served.mix is not None and tops_1MK is not None:
+            logprobs_MK = served.mix(batch, logprobs_MK, tops_1MK[0].cpu())
+        accept_MK = sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S)
     if served.num_drafts is not None:
         accept_MK[:, served.num_drafts :] = 0
     return accept_MK

@@ -9,6 +9,7 @@ w width of a part, R width of what is kept of a pair (2 D), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,32 @@ class Arrived:
         own_B = torch.arange(len(rows_B), device=rows_B.device) * most
         hidden_ND = hidden_TD[rows_Bn.flatten()]
         return cls(hidden_ND, ids_Bn.flatten(), slots_Bn.flatten(), requests_Bn.flatten(), positions_Bn.flatten(), own_B)
+
+    @classmethod
+    def of_lists(
+        cls, hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], at: Standing, most: int
+    ) -> Arrived:
+        """Where the host has a step's tokens: of each request so many pairs as it sampled, `most` at most.
+
+        Args:
+            hidden_TD: the states that verification read: of each request one more than drafts, or where nothing was drafted one.
+            sampled_token_ids: none for a request whose prompt isn't finished.
+            drafted: drafts that were verified, by request.
+        """
+        # Row of the state, token, request, and how far before the request's last token.
+        found: list[tuple[int, int, int, int]] = []
+        own, row = [], 0
+        alike = hidden_TD.shape[0] == len(sampled_token_ids)
+        for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
+            ago = range(min(len(tokens), most) - 1, -1, -1)
+            found += [(row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago]
+            own.append(max(len(found) - 1, 0))
+            row += 1 if alike else count + 1
+        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(hidden_TD.device, non_blocking=True)
+        own_B = torch.tensor(own).to(hidden_TD.device, non_blocking=True)
+        row_N, ids_N, request_N, back_N = numbers.unbind(0)
+        positions_N = at.positions_B[request_N] - back_N
+        return cls(hidden_TD[row_N], ids_N, at.slots_B[request_N], at.requests_B[request_N], positions_N, own_B)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from heads.modules import MedusaHeads
 from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.draft_vocabulary import LINEAR, LM_HEAD, PACK, plain_linear
 from medusa_ppo.drafting.fused import EMBED, FusedHeads
+from medusa_ppo.drafting.memory import Recall
 from medusa_ppo.drafting.noise import cumulate, float32_below
 from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.drafting.stopping import Ending
 
 FEATURES = Callable[[int, torch.Tensor], torch.Tensor]
 """Index of a head, and the last tokens `[B]`, to what lm_head reads `[B, D]`."""
@@ -51,10 +53,12 @@ class Drafted:
     Attributes:
         ids_BK: int64, tokens.
         q: float32 `[B, W]` for each draft, before the rounding of what it was drawn by; only of a sampled call that was given no slots.
+        lengths_B: int64, how many of them are to be verified; None: all.
     """
 
     ids_BK: torch.Tensor
     q: tuple[torch.Tensor, ...] = ()
+    lengths_B: torch.Tensor | None = None
 
 
 class DraftingCore:
@@ -125,6 +129,8 @@ class DraftingCore:
         sampling: Sampling | None = None,
         seen: Seen | None = None,
         slots: DraftSlots | None = None,
+        recall: Recall | None = None,
+        ending: Ending | None = None,
     ) -> Drafted:
         """`count` (1..K) drafts for each request.
 
@@ -134,8 +140,14 @@ class DraftingCore:
             sampling: None for one-hot drafts.
             seen: what heads with a context attend to; None: the pair that each request stands at alone.
             slots: where sampled drafts are drawn, and what verification needs of them stays; whose they are is for `slots.stamp` to say.
+            recall: what earlier responses say; sampled drafts are then of the mixture.
+            ending: where the runs of sampled drafts end.
         """
-        drawing = None if sampling is None else _Drawing(sampling, self.temperatures_K, count, slots, self._width)
+        drawing = None
+        if sampling is not None:
+            drawing = _Drawing(sampling, self.temperatures_K, count, slots, self._width, recall, ending)
+        if recall is not None and self.ids_W is not None:
+            recall.among(self.ids_W, self.config.vocab_size)
         features = self._features(hidden_BD, last_ids_B, count, seen) if self.config.kind == "hydra" else None
         ahead = self._logits_ahead(hidden_BD, count) if features is None else []
         ids = []
@@ -145,8 +157,11 @@ class DraftingCore:
                 logits_BW = logits_BW + self._bias_out[k](F.embedding(last_ids_B, self.heads.markov_in[k])).float()
             column_B = logits_BW.argmax(-1) if drawing is None else drawing.choose(logits_BW, k)
             last_ids_B = column_B if self.ids_W is None else self.ids_W.index_select(0, column_B)
+            if drawing is not None:
+                drawing.tell(k, last_ids_B, column_B)
             ids.append(last_ids_B)
-        return Drafted(torch.stack(ids, dim=1), tuple(drawing.q or ()) if drawing is not None else ())
+        q, lengths_B = (drawing.q, drawing.lengths_B) if drawing is not None else (None, None)
+        return Drafted(torch.stack(ids, dim=1), tuple(q or ()), lengths_B)
 
     def _features(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None) -> FEATURES:
         """Kind hydra: what gives each head's features, asked for in order."""
@@ -175,14 +190,23 @@ class DraftingCore:
 class _Drawing:
     """Draws columns of logits; what all heads have in common is made once."""
 
-    def __init__(self, sampling: Sampling, temperatures_K: torch.Tensor, count: int, slots: DraftSlots | None, width: int) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        temperatures_K: torch.Tensor,
+        count: int,
+        slots: DraftSlots | None,
+        width: int,
+        recall: Recall | None,
+        ending: Ending | None,
+    ) -> None:
         temperature_B1 = sampling.temperature_B.clamp_min(0).unsqueeze(1)
         temperatures_K = temperatures_K if count == len(temperatures_K) else temperatures_K[:count]
         self._scales = (temperature_B1 * temperatures_K).reciprocal_().clamp_max_(SHARPEST).split(1, dim=1)
         # Of equal logits a greedy request takes the first, as argmax does.
         uniforms_BK = float32_below(sampling.uniforms_BK) * (temperature_B1 > 0)
         self._uniforms = uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
-        self._sampling = sampling
+        self._sampling, self._recall, self._ending, self._drawn_B1 = sampling, recall, ending, temperature_B1 > 0
         batch = len(temperature_B1)
         self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(count, batch)
         self.q: list[torch.Tensor] | None = [] if slots is None else None
@@ -198,12 +222,30 @@ class _Drawing:
         if sampling.top_k_B is not None or sampling.top_p_B is not None:
             scaled_BW = cut(scaled_BW, sampling.top_k_B, sampling.top_p_B)
         torch.softmax(scaled_BW, -1, out=mass_BW)
+        if self._recall is not None:
+            self._recall.mix(mass_BW, self._drawn_B1)
+        if self._ending is not None:
+            self._ending.ask(mass_BW, self._drawn_B1)
         if self.q is not None:
             self.q.append(mass_BW.clone())
         cumulate(mass_BW, sums_BX)
         column_B1 = self._places.columns[k]
         torch.searchsorted(sums_BX, self._uniforms[k], right=True, out=column_B1)
         return column_B1.squeeze(1)
+
+    def tell(self, k: int, ids_B: torch.Tensor, column_B: torch.Tensor) -> None:
+        """The draft of the head with index k was drawn: whoever goes by the drafts before the next one learns of it."""
+        if self._recall is not None or self._ending is not None:
+            q_B = self._places.scratch[1].gather(1, column_B.unsqueeze(1)).squeeze(1)
+            if self._recall is not None:
+                self._recall.follow(k, ids_B, q_B)
+            if self._ending is not None:
+                self._ending.follow(k, q_B)
+
+    @property
+    def lengths_B(self) -> torch.Tensor | None:
+        """Drafts of each request that are to be verified; None: all."""
+        return None if self._ending is None else self._ending.lengths_B
 
 
 def cut(logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None) -> torch.Tensor:

@@ -161,7 +161,7 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
         lacks.append((UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested"))
     if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
         lacks.append((UnsupportedVersionError, "vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"))
-    for name in ("choose_drafts", "draft_vocab"):
+    for name in ("choose_drafts", "draft_vocab", "memory_bytes", "stop_below"):
         if getattr(config, name):
             lacks.append((ConfigError, f"engine.{name}={getattr(config, name)}", "unset: V2 tells a drafter no tokens on the host"))
     if lacks:
@@ -180,6 +180,10 @@ def _drafting(config: EngineConfig, heads: HeadsConfig | None, runner: str) -> D
     }
     if (size := draft_vocabulary(config, heads, runner)) is not None:
         drafting["draft_vocab"] = size
+    if config.memory_bytes:
+        drafting["memory_bytes"] = config.memory_bytes
+    if config.stop_below:
+        drafting["stop_below"] = config.stop_below
     return drafting
 
 

@@ -33,7 +33,22 @@ def lines(result: Figures) -> list[str]:
         shown.append(f"against {result['settings']['compare']}: {verdict(result)}")
     for part in sections(result)[1:]:
         shown += ["", *aligned([part.header, *part.rows])]
+    for title, rows in breakdowns(result):
+        shown += ["", title, *aligned(rows)]
     return shown
+
+
+def breakdowns(result: Figures) -> list[tuple[str, list[list[str]]]]:
+    """Where drafts are accepted: titles, and tables with a header."""
+    found = []
+    for title, parts in result.get("parts", {}).items():
+        rows = [
+            [part["part"], w.percent(part["accepted_share"]) if "accepted_share" in part else f"{part['mean_acceptance_length']:.3f}"]
+            for part in parts
+        ]
+        header = ["", *(("accepted", "drafts verified") if parts and "accepted_share" in parts[0] else ("tokens a step", "draft steps"))]
+        found.append((title, [header, *([*row, w.whole(part["drafts"])] for row, part in zip(rows, parts, strict=True))]))
+    return found
 
 
 def verdict(result: Figures) -> str:
@@ -78,6 +93,8 @@ def markdown_report(result: Figures) -> str:
         parts += [f"Against {settings['compare']}: {verdict(result)}.", ""]
     for part in sections(result):
         parts += [f"## {part.title}", "", _row(part.header), f"|{'---|' * len(part.header)}", *map(_row, part.rows), ""]
+    for title, rows in breakdowns(result):
+        parts += [f"## {title}", "", _row(rows[0]), f"|{'---|' * len(rows[0])}", *map(_row, rows[1:]), ""]
     parts += ["## Settings", "", "| option | value |", "|---|---|"]
     parts += [_row([key, str(value)]) for key, value in _given(result)]
     parts += ["", method(result), ""]

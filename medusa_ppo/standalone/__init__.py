@@ -112,6 +112,9 @@ class EvalOptions:
     top_k: Annotated[int, Option(help="Sample from the k likeliest tokens; 0: off.")] = 0
     category: Annotated[str, Option(help="Column whose values the figures are also given for.")] = ""
     compare: Annotated[Path | None, Option(help="Other heads, measured on the same rollouts (vllm: on the same prompts).")] = None
+    earlier_responses: Annotated[
+        int, Option(min=0, help="Responses to each prompt that a memory has before; sampled drafts then come from the heads and from it.")
+    ] = 0
     max_new_tokens: NewTokens = 128
     limit: Annotated[int, Option(min=0, help="Prompts to use; 0: all.")] = 256
     seed: Seed = 0

@@ -11,13 +11,14 @@ Shape letters: B fixed rows, D hidden, V vocabulary, K heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from heads.errors import CheckpointError, SwapError
 from heads.heads_config import HeadsConfig
@@ -219,3 +220,20 @@ def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
     expected, seen = logprobs_BV[known_BV], served_BV[known_BV].log()
     spread = max(float(expected.std(correction=0)), LEAST_SPREAD)
     return float((seen - expected).square().mean().sqrt()) / spread
+
+
+def fingerprint(heads: nn.Module) -> list[int]:
+    """Enough to notice that memory was thrown away."""
+    return sums_of_bits(p.detach() for p in heads.parameters())
+
+
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at once."""
+    return torch.stack([_sum_of_bits(tensor.reshape(-1)) for tensor in tensors]).tolist()
+
+
+def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
+    """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
+    size = values_N.element_size()
+    words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
+    return values_N.view(words).sum(dtype=torch.int64)

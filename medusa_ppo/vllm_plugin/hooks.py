@@ -215,6 +215,10 @@ def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
             elif spec_decode_metadata is None and seeded and current_platform.is_cpu():
                 spec_decode_metadata = SpecDecodeMetadata.make_dummy([[]] * len(logits), logits.device)
                 spec_decode_metadata.bonus_logits_indices = torch.arange(len(logits), device=logits.device)
+            if spec_decode_metadata is not None and self.drafter.memory is not None:
+                meta = spec_decode_metadata
+                temperature_B = self.input_batch.sampling_metadata.temperature
+                self.drafter.memory.judge(logits, meta.target_logits_indices, meta.draft_token_ids, meta.num_draft_tokens, temperature_B)
         return original(self, logits, spec_decode_metadata)
 
     return _sample

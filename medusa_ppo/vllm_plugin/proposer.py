@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,22 @@ from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, S
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
+from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
+from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.types import Checked
-from medusa_ppo.vllm_plugin.confirm import Plain, check_finite, check_fit, find_difference, fixed_inputs, fixed_sampling, read_state
+from medusa_ppo.vllm_plugin.confirm import (
+    Plain,
+    check_finite,
+    check_fit,
+    find_difference,
+    fingerprint,
+    fixed_inputs,
+    fixed_sampling,
+    read_state,
+    sums_of_bits,
+)
 from medusa_ppo.vllm_plugin.hooks import (
     StockMedusaProposer,
     agreed,
@@ -41,6 +53,9 @@ from medusa_ppo.vllm_plugin.rpc import SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 
+MEMORY_LENGTHS = 16
+"""Texts of the memory hold so many responses of full length."""
+
 
 class MedusaProposer(StockMedusaProposer):
     """What vLLM's model runner asks for drafts after each step."""
@@ -53,6 +68,9 @@ class MedusaProposer(StockMedusaProposer):
     _target: nn.Module
     _ring: PairRing | None = None
     _seen: Seen | None = None
+    memory: RunningMemory | None = None
+    stopping: Stopping | None = None
+    _running: tuple[Sequence[str], Mapping[str, Any]] = ((), {})
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -121,10 +139,10 @@ class MedusaProposer(StockMedusaProposer):
         cpu, own = self.device.type == "cpu", self.heads.config.lm_head == "own"
         return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
 
-    def propose(
+    def propose(  # type: ignore[override]  # Of its other drafters vLLM takes lists.
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
-    ) -> torch.Tensor:
-        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included.
+    ) -> torch.Tensor | list[list[int]]:
+        """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included; lists where requests have fewer.
 
         Args:
             target_hidden_states: h_t `[B, D]` of each request, after the last norm.
@@ -139,7 +157,10 @@ class MedusaProposer(StockMedusaProposer):
         last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(self.device, non_blocking=True)
         if not self.sampled or sampling_metadata.all_greedy:
             return self._core.draft(hidden_BD, last_ids_B, count, seen=self._seen).ids_BK
-        return self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata).ids_BK
+        drafted = self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata)
+        if drafted.lengths_B is None:
+            return drafted.ids_BK
+        return [ids[:length] for ids, length in zip(drafted.ids_BK.tolist(), drafted.lengths_B.tolist(), strict=True)]
 
     def _draft_and_keep(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling_metadata: Any) -> Drafted:
         """Sampled drafts; their q is kept until they are verified."""
@@ -148,7 +169,9 @@ class MedusaProposer(StockMedusaProposer):
         temperature_B = sm.temperature if seats.drawn_B is None else sm.temperature * seats.drawn_B
         noise_BK = uniforms(self._positions_B, seats.keys_B, seats.seeded_B, DRAFT_LANE, count)
         how = Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
-        drafted = self._core.draft(hidden_BD, last_ids_B, count, how, self._seen, self._slots)
+        recall = None if self.memory is None else self.memory.recall(self._running[0])
+        ending = None if self.stopping is None else self.stopping.begin(seats.slots_B)
+        drafted = self._core.draft(hidden_BD, last_ids_B, count, how, self._seen, self._slots, recall, ending)
         stamps_B = torch.where(temperature_B > 0, stamps(seats.requests_B, self._positions_B), NOTHING)
         self._slots.stamp(seats.slots_B, stamps_B, count)
         return drafted
@@ -164,6 +187,7 @@ class MedusaProposer(StockMedusaProposer):
         """
         self._seats = self._seating.seat(request_ids, lambda key: self._meet(live_requests[key]), live_requests)
         self._positions_B = torch.from_numpy(tokens).to(self.device, torch.int64)
+        self._running = request_ids, live_requests
 
     def _meet(self, request: Any) -> Traits:
         """Of vLLM's state of a request that is new here."""
@@ -209,31 +233,19 @@ class MedusaProposer(StockMedusaProposer):
             self._refresh_token_map()
         if self.choose:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
+        accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
+        if self.memory is not None:
+            self.memory.attend(*self._running)
+            self.memory.settle(self._running[0], drafted, accepted)
+        if self.stopping is not None:
+            counts_2B = torch.tensor([list(drafted), accepted]).to(self.device, non_blocking=True)
+            self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._seen = None
         if self._ring is not None and self.fed and self.num_drafts and any(sampled_token_ids):
-            self._seen = self._look_back(self._ring, sampled_token_ids, drafted, hidden_TD)
-
-    def _look_back(
-        self, ring: PairRing, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], hidden_TD: torch.Tensor
-    ) -> Seen:
-        """Put the step's pairs into the ring, and look up what each request attends to. Positions of the prompt have none."""
-        # Row of the state, token, request, and how far before the request's last token.
-        found: list[tuple[int, int, int, int]] = []
-        own, row = [], 0
-        alike = hidden_TD.shape[0] == len(sampled_token_ids)
-        for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
-            ago = range(min(len(tokens), ring.pairs) - 1, -1, -1)
-            found += [(row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago]
-            own.append(max(len(found) - 1, 0))
-            row += 1 if alike else count + 1
-        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(self.device, non_blocking=True)
-        own_B = torch.tensor(own).to(self.device, non_blocking=True)
-        row_N, ids_N, request_N, back_N = numbers.unbind(0)
-        at, fused = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B), self._core.fused
-        assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
-        positions_N = at.positions_B[request_N] - back_N
-        arrived = Arrived(hidden_TD[row_N], ids_N, at.slots_B[request_N], at.requests_B[request_N], positions_N, own_B)
-        return fused.look_back(ring, arrived, at)
+            at, fused = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B), self._core.fused
+            assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
+            arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
+            self._seen = fused.look_back(self._ring, arrived, at)
 
     def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
         now = time.perf_counter()
@@ -256,8 +268,11 @@ class MedusaProposer(StockMedusaProposer):
         """Change how drafts are made from the next step on; returns what holds now. ConfigError leaves all as it is."""
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
         count, size = int(settings.get("num_drafts", self.num_drafts)), int(settings.get("draft_vocab", self.token_map.size))
+        memory_bytes = int(settings.get("memory_bytes", self._memory_bytes))
+        stop_below = float(settings.get("stop_below", self._stop_below))
         known, own = Drafting.__annotations__, self.heads.config.lm_head == "own"
-        if any(name not in known for name in settings) or not 0 < temperature < float("inf"):
+        possible = 0 < temperature < float("inf") and memory_bytes >= 0 and 0 <= stop_below < 1
+        if any(name not in known for name in settings) or not possible:
             raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
         if not 0 <= count <= self.num_speculative_tokens:
             raise ConfigError(
@@ -284,14 +299,33 @@ class MedusaProposer(StockMedusaProposer):
             self.sampled = sampled
             self._use_vocabulary()
         self._core.temperatures_K.fill_(temperature)
-        return Drafting(
-            num_drafts=count, sampled=self.sampled, draft_temperature=temperature, choose=self.choose, draft_vocab=self.token_map.size
-        )
+        if memory_bytes != self._memory_bytes:
+            self.memory = self._new_memory(memory_bytes) if memory_bytes else None
+        size = self.token_map.size
+        held = Drafting(num_drafts=count, sampled=self.sampled, draft_temperature=temperature, choose=self.choose, draft_vocab=size)
+        if stop_below != self._stop_below:
+            requests = self.vllm_config.scheduler_config.max_num_seqs
+            self.stopping = Stopping(stop_below, requests, self.num_speculative_tokens, self.device) if stop_below else None
+        return held | {"memory_bytes": memory_bytes, "stop_below": stop_below}
+
+    @property
+    def _memory_bytes(self) -> int:
+        return self.memory.store.most_bytes if self.memory is not None else 0
+
+    @property
+    def _stop_below(self) -> float:
+        return self.stopping.least if self.stopping is not None else 0.0
+
+    def _new_memory(self, most_bytes: int) -> RunningMemory:
+        requests, places = self.vllm_config.scheduler_config.max_num_seqs, MEMORY_LENGTHS * self.vllm_config.model_config.max_model_len
+        return RunningMemory(most_bytes, requests, self.num_speculative_tokens, places, self.device)
 
     def target_changed(self) -> None:
         """New actor weights: what was read from them is read again."""
         self.chooser.heads_changed()
         self._core.actor_changed()
+        if self.memory is not None:
+            self.memory.new_policy()
         self._forget_pairs()
         self._refresh_token_map()
 
@@ -364,20 +398,3 @@ class MedusaProposer(StockMedusaProposer):
             logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
         self.fed = there
         return self.version if there else -1
-
-
-def fingerprint(heads: nn.Module) -> list[int]:
-    """Enough to notice that memory was thrown away."""
-    return sums_of_bits(p.detach() for p in heads.parameters())
-
-
-def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at once."""
-    return torch.stack([_sum_of_bits(tensor.reshape(-1)) for tensor in tensors]).tolist()
-
-
-def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
-    """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
-    size = values_N.element_size()
-    words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
-    return values_N.view(words).sum(dtype=torch.int64)

@@ -32,6 +32,8 @@ class Drafting(TypedDict, total=False):
         draft_temperature: of sampled drafts, times the request's own.
         choose: the engine chooses the number of drafts for each step.
         draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from all.
+        memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are remembered.
+        stop_below: a run of sampled drafts ends before one whose chance to be accepted is estimated below this; 0: never.
     """
 
     num_drafts: int
@@ -39,6 +41,8 @@ class Drafting(TypedDict, total=False):
     draft_temperature: float
     choose: bool
     draft_vocab: int
+    memory_bytes: int
+    stop_below: float
 
 
 def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

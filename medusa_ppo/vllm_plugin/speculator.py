@@ -56,7 +56,7 @@ class HeldHeads(MedusaProposer):
         return fused.look_back(ring, Arrived.of_step(hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most), at)
 
     def configure(self, settings: Drafting) -> Drafting:
-        for name in ("choose", "draft_vocab"):
+        for name in ("choose", "draft_vocab", "memory_bytes", "stop_below"):
             if settings.get(name):
                 raise ConfigError(
                     "vLLM's V2 model runner tells a drafter no tokens on the host, and this setting needs them.",

@@ -118,6 +118,9 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
         (["ppo.ptx_coefficient=1"], "a weight needs texts"),
         (["ppo.eval_every=1", "data.eval_split=train"], "on the prompts of the training"),
         (["ppo.kl_stop=0.1", "actor.backend=megatron"], "early end"),
+        (["engine.memory_bytes=100", "engine.draft_temperature=0"], "Only sampled drafts"),
+        (["engine.stop_below=0.1", "engine.draft_temperature=0"], "Only sampled drafts"),
+        (["engine.stop_below=0.1", "engine.choose_drafts=true"], "its own number"),
     ],
 )
 def test_options_of_the_update_that_contradict_each_other(pairs: list[str], words: str) -> None:

@@ -22,6 +22,7 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.types import Sampling
+from medusa_ppo.vllm_plugin.rpc import Drafting
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500
@@ -88,19 +89,23 @@ def p_value(engine: ColocatedEngine, model: Any, sampling: Sampling) -> float:
     return float(chisquare(observed[keep].numpy(), (expected[keep] * observed.sum() / expected.sum()).numpy()).pvalue)
 
 
-CASES = {
-    "one-hot T=1": (False, 1.0, Sampling(1.0)),
-    "sampled T=1": (True, 1.0, Sampling(1.0)),
-    "sampled T=0.7, draft 0.6": (True, 0.6, Sampling(0.7)),
-    "sampled top-p": (True, 0.8, Sampling(1.0, top_p=0.8)),
-    "sampled top-k": (True, 1.0, Sampling(1.0, top_k=3)),
+CASES: dict[str, tuple[Drafting, Sampling]] = {
+    "one-hot T=1": ({"sampled": False}, Sampling(1.0)),
+    "sampled T=1": ({}, Sampling(1.0)),
+    "sampled T=0.7, draft 0.6": ({"draft_temperature": 0.6}, Sampling(0.7)),
+    "sampled top-p": ({"draft_temperature": 0.8}, Sampling(1.0, top_p=0.8)),
+    "sampled top-k": ({}, Sampling(1.0, top_k=3)),
+    "a memory of the responses before and beside": ({"memory_bytes": 100_000}, Sampling(0.7)),
+    "runs that end early": ({"stop_below": 0.2}, Sampling(0.7)),
+    "both": ({"memory_bytes": 100_000, "stop_below": 0.2}, Sampling(1.0, top_p=0.8)),
 }
+PLAIN: Drafting = {"sampled": True, "draft_temperature": 1.0, "memory_bytes": 0, "stop_below": 0.0}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: Any, case: str) -> None:
-    sampled, draft_temperature, wanted = CASES[case]
-    engine.configure(sampled=sampled, draft_temperature=draft_temperature)
+    drafting, wanted = CASES[case]
+    engine.configure(**PLAIN | drafting)
     sampling = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, REQUESTS, None, True)
     torch.manual_seed(1)
     assert p_value(engine, model, sampling) > 0.01
@@ -113,6 +118,6 @@ def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytes
         honest(slots, slots_B, stamps_B, count)
         slots.cumulative_KRX.pow_(0.5)  # The sums of another distribution.
 
-    engine.configure(sampled=True, draft_temperature=1.0)
+    engine.configure(**PLAIN)
     monkeypatch.setattr(DraftSlots, "stamp", dishonest)
     assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4

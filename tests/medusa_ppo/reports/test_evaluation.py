@@ -79,3 +79,15 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
 def test_intervals_stand_where_their_figures_are() -> None:
     drawn = draw_intervals("t", ["x"], [{"mean_acceptance_length": 1.5, "confidence_interval": [1.0, 2.0]}])
     assert 'cx="50.00%"' in drawn and 'x1="0.00%" x2="100.00%"' in drawn
+
+
+def test_where_drafts_are_accepted_is_told_where_it_is_known() -> None:
+    parts = {
+        "By place": [{"part": "0 to 16", "drafts": 1234, "mean_acceptance_length": 2.5}],
+        "By suffix": [{"part": "1 to 2", "drafts": 50, "accepted_share": 0.61}],
+    }
+    known = {**result(), "parts": parts}
+    shown, written = "\n".join(lines(known)), markdown_report(known)
+    for text in (shown, written):
+        assert "By place" in text and "2.500" in text and "1,234" in text and "61 %" in text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+    assert "## By suffix" in written and "By place" not in "\n".join(lines(result()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from heads.acceptance import ReplayResult
-from heads.errors import DataError
+from heads.errors import ConfigError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.console import OfflineProgress
+from medusa_ppo.drafting.memory import FIRST_SHARES
 from medusa_ppo.standalone import evaluate
-from medusa_ppo.standalone.evaluate import EvalOptions, Group
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+from medusa_ppo.standalone.evaluate import EvalOptions, Group, Recalled
+from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 
 
 @pytest.fixture
@@ -57,11 +59,16 @@ def test_figures_by_category_and_against_other_heads(options: EvalOptions, chain
     twice = [*groups, Group("odd", groups[1].prompts)]  # Two answers to each odd prompt: one unit of the bootstrap.
     rounds = [answered(group, seed) for seed, group in enumerate(twice)]
     sampled = replace(options, draft="sampled")
-    found = evaluate._replayed(sampled, [start, moved], twice, [rounds], OfflineProgress(quiet=True))
+    found = evaluate._replayed(sampled, [start, moved], twice, [], [rounds], OfflineProgress(quiet=True))
     one = found[0][0]
     assert one.categories == ["even"] * 4 + ["odd"] * 4 and one.result.drafts_S.numel() == 8
     figures = {**evaluate._figures([f[0] for f in found]), **evaluate._by_category(sampled, [f[0] for f in found])}
     assert sum(row["drafts"] for row in figures["categories"]) == pytest.approx(figures["drafts"], abs=1)
+    for rows in one.parts.values():  # The same drafts, sorted otherwise.
+        assert sum(row["drafts"] for row in rows) == pytest.approx(figures["drafts"], abs=2)
+        mean = sum(row["drafts"] * row["mean_acceptance_length"] for row in rows) / sum(row["drafts"] for row in rows)
+        assert mean == pytest.approx(figures["mean_acceptance_length"], abs=0.02)
+    assert next(iter(one.parts.values()))[0]["part"] == "0 to 16" and len(one.parts) == 2
     other = figures["compare"]
     low, high = other["difference_interval"]
     assert other["difference"] == pytest.approx(figures["mean_acceptance_length"] - other["mean_acceptance_length"])
@@ -89,3 +96,31 @@ def test_a_bootstrap_over_prompts_is_wider_than_one_over_their_responses() -> No
     assert grouped.mean_acceptance_length == pytest.approx(result.mean_acceptance_length) and grouped.drafts_S.numel() == 12
     alone, over_prompts = result.confidence_interval(), grouped.confidence_interval()
     assert over_prompts.high - over_prompts.low > 3 * (alone.high - alone.low)
+
+
+def said(*ids: int) -> Rollouts:
+    """One response to the prompt (1, 2), tokens of a probability of a half."""
+    return Rollouts(((1, 2),), (Response(0, ids, (math.log(0.5),) * len(ids), "stop"),), Counters(), 1.0, Sampling())
+
+
+def test_a_memory_in_a_replay_knows_what_followed() -> None:
+    """Heads that say a tenth for everything; the response is one that was given before, up to its last token."""
+    recalled = Recalled({0: (1, 2)}, [said(5, 6, 7, 8), said(5, 6, 9)])
+    ids_M = torch.tensor([5, 6, 7, 9])
+    batch = RolloutBatch(torch.zeros(4, 1), ids_M, torch.full((4,), math.log(0.5)), torch.tensor([4]), prompts_S=torch.tensor([0]))
+    tenth_MK = torch.full((4, 2), math.log(0.1))
+    first, w = recalled(batch, tenth_MK, tenth_MK).exp(), FIRST_SHARES[0]
+    sure, even = 0.1 * (1 - w) + w, 0.1 * (1 - w) + w / 2  # Behind 1 2 5 always 6; behind 1 2 5 6 it was 7 or 9; behind that 8.
+    torch.testing.assert_close(first[:2], torch.tensor([[sure, even], [even, 0.1 * (1 - w)]]))
+    assert recalled.trust.by_length()[1][0] == pytest.approx(3.0, abs=0.7), "three drafts behind three or four tokens"
+    for _ in range(50):
+        last = recalled(batch, tenth_MK, tenth_MK).exp()
+    assert last[0, 0] > sure and last[0, 1] > even, "it was always of use there"
+    assert last[1, 1] > first[1, 1], "and behind five tokens of none"
+    nobody = Recalled({0: (1, 2)}, [])(batch, tenth_MK, tenth_MK).exp()
+    torch.testing.assert_close(nobody, torch.full((4, 2), 0.1))
+
+
+def test_one_hot_drafts_have_no_memory(options: EvalOptions) -> None:
+    with pytest.raises(ConfigError, match="--draft sampled"):
+        evaluate.evaluate_heads(replace(options, earlier_responses=2), OfflineProgress(quiet=True))

@@ -18,7 +18,10 @@ pytest.importorskip("vllm")
 
 from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.slots import Seating
+from medusa_ppo.drafting.memory import prompt_key
+from medusa_ppo.drafting.running_memory import RunningMemory
+from medusa_ppo.drafting.slots import DraftSlots, Seating
+from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
 from medusa_ppo.vllm_plugin import hooks
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
@@ -177,6 +180,40 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks.INSTALLED, "proposer", MedusaProposer)
     ours, other = SimpleNamespace(drafter=Step(1).proposer), SimpleNamespace(drafter=object())
     assert hook(ours, object()) and not hook(ours, None) and not hook(other, object())
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_memory_and_runs_that_end_early_are_lossless(honest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of drafts, verified against the mixture; with the heads' q alone they would be biased."""
+    many = 10_000
+    step, keys, p_KV = Step(many), [str(row) for row in range(many)], targets()
+    for state in step.live.values():
+        state.output_token_ids = [2, 3]
+    step.lm_head_VD /= 4  # Flat enough for any token.
+    proposer = step.proposer
+    proposer.memory, proposer.stopping = RunningMemory(10**6, many, K, 64, CPU), Stopping(0.3, many, K, CPU)
+    proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
+    if not honest:
+        monkeypatch.setattr(DraftSlots, "q", lambda slots, rows_N, drafts_N: torch.full((len(rows_N), V), 1 / V))
+    step.seat(keys, 7)
+    proposer.before_step([[3]] * many, [0] * many, many, step.hidden_1D.expand(many, D))
+    drafts = step.propose(keys, 7)
+    assert isinstance(drafts, list) and {len(ids) for ids in drafts} == {1, 2}
+    ids_BK = torch.tensor([[*ids, -1][:K] for ids in drafts])
+    assert (ids_BK[:, 0] == 4).float().mean() > 0.2, "it followed 2 3"
+    runs_B, last_B = step.verify(keys, 7, ids_BK, [len(ids) for ids in drafts], p_KV)
+    p = p_value(first_tokens(runs_B, last_B, ids_BK), p_KV[0])
+    assert p > 1e-3 if honest else p < 1e-6
+    second = p_value(torch.where(runs_B > 1, ids_BK[:, 1], last_B)[runs_B > 0], p_KV[1])
+    assert second > 1e-3 or not honest
+    counts = torch.tensor([len(ids) for ids in drafts])
+    rows_T = torch.arange(int(counts.sum()))
+    flat_T = torch.cat([torch.tensor(ids) for ids in drafts])
+    proposer.memory.judge(torch.randn(len(rows_T), V), rows_T, flat_T, counts.tolist(), torch.ones(many))
+    proposer.before_step([[0] * (1 + int(run)) for run in runs_B], counts.tolist(), many, step.hidden_1D)
+    offered, taken = proposer.memory.trust.by_length()[1]  # Behind 1 2 3, and behind 1 2 3 4.
+    second_B = (ids_BK[:, 0] == 4) & (runs_B > 0) & (counts > 1)
+    assert offered == many + int(second_B.sum()) and taken == int((runs_B > 0).sum() + (second_B & (runs_B > 1)).sum())
 
 
 class Response:

@@ -1,0 +1,312 @@
+"""The memory of earlier responses: what it holds, what followed a suffix, what it adds to q, and what it learns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from medusa_ppo.drafting import running_memory as running_file
+from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
+from medusa_ppo.drafting.memory import (
+    EMPTY,
+    FADE,
+    FIRST_SHARES,
+    MISSING,
+    NEARER,
+    OVERHEAD,
+    SUFFIX,
+    TOPS,
+    Drawn,
+    Recall,
+    ResponseMemory,
+    Trust,
+    Waiting,
+    advance,
+    cells_of,
+    match,
+    prompt_key,
+    tail_of,
+    vote,
+)
+from medusa_ppo.drafting.running_memory import RunningMemory
+from medusa_ppo.drafting.slots import DraftSlots, stamps
+from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
+from tests.medusa_ppo.drafting.test_core import Actor, D, K, V, random_heads
+
+CPU = torch.device("cpu")
+PROMPT = (3, 1, 2)
+MANY = 40_000
+
+
+def texts(memory: ResponseMemory, prompt: tuple[int, ...] = PROMPT, places: int = 500) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, weights = memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), places)
+    return torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
+
+
+def counted(said: list[list[int]], so_far: list[int]) -> tuple[dict[int, float], int]:
+    """The slow reference: what followed suffixes of prompt and response, each occurrence by its length, and the longest length."""
+    whole, found, longest = [*PROMPT, *so_far], dict[int, float](), 0
+    for response in said:
+        text = [*PROMPT, *response]
+        for end in range(len(PROMPT), len(text)):
+            length = 0
+            while length < min(SUFFIX, end, len(whole)) and text[end - 1 - length] == whole[-1 - length]:
+                length += 1
+            if length:
+                found[text[end]] = found.get(text[end], 0.0) + NEARER**length
+                longest = max(longest, length)
+    return found, longest
+
+
+def test_what_followed_suffixes_is_what_a_plain_search_finds() -> None:
+    rng = np.random.default_rng(0)
+    said = [rng.integers(4, size=rng.integers(1, 40)).tolist() for _ in range(6)]
+    memory = ResponseMemory(10**6)
+    for response in said:
+        memory.remember(prompt_key(PROMPT), response)
+    texts_1X, weight_1P = texts(memory)
+    seen = set()
+    for _ in range(60):
+        so_far = rng.integers(4, size=rng.integers(0, 20)).tolist()
+        next_id = int(rng.integers(4))
+        run = match(texts_1X, torch.tensor([tail_of(PROMPT, so_far)]))
+        longer = advance(texts_1X, run, torch.tensor([next_id]))
+        assert torch.equal(longer, match(texts_1X, torch.tensor([tail_of(PROMPT, [*so_far, next_id])])))
+        expected, length = counted(said, so_far)
+        votes = vote(run, weight_1P)
+        share_V = torch.zeros(4).index_add_(0, texts_1X[0, SUFFIX:].clamp_min(0).long(), votes.share_BP[0])
+        assert int(votes.length_B) == length
+        seen.add(length)
+        if expected:
+            torch.testing.assert_close(share_V, torch.tensor([expected.get(token, 0.0) for token in range(4)]) / sum(expected.values()))
+    assert len(seen) >= 4
+    nothing = vote(match(texts_1X, torch.full((1, SUFFIX), MISSING)), weight_1P)
+    assert int(nothing.length_B) == 0 and float(nothing.share_BP.sum()) == 0
+
+
+def test_cells() -> None:
+    lengths_B, tops_B = torch.tensor([0, 1, 2, 3, 8, 9, 12]), torch.tensor([0.5, 0.0, 1.0, 0.99, 0.5, 0.2, 0.2])
+    assert cells_of(lengths_B, tops_B).tolist() == [-1, 0, 5, TOPS + 5, 3 * TOPS + 3, 4 * TOPS + 1, 5 * TOPS + 1]
+
+
+def test_old_responses_weigh_less_and_the_budget_holds() -> None:
+    memory = ResponseMemory(3 * (4 * 10 + OVERHEAD))
+    memory.remember(prompt_key(PROMPT), [5] * 10)
+    memory.version = 3
+    memory.remember(prompt_key(PROMPT), [6] * 10)
+    tokens, weights = memory.text(prompt_key(PROMPT), PROMPT, [[7, -1]], 100)
+    assert tokens[:SUFFIX].tolist() == [EMPTY] * SUFFIX and len(tokens) == SUFFIX + len(weights)
+    assert tokens[SUFFIX:].tolist() == [*PROMPT, 7, -1, EMPTY, *PROMPT, *[6] * 10, EMPTY, *PROMPT, *[5] * 10, EMPTY]
+    of_token = dict(zip(tokens[SUFFIX:].tolist(), weights.tolist(), strict=True))
+    assert of_token[7] == of_token[6] == 1 and of_token[5] == pytest.approx(FADE**3) and of_token[EMPTY] == of_token[1] == 0
+    assert len(memory.text(prompt_key(PROMPT), PROMPT, (), 20)[1]) == 14, "the newest that fit"
+    others = [(9,), (10,)]
+    for prompt in others:
+        memory.remember(prompt_key(prompt), [8] * 10)
+    assert memory.nbytes <= memory.most_bytes
+    assert len(memory.text(prompt_key(PROMPT), PROMPT, (), 100)[1]) == 14, "the prompt that waited longest forgets its oldest"
+    memory.remember(prompt_key(PROMPT), [1] * 10_000)
+    assert memory.nbytes <= memory.most_bytes and len(memory.text(prompt_key((9,)), [9], (), 100)[1]) == 12
+
+
+def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
+    """Two cells in which p is a given mixture of the sources, drafts being drawn from whatever mixture serves."""
+    torch.manual_seed(0)
+    heads_V, memory_V = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.5, 0.0])
+    best = (0.1, 0.8)
+    trust, cells_C = Trust(CPU), torch.tensor([0, TOPS])
+    assert trust.share(torch.tensor([0, -1])).tolist() == pytest.approx([FIRST_SHARES[0], 0.0])
+    for _ in range(300):
+        for cell, share in zip(cells_C, best, strict=True):
+            p_V = torch.lerp(heads_V, memory_V, share)
+            q_V = torch.lerp(heads_V, memory_V, float(trust.share(cell[None])))
+            drawn_N = torch.multinomial(q_V, 8, replacement=True)
+            parts = heads_V[drawn_N], memory_V[drawn_N], p_V[drawn_N], 1 / q_V[drawn_N]
+            trust.learn(Drawn(cell.expand(8), *parts), torch.ones(8), (p_V / q_V)[drawn_N].clamp_max(1))
+    assert trust.share(cells_C).tolist() == pytest.approx(best)
+    assert [offered for offered, _ in trust.by_length()[:3]] == [2400.0, 2400.0, 0.0]
+    assert trust.by_length()[0][1] > 0.9 * 2400
+    trust.learn(Drawn(torch.tensor([-1]), *torch.ones(4, 1)), torch.ones(1), torch.ones(1))
+    assert trust.by_length()[0][0] == 2400.0
+
+
+# ---- drafting from both ------------------------------------------------------------------------------------------------------------
+
+
+class Stand:
+    """Requests in one state, heads and a memory of some responses."""
+
+    def __init__(self, batch: int, said: list[list[int]], form: str = "context") -> None:
+        self.actor, self.batch = Actor(1), batch
+        self.core: DraftingCore = self.actor.core(random_heads(form))
+        self.memory = ResponseMemory(10**6)
+        for response in said:
+            self.memory.remember(prompt_key(PROMPT), response)
+        self.trust, self.waiting = Trust(CPU), Waiting(batch, K, CPU)
+        torch.manual_seed(0)
+        self.noise_BK = torch.rand(batch, K, dtype=torch.float64)
+
+    def recall(self) -> Recall:
+        texts_1X, weight_1P = texts(self.memory)
+        tails_Bn = torch.tensor([tail_of(PROMPT)]).expand(self.batch, -1)
+        parts = texts_1X.expand(self.batch, -1), weight_1P.expand(self.batch, -1)
+        return Recall(*parts, tails_Bn, self.trust, torch.arange(self.batch), self.waiting)
+
+    def draft(self, recall: Recall | None, slots: DraftSlots | None = None, temperature: float = 1.0) -> Drafted:
+        hidden_BD, last_B = self.actor.hidden_BD.expand(self.batch, D), self.actor.last_B.expand(self.batch)
+        how = Sampling(torch.full((self.batch,), temperature), self.noise_BK)
+        return self.core.draft(hidden_BD, last_B, K, how, slots=slots, recall=recall)
+
+
+SAID = [[4, 5, 6, 7], [4, 5, 8], [4, 9]]
+
+
+def share_at(stand: Stand, length: int, q_V: torch.Tensor) -> float:
+    return float(stand.trust.share(cells_of(torch.tensor([length]), q_V.max()[None])))
+
+
+def test_q_is_the_mixture_and_its_parts_wait() -> None:
+    stand = Stand(200, SAID)
+    stand.actor.lm_head_VD /= 6  # Flat enough for any token.
+    heads, mixed = stand.draft(None), stand.draft(stand.recall())
+    w = share_at(stand, 3, heads.q[0][0])
+    expected_V = (1 - w) * heads.q[0][0]
+    expected_V[4] += w
+    torch.testing.assert_close(mixed.q[0][0], expected_V)
+    first_B = mixed.ids_BK[:, 0]
+    chosen = first_B == 4
+    assert 0 < chosen.sum() < 200
+    waiting_B3 = stand.waiting.q_KS3[0]
+    torch.testing.assert_close(waiting_B3[:, 0], heads.q[0][0][first_B], atol=1e-5, rtol=1e-4)
+    assert waiting_B3[:, 1].tolist() == chosen.float().tolist()
+    torch.testing.assert_close(waiting_B3[:, 2], expected_V[first_B])
+    second_V = mixed.q[1][chosen][0]  # Behind three of the prompt and a 4 came 5 twice and 9 once.
+    assert float(second_V[5] - second_V[9]) > 0.02 and float(second_V[9]) > 0.03
+    torch.testing.assert_close(second_V.sum(), torch.tensor(1.0))
+    assert (stand.waiting.cells_KS[1][first_B == 11] == -1).all(), "nothing followed it"
+
+
+def test_greedy_requests_and_draft_vocabularies() -> None:
+    stand = Stand(3, SAID)
+    assert torch.equal(stand.draft(stand.recall(), temperature=0.0).ids_BK, stand.draft(None, temperature=0.0).ids_BK)
+    assert (stand.waiting.cells_KS == -1).all()
+    ids_W = torch.tensor([0, 1, 5, 8, 9])
+    stand.core.use_vocabulary(ids_W, lambda rows: rows.float() @ stand.actor.lm_head_VD[ids_W].T)
+    heads, mixed = stand.draft(None), stand.draft(stand.recall())
+    assert torch.isin(mixed.ids_BK, ids_W).all() and torch.equal(heads.q[0], mixed.q[0]), "4 is none of them"
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with a q that leaves the memory out they have not."""
+    stand = Stand(MANY, SAID)
+    slots = DraftSlots(MANY, K, V, CPU)
+    rows_B = torch.arange(MANY)
+    ids_BK = stand.draft(stand.recall(), slots).ids_BK
+    slots.stamp(rows_B, stamps(rows_B, rows_B), K)
+    if not honest:
+        ids_BK = stand.draft(stand.recall()).ids_BK
+        stand.draft(None, slots)
+    p_KV = torch.randn(K + 1, V, generator=torch.Generator().manual_seed(5)).softmax(-1)
+    kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
+    proposed = Proposed(kept, torch.rand(MANY, K + 1, dtype=torch.float64))
+    drafts, counts = DraftRows.build(ids_BK.flatten(), [K] * MANY), [K] * MANY
+    runs_B, last_B = verify_rows(p_KV.log().repeat(MANY, 1), None, drafts, counts, proposed, Rule())
+    p_values = []
+    for k in range(2):
+        tokens = torch.where(runs_B > k, ids_BK[:, k], last_B)[runs_B >= k]
+        seen_V = torch.bincount(tokens, minlength=V).double()
+        p_values.append(float(chisquare(seen_V.numpy(), (p_KV[k].double() / p_KV[k].double().sum() * len(tokens)).numpy()).pvalue))
+    assert min(p_values) > 1e-3 if honest else max(p_values) < 1e-6
+
+
+# ---- inside an engine ------------------------------------------------------------------------------------------------------------
+
+
+def request(prompt: tuple[int, ...], *said: int, ends: tuple[int, ...] = (), seed: int | None = None) -> Any:
+    asked = SimpleNamespace(ignore_eos=False, all_stop_token_ids=set(ends), seed=seed)
+    return SimpleNamespace(prompt_token_ids=list(prompt), output_token_ids=list(said), sampling_params=asked)
+
+
+def lengths(recall: Recall) -> list[int]:
+    return vote(recall._run_BP, recall._weight_BP).length_B.tolist()
+
+
+def test_ended_requests_are_remembered_and_those_beside_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_file, "REFRESH", 2)
+    running = RunningMemory(10**6, 2, K, 64, CPU)
+    live = {"a": request(PROMPT, 4), "b": request(PROMPT, 4)}
+    running.attend(["a", "b"], live)
+    assert lengths(running.recall(["a", "b"])) == [0, 0], "each sees what the other has said, and nothing followed that"
+    live["a"].output_token_ids += [5, 6]
+    running.attend(["a", "b"], live)
+    assert lengths(running.recall(["a", "b"])) == [0, 4], "a sees no token of its own"
+    live["a"].output_token_ids += [0, 9]
+    live["a"].sampling_params.all_stop_token_ids = {0}
+    del live["a"]
+    live["c"] = request(PROMPT)
+    running.attend(["c", "b"], live)
+    assert running.store.nbytes == OVERHEAD + 4 * 4, "what came behind the end is not remembered"
+    assert lengths(running.recall(["c", "b"])) == [3, 4]
+    live["d"] = request((9,))
+    running.attend(["d", "b"], live)
+    assert lengths(running.recall(["d", "b"])) == [0, 4], "c waits, its place is taken, and d has another prompt"
+    running.attend(["c", "d"], live)
+    assert lengths(running.recall(["c", "d"])) == [3, 0]
+
+
+def test_a_new_policy_makes_what_was_said_older() -> None:
+    running = RunningMemory(10**6, 2, K, 64, CPU)
+    running.attend(["a"], {"a": request(PROMPT, 4, 5)})
+    running.new_policy()
+    running.attend(["b"], {"b": request(PROMPT)})
+    recall = running.recall(["b"])
+    assert recall._weight_BP.max() == pytest.approx(FADE), "it began with the policy before"
+
+
+def test_a_request_sees_nothing_that_was_drawn_with_its_own_numbers() -> None:
+    """With the seed of another request q would depend on the very numbers that drafts are drawn by."""
+    running = RunningMemory(10**6, 3, K, 64, CPU)
+    live = {"a": request(PROMPT, 4, seed=1), "b": request(PROMPT, seed=1), "c": request(PROMPT, seed=2)}
+    running.attend(list("abc"), live)
+    assert lengths(running.recall(list("abc")))[1:] == [0, 3]
+    del live["a"]
+    live["d"] = request(PROMPT, seed=1)
+    running.attend(list("dbc"), live)
+    assert lengths(running.recall(list("dbc"))) == [0, 0, 3]
+    live["e"] = request(PROMPT)
+    running.attend(list("ebc"), live)
+    assert lengths(running.recall(list("ebc"))) == [3, 0, 3]
+
+
+def test_learning_reads_the_drafts_that_were_verified() -> None:
+    running = RunningMemory(10**6, 3, 2, 64, CPU)
+    for response in SAID:
+        running.store.remember(prompt_key(PROMPT), response)
+    live = {key: request(PROMPT) for key in "abc"}
+    running.attend(list("abc"), live)
+    recall = running.recall(list("abc"))
+    mass_BW = torch.full((3, V), 1 / V)
+    recall.mix(mass_BW, torch.ones(3, 1, dtype=torch.bool))
+    ids_B = torch.tensor([4, 4, 5])
+    recall.follow(0, ids_B, mass_BW.gather(1, ids_B[:, None])[:, 0])
+    logits_NV = torch.zeros(3, V)
+    learned: list[Drawn] = []
+    running.trust.learn = lambda drawn, offered, taken: learned.append(drawn)  # type: ignore[method-assign]
+    running.judge(logits_NV, torch.tensor([0, 2]), torch.tensor([4, 4]), [1, 1, 0], torch.ones(3))
+    running.settle(list("abc"), [1, 1, 0], [1, 0, 0])  # One accepted, one refused, one never verified.
+    drawn = learned[0]
+    q = float(mass_BW[0, 4])
+    assert drawn.weight.tolist() == pytest.approx([1 / q, 1 / q, 0, 0, 0, 0]) and drawn.p[:2].tolist() == pytest.approx([1 / V] * 2)
+    assert drawn.heads[:2].tolist() == pytest.approx([1 / V] * 2) and drawn.memory[:2].tolist() == [1, 1]
+    assert (drawn.cells[:2] >= 0).all()
+    running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
+    assert len(learned) == 1, "what was not judged is not learned from"
+    running.judge(logits_NV, torch.tensor([0, 1, 2]), torch.tensor([4, 4, 4]), [1, 1, 1], torch.ones(3))
+    running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
+    assert (learned[1].cells == -1).all(), "nothing is learned twice"
