@@ -356,6 +356,16 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
         if ppo.step_separator or config.model.critic_path:
             yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
+    if ppo.piece_prompts:
+        keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
+        if ppo.piece_prompts > ppo.prompts_per_step:
+            yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
+        keys, do = ("ppo.piece_prompts", "engine.sleep_level"), "Set one of the two to null."
+        if config.engine.sleep_level:
+            yield "An engine that gives its memory to the scoring can't write meanwhile.", keys, "one of the two", do
+        keys, do = ("ppo.piece_prompts", "actor.backend"), "Set ppo.piece_prompts=null, or actor.backend=transformers."
+        if config.actor.backend == "megatron":
+            yield "The ranks of a Megatron actor score whole batches.", keys, "actor.backend=transformers", do
     if ppo.kl_in_loss and ppo.kl_estimator == "k1":
         keys, do = ("ppo.kl_in_loss", "ppo.kl_estimator"), "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
         yield "As a term of the loss k1 has no gradient on average.", keys, "ppo.kl_estimator=k2 or k3", do

@@ -64,7 +64,10 @@ EVAL_REWARD = "eval_reward_mean"  # Mean reward on the prompts of the evaluation
 EVAL_CORRECT = "eval_correct_frac"  # Share of the evaluation's responses with the right answer (some steps only).
 
 GENERATE_S = "generate_s"  # Seconds of the rollout generation.
-SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes.
+SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes; with ppo.piece_prompts of those after the generation.
+EXPERIENCE_S = "experience_s"  # Seconds from the generation's first to the scoring's last.
+EXPERIENCE_IDLE = "experience_idle_frac"  # Share of these in which the engine, or what scores, stood idle: mean of the two.
+SPANS = "role_spans"  # When each role worked: [from, to] in seconds of the step.
 UPDATE_S = "update_s"  # Seconds of the PPO update.
 SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.
 EVALUATE_S = "evaluate_s"  # Seconds of the evaluation (some steps only).

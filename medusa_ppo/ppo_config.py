@@ -20,6 +20,9 @@ class PPOConfig(Section):
     """PPO steps (rollout batches)."""
     prompts_per_step: Count = 32
     """Prompts per rollout batch."""
+    piece_prompts: Count | None = None
+    """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
+    batch is scored when all have ended."""
     epochs: Count = 2
     """Passes over each rollout batch."""
     minibatch_size: Count = 32

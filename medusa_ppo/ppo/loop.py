@@ -17,8 +17,9 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.hardware import settled
 from medusa_ppo.ppo import run_progress as phases
-from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
+from medusa_ppo.ppo.experience import Experience
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.run_progress import ProgressSink
@@ -42,7 +43,13 @@ class PPOLoop:
         self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
         self.evaluation, self.texts = parts.evaluation, parts.texts
         self.plugin = parts.plugin  # medusa
-        self.speed = SpeedPairs(parts.engine, config)
+        self.experience = Experience(
+            parts.learner,
+            SpeedPairs(parts.engine, config),
+            self._rewards,
+            piece_prompts=config.ppo.piece_prompts,
+            pad_id=getattr(parts.tokenizer, "pad_token_id", None) or 0,
+        )
         self.alarmed = False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
@@ -71,11 +78,13 @@ class PPOLoop:
         sampling = sampling_of(config, step)
         values: Metrics = {names.STEP: step, names.POLICY_VERSION: version}
 
-        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version.
+        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
         with self.progress.phase(phases.GENERATE, step):
+            tap = None
             if self.plugin is not None:  # medusa
+                tap = self.plugin.actor_forward  # medusa
                 self.plugin.before_generation()  # medusa
-            rollouts, pair = self.speed.generate([p.token_ids for p in prompts], sampling, step)
+            rollouts, pair = self.experience.generate(prompts, sampling, step, tapped=tap is not None)
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
             if config.engine.sleep_level:
@@ -85,17 +94,12 @@ class PPOLoop:
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
         with self.progress.phase(phases.SCORE, step) as score_s:
-            batch = PPOBatch(rollouts, learner.device, self.tokenizer.pad_token_id or 0)
-            rewards = self._rewards(rollouts, prompts)
-            tap = None
-            if self.plugin is not None:  # medusa
-                tap = self.plugin.actor_forward  # medusa
-            scores, report = learner.score(batch, rewards, sampling, tap)
+            batch, rewards, scores, report = self.experience.score(rollouts, tap)
         values |= report | self._reward_metrics(rewards)
         self._alarm(report[names.LOGPROB_GAP])
 
         # (3) UPDATE: epochs of clipped PPO on actor and critic.
-        with self.progress.phase(phases.UPDATE, step) as update_s:
+        with self.progress.phase(phases.UPDATE, step) as update_s, self.experience.timeline.at_work("update"):
             texts = None
             if self.texts is not None:
                 drawn = self.texts.batch(step, len(batch))
@@ -103,7 +107,7 @@ class PPOLoop:
             values |= learner.update(batch, scores, sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
-        with self.progress.phase(phases.SYNC, step) as sync_s:
+        with self.progress.phase(phases.SYNC, step) as sync_s, self.experience.timeline.at_work("sync"):
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
             if config.engine.sleep_level:
@@ -115,6 +119,7 @@ class PPOLoop:
             values |= self._evaluate(self.evaluation, step)
 
         # (6) REPORT
+        values |= self.experience.timeline.figures()
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts

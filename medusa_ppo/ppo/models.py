@@ -98,13 +98,13 @@ class Support:
         if not self.cuts:
             return logits_MV
         lengths = micro.response_mask_BT.sum(dim=1).tolist()
-        if micro.sequences[0] not in self._bits:
+        if micro.places[0] not in self._bits:
             kept_MV = vocabulary.truncate(logits_MV.detach(), self._sampling.top_k, self._sampling.top_p) > -torch.inf
             # The engine rounds in its own way, and what it sampled is kept.
             sampled_MV = vocabulary.add_at(torch.zeros_like(logits_MV), micro.response_ids_M, torch.ones_like(logits_MV[:, 0])) > 0
             bits_MV = np.packbits((kept_MV | sampled_MV).cpu().numpy(), axis=1)
-            self._bits.update(zip(micro.sequences, np.split(bits_MV, np.cumsum(lengths)[:-1]), strict=True))
-        bits_MV = np.concatenate([self._bits[s] for s in micro.sequences])
+            self._bits.update(zip(micro.places, np.split(bits_MV, np.cumsum(lengths)[:-1]), strict=True))
+        bits_MV = np.concatenate([self._bits[place] for place in micro.places])
         kept_MV = torch.from_numpy(np.unpackbits(bits_MV, axis=1, count=logits_MV.shape[1])).to(logits_MV.device).bool()
         return logits_MV.masked_fill(~kept_MV, NEVER)
 

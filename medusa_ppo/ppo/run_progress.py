@@ -19,6 +19,52 @@ SAVE, COMPARE, FINISH = "save", "compare", "write the report"
 """Names of the phases: of the preparation, of a step, of the end."""
 
 
+ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
+"""Who works in a step; the first writes responses, the next four score them."""
+SIDES = (ROLES[:1], ROLES[1:5])
+
+
+class Timeline:
+    """Who is at work when: spans of seconds since it began. Any thread may add to it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+
+    @contextlib.contextmanager
+    def at_work(self, role: str) -> Iterator[None]:
+        """The role works in this block."""
+        began = self._clock() - self._began
+        try:
+            yield
+        finally:
+            self.spans.setdefault(role, []).append((began, self._clock() - self._began))
+
+    def figures(self) -> dict[str, Any]:
+        """The spans; seconds from the engine's first to the scoring's last, and the share of these in which one of the two stood idle."""
+        sides = [sorted(span for role in side for span in self.spans.get(role, [])) for side in SIDES]
+        found: dict[str, Any] = {names.SPANS: {role: _rounded(self.spans[role]) for role in ROLES if role in self.spans}}
+        if not all(sides):
+            return found
+        seconds = max(end for side in sides for _, end in side) - min(side[0][0] for side in sides)
+        busy = sum(map(_covered, sides))
+        idle = 1 - busy / (len(SIDES) * seconds) if seconds > 0 else 0.0
+        return {names.EXPERIENCE_S: seconds, names.EXPERIENCE_IDLE: idle, **found}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans lies; they come in order."""
+    total, reached = 0.0, 0.0
+    for began, ended in spans:
+        total += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return total
+
+
+def _rounded(spans: list[tuple[float, float]]) -> list[list[float]]:
+    return [[round(began, 4), round(ended, 4)] for began, ended in sorted(spans)]
+
+
 class ProgressSink:
     """Listener of a run; this one says nothing. All methods return at once and never raise."""
 

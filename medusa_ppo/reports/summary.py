@@ -94,6 +94,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "phases_s.update": "Seconds of the PPO updates.",
     "phases_s.sync": "Seconds of carrying the actor into the engine.",
     "phases_s.swap": "Seconds of swapping heads into the engine.",
+    "experience.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
+    "experience.idle_frac": "Share of these in which the engine, or what scores, stood idle (mean of the two), mean over the last window.",
     "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
     "actor_sync.collect_s": "Of these, seconds until its weights were collected from its processes and written.",
     "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
@@ -135,6 +137,10 @@ def build_summary(run: Run) -> dict[str, Any]:
         "staleness": {"last": _last(run.column(m.STALENESS)), "max": max(_present(run.column(m.STALENESS)), default=None)},
         "logprob_gap": {"last": mean(run.column(m.LOGPROB_GAP)[-window:])},
         "phases_s": {phase: _sum(run.column(metric)) for metric, phase in PHASES.items()},
+        "experience": {
+            "seconds": mean(run.column(m.EXPERIENCE_S)[-window:]),
+            "idle_frac": mean(run.column(m.EXPERIENCE_IDLE)[-window:]),
+        },
         "actor_sync": {
             "seconds": mean(run.column(m.SYNC_S)[-window:]),
             "collect_s": mean(run.column(m.SYNC_COLLECT_S)[-window:]),

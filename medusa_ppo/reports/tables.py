@@ -56,6 +56,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
         *_account_rows(companion),
+        *_experience_rows(summary.get("experience")),
         *_sync_rows(summary.get("actor_sync")),
     ]
 
@@ -78,6 +79,14 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         *note,
     ]
+
+
+def _experience_rows(experience: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Nothing for runs that don't say who worked when."""
+    if experience is None or experience["seconds"] is None:
+        return []
+    figure = f"{w.seconds(experience['seconds'])}, {w.percent(experience['idle_frac'])} idle"
+    return [("Responses made and scored, in each step; engine and scoring idle", figure)]
 
 
 def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:

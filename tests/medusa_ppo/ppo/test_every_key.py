@@ -31,7 +31,7 @@ from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
 from medusa_ppo.ppo import session as session_file
-from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.batch import Measured, PolicyScores, PPOBatch, text_batch
 from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
@@ -119,6 +119,7 @@ ROWS: dict[str, Row] = {
     "companion.resource": ("near", "ray_room", {}),
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
+    "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
@@ -296,6 +297,33 @@ class Places:
         for step in (1, 2, 3):
             save_checkpoint(config.run_dir, learner, RunPosition(step), config)
         return sorted(path.parent.name for path in config.run_dir.rglob("state.json"))
+
+    def pieces(self, config: RunConfig) -> Any:
+        """What the loop scores in one go."""
+        measured: list[int] = []
+        learner: Any = SimpleNamespace(
+            device="cpu",
+            begin_batch=lambda sampling: None,
+            measure=lambda batch, *rest: measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(0)),
+            conclude=lambda *rest: (None, {}),
+        )
+        one: Any = SimpleNamespace(
+            **dict.fromkeys(("prompts", "tokenizer", "sync", "plugin", "evaluation", "texts", "reward")),
+            trackers=trackers.TrackerGroup(),
+            learner=learner,
+            engine=SimpleNamespace(generate_as_finished=self._finish, generate=lambda *_: self._rollouts),
+        )
+        loop = loop_file.PPOLoop(config, one, ProgressSink())
+        loop.experience._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
+        prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
+        rollouts, _ = loop.experience.generate(prompts, replace(sampling_of(config, 0), responses_per_prompt=2), 0)
+        loop.experience.score(rollouts)
+        return measured
+
+    def _finish(self, prompts: Any, sampling: Sampling, finished: Callable[..., None]) -> Rollouts:
+        for place, response in enumerate(self._rollouts.responses):
+            finished(place, response)
+        return self._rollouts
 
     def reward(self, config: RunConfig) -> Any:
         source = make_reward(config.ppo)
