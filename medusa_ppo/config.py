@@ -382,6 +382,10 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
         do = "Set actor.backend=transformers, or the other two to null."
         yield "The ranks of a Megatron actor know neither texts beside PPO nor an early end.", keys, "actor.backend=transformers", do
+    if config.actor.backend == "megatron" and (ppo.recompute or ppo.reference_dtype == "bfloat16" or ppo.micro_batch_tokens):
+        keys = ("actor.backend", "ppo.recompute", "ppo.reference_dtype", "ppo.micro_batch_tokens")
+        do = "Set actor.backend=transformers, or leave the other three as they are."
+        yield "The ranks of a Megatron actor have their own ways to save memory.", keys, "actor.backend=transformers", do
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:

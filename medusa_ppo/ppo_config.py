@@ -28,7 +28,13 @@ class PPOConfig(Section):
     minibatch_size: Count = 32
     """Responses per optimizer step."""
     micro_batch_size: Count | None = None
-    """Responses per forward pass; null: a whole minibatch."""
+    """Responses per forward pass, at most; null: a whole minibatch."""
+    micro_batch_tokens: Count | None = None
+    """Tokens per forward pass, at most: prompts, responses and padding; a longer sequence goes alone. null: as many as there are."""
+    recompute: bool = False
+    """Of each layer keep the input alone, and make its activations again in the backward pass: a third more time, much less memory."""
+    reference_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the reference's weights; null: float32, as the actor's."""
     actor_learning_rate: Positive = 1e-5
     """AdamW step size of the actor."""
     critic_learning_rate: Positive = 1e-4

@@ -99,11 +99,20 @@ class PPOBatch:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def micro_batches(self, sequences: list[int], size: int) -> Iterator[MicroBatch]:
-        """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest."""
-        ordered = sorted(sequences, key=lambda s: (self.total_lengths[s], s))
-        for start in range(0, len(ordered), size):
-            yield self._micro(tuple(ordered[start : start + size]))
+    def micro_batches(self, sequences: list[int], size: int, tokens: int | None = None) -> Iterator[MicroBatch]:
+        """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest.
+
+        Args:
+            tokens: most tokens of one, padding included; a longer sequence is alone. None: any number.
+        """
+        rows: list[int] = []
+        for s in sorted(sequences, key=lambda s: (self.total_lengths[s], s)):
+            if len(rows) == size or (rows and tokens is not None and (len(rows) + 1) * self.total_lengths[s] > tokens):
+                yield self._micro(tuple(rows))
+                rows = []
+            rows.append(s)
+        if rows:
+            yield self._micro(tuple(rows))
 
     def _micro(self, sequences: tuple[int, ...]) -> MicroBatch:
         width = max(self.total_lengths[s] for s in sequences)

@@ -63,10 +63,15 @@ class PPOLearner(ABC):
         self.critic = critic
         self.config = config
         self.shaping = Shaping(config)
-        self.micro_batch_size = config.micro_batch_size or config.minibatch_size
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
+        if config.recompute and critic is not None:
+            models.recompute_layers(critic)
+
+    def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
+        config = self.config
+        return list(batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens))
 
     @torch.no_grad()
     def score(self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
@@ -91,7 +96,7 @@ class PPOLearner(ABC):
         policy, values_SR = self._begin_scoring(batch, sampling, tap, timeline), torch.zeros(batch.mask_SR.shape)
         if self.critic is not None:
             with timeline.at_work("critic"):
-                for micro in batch.micro_batches(list(range(len(batch))), self.micro_batch_size):
+                for micro in self._micros(batch, range(len(batch))):
                     batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
         return Measured(policy(), values_SR)
 
@@ -164,7 +169,7 @@ class PPOLearner(ABC):
     ) -> float:
         """One optimizer step of the critic; its summed loss."""
         (critic, optimizer), total, tokens = self._trained_critic(), 0.0, int(batch.lengths_S[sequences].sum())
-        for micro in batch.micro_batches(sequences, self.micro_batch_size):
+        for micro in self._micros(batch, sequences):
             old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
             value_loss = models.clipped_value_loss(critic(micro, self.autocast), old_M, returns_M, clip_range)
             (value_loss / (2 * tokens)).backward()  # Half of the squared error; its scale only matters to the clip.
@@ -226,6 +231,10 @@ class Learner(PPOLearner):
         self.actor = actor.eval()
         self.actor.requires_grad_(True)
         self.reference = copy.deepcopy(actor).eval().requires_grad_(False)
+        if config.reference_dtype == "bfloat16":
+            nn.Module.to(self.reference, torch.bfloat16)
+        if config.recompute:
+            models.recompute_layers(self.actor)
         self.device = next(self.actor.parameters()).device
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
         self._support = Support(Sampling())  # Of the batch that was scored last.
@@ -234,7 +243,7 @@ class Learner(PPOLearner):
         self._support = Support(sampling)
 
     def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
-        found, micros = PolicyScores.zeros(batch), list(batch.micro_batches(list(range(len(batch))), self.micro_batch_size))
+        found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
         with timeline.at_work("actor"):  # First: whoever taps it can start while reference and critic still run.
             for micro in micros:
                 with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
@@ -253,7 +262,7 @@ class Learner(PPOLearner):
         set_learning_rate(self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
             tokens, kl_before = int(batch.lengths_S[sequences].sum()), totals.kl
-            for micro in batch.micro_batches(sequences, self.micro_batch_size):
+            for micro in self._micros(batch, sequences):
                 stats = token_stats(
                     self.actor, micro, sampling, entropy=config.entropy_coefficient > 0, support=self._support, autocast=self.autocast
                 )
@@ -274,7 +283,7 @@ class Learner(PPOLearner):
         """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
         chosen = sorted({(first + n) % len(texts) for n in range(count)})
         total, tokens = 0.0, int(texts.lengths_S[chosen].sum())
-        for micro in texts.micro_batches(chosen, self.micro_batch_size):
+        for micro in self._micros(texts, chosen):
             loss = -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum() / tokens
             ((self.config.ptx_coefficient or 0.0) * loss).backward()
             total += loss.item()

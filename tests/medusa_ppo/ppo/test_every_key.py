@@ -123,6 +123,9 @@ ROWS: dict[str, Row] = {
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
+    "ppo.micro_batch_tokens": (20, "passes", {}),
+    "ppo.recompute": (True, "passes", {}),
+    "ppo.reference_dtype": ("bfloat16", "updated", {"ppo": {"kl_coefficient": 0.5, "actor_learning_rate": 1e-2}}),
     "ppo.actor_learning_rate": (3e-3, "updated", {}),
     "ppo.critic_learning_rate": (3e-3, "updated", {}),
     "ppo.learning_rate_schedule": ("linear", "updated", {}),
@@ -271,6 +274,16 @@ class Places:
             scores, _ = learner.score(batch, rewards_S, Sampling())
             learner.update(batch, scores, Sampling(), step, texts)
         return checksum(learner.actor.state_dict()), learner.critic and checksum(dict(learner.critic.named_parameters()))
+
+    def passes(self, config: RunConfig) -> Any:
+        """How many layers the actor goes through in an update, and on how many rows."""
+        actor, rows = self._tiny_actor(), list[int]()
+        learner = Learner(actor, Critic(actor), config.ppo)
+        batch = PPOBatch(self._rollouts)
+        scores, _ = learner.score(batch, torch.arange(len(batch)) / 4, Sampling())
+        actor.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+        learner.update(batch, scores, Sampling(), 0)
+        return rows
 
     def streams(self, config: RunConfig) -> Any:
         """What is evaluated on, and what is learned by heart."""
