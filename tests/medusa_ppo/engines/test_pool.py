@@ -149,6 +149,16 @@ def state_file(folder: Path, value: float) -> Path:
 # ---- pieces -----------------------------------------------------------------------------------------------------------------
 
 
+def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -> None:
+    factory, told = Factory(0.0, 0.0, 0.0), list[tuple[int, Response]]()
+    with EnginePool(factory, 3) as pool:
+        factory.started[1].dies_at_call = 1
+        rollouts = pool.generate_as_finished(PROMPTS, SAMPLING, lambda place, response: told.append((place, response)))
+        assert dict(told) == dict(enumerate(rollouts.responses)) and len(rollouts.responses) == 80 == len(told)
+        assert all(response.token_ids == tuple(PROMPTS[place // 2]) for place, response in told)
+        assert pool.restarts == 1 and rollouts.responses == pool.generate(PROMPTS, SAMPLING).responses
+
+
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
     pieces = cut(PROMPTS, SAMPLING, 3)
     order = [index for piece in pieces for index in piece]

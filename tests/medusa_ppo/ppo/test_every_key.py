@@ -281,7 +281,7 @@ class Places:
         learner = Learner(actor, Critic(actor), config.ppo)
         batch = PPOBatch(self._rollouts)
         scores, _ = learner.score(batch, torch.arange(len(batch)) / 4, Sampling())
-        actor.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+        actor.model.layers[0].input_layernorm.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
         learner.update(batch, scores, Sampling(), 0)
         return rows
 
@@ -317,7 +317,9 @@ class Places:
         learner: Any = SimpleNamespace(
             device="cpu",
             begin_batch=lambda sampling: None,
-            measure=lambda batch, *rest: measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(0)),
+            measure=lambda batch, *rest: (
+                measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
+            ),
             conclude=lambda *rest: (None, {}),
         )
         one: Any = SimpleNamespace(
