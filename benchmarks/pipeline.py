@@ -40,6 +40,7 @@ from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.processes import local_ray
 
+PROMPT_TOKENS = 64
 ARMS = {"pieces": 1, "whole": 1, "whole, both cores": 2}
 """Cores of the engine, and of the models."""
 
@@ -75,8 +76,9 @@ class Bench:
             for (name, threads), piece in zip(ARMS.items(), (config.ppo.piece_prompts, None, None), strict=True)
         }
         self._tokenizer = build_tokenizer()
-        rows = demo_rows(limit=64 * config.ppo.prompts_per_step)
-        self._prompts = [Prompt(row["prompt"], tuple(self._tokenizer(row["prompt"])["input_ids"]), row) for row in rows]
+        rows = demo_rows(limit=16 * config.ppo.prompts_per_step)
+        every = [Prompt(row["prompt"], tuple(self._tokenizer(row["prompt"])["input_ids"]), row) for row in rows]
+        self._prompts = [prompt for prompt in every if len(prompt.token_ids) <= PROMPT_TOKENS]
 
     def _rewards(self, rollouts: Any, prompts: Any) -> torch.Tensor:
         texts = self._tokenizer.batch_decode([list(response.token_ids) for response in rollouts.responses])
@@ -141,8 +143,14 @@ def main() -> None:
         ppo = {"prompts_per_step": options.prompts, "piece_prompts": options.piece, "minibatch_size": options.micro}
         values = {
             "ppo": ppo,
+            "data": {"max_prompt_tokens": PROMPT_TOKENS},
             "sampling": {"max_new_tokens": options.new, "responses_per_prompt": options.responses},
-            "engine": {"max_num_seqs": options.seqs, "max_model_len": 320, "dtype": "float32", "memory_fraction": 0.05},
+            "engine": {
+                "max_num_seqs": options.seqs,
+                "max_model_len": PROMPT_TOKENS + options.new,
+                "dtype": "float32",
+                "memory_fraction": 0.05,
+            },
             "companion": {"enabled": False},
         }
         stack.enter_context(local_ray(cpus=2))

@@ -169,9 +169,10 @@ class Panels:
         """Who worked when in the last step that says so; of the run, and of the one that is laid over it."""
         found = []
         for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
-            step, spans = next(((step, spans) for step in reversed(run.steps) if (spans := role_spans(step))), ({}, {}))
-            if not spans:
+            step = next((step for step in reversed(run.steps) if role_spans(step)), None)
+            if step is None:
                 continue
+            spans = role_spans(step)
             title = f"Who worked when, in step {step[m.STEP]}" + (f" of {run.name}" if self.other else "")
             idle = percent(number(step.get(m.EXPERIENCE_IDLE)))
             hint = f"Gaps are idle time: while responses were made and scored, engine and scoring stood idle for {idle} on average."
@@ -231,8 +232,8 @@ class Panels:
 
 def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """When each role worked in a step; what is no span is left out."""
-    given = step.get(m.SPANS)
-    found = {}
+    given: Any = step.get(m.SPANS)
+    found: dict[str, list[tuple[float, float]]] = {}
     for role in ROLE_TONES if isinstance(given, dict) else ():
         parts = given.get(role)
         pairs = [numbers(part) for part in parts] if isinstance(parts, list) else []
