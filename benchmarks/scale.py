@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from heads.heads_config import HeadsConfig
-from medusa_ppo.cli.plan import BFLOAT16, TOKEN_BYTES, ModelSizes, heads_parameters, hidden_bytes, size_text
+from medusa_ppo.cli.model_sizes import BFLOAT16, ModelSizes
+from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 TARGET = 0.03  # Largest share of the fleet that the companion may take.
