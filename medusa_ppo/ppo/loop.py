@@ -22,7 +22,7 @@ from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.experience import Experience
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.rewards import earned_by_steps
-from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
 from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
@@ -50,7 +50,7 @@ class PPOLoop:
             piece_prompts=config.ppo.piece_prompts,
             pad_id=getattr(parts.tokenizer, "pad_token_id", None) or 0,
         )
-        self.alarmed = False
+        self.memory, self.alarmed = PeakMemory(), False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
     def run(self, writer: RunWriter) -> None:
@@ -79,7 +79,7 @@ class PPOLoop:
         values: Metrics = {names.STEP: step, names.POLICY_VERSION: version}
 
         # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
-        with self.progress.phase(phases.GENERATE, step):
+        with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
             tap = None
             if self.plugin is not None:  # medusa
                 tap = self.plugin.actor_forward  # medusa
@@ -93,13 +93,14 @@ class PPOLoop:
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
-        with self.progress.phase(phases.SCORE, step) as score_s:
+        with self.progress.phase(phases.SCORE, step) as score_s, self.memory.during(names.SCORE_PEAK):
             batch, rewards, scores, report = self.experience.score(rollouts, tap)
         values |= report | self._reward_metrics(rewards)
         self._alarm(report[names.LOGPROB_GAP])
 
         # (3) UPDATE: epochs of clipped PPO on actor and critic.
-        with self.progress.phase(phases.UPDATE, step) as update_s, self.experience.timeline.at_work("update"):
+        at_work = self.experience.timeline.at_work
+        with self.progress.phase(phases.UPDATE, step) as update_s, at_work("update"), self.memory.during(names.UPDATE_PEAK):
             texts = None
             if self.texts is not None:
                 drawn = self.texts.batch(step, len(batch))
@@ -107,7 +108,7 @@ class PPOLoop:
             values |= learner.update(batch, scores, sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
-        with self.progress.phase(phases.SYNC, step) as sync_s, self.experience.timeline.at_work("sync"):
+        with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), self.memory.during(names.SYNC_PEAK):
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
             if config.engine.sleep_level:
@@ -119,7 +120,7 @@ class PPOLoop:
             values |= self._evaluate(self.evaluation, step)
 
         # (6) REPORT
-        values |= self.experience.timeline.figures()
+        values |= self.experience.timeline.figures() | self.memory.take()
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -21,6 +23,7 @@ SAVE, COMPARE, FINISH = "save", "compare", "write the report"
 
 ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
 """Who works in a step; the first writes responses, the next four score them."""
+FORGET_PEAK, PROCESS_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 SIDES = (ROLES[:1], ROLES[1:5])
 
 
@@ -63,6 +66,44 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 def _rounded(spans: list[tuple[float, float]]) -> list[list[float]]:
     return [[round(began, 4), round(ended, 4)] for began, ended in sorted(spans)]
+
+
+class PeakMemory:
+    """The most memory that each phase of a step has: of torch on this process's GPU, or else of the process itself (Linux)."""
+
+    def __init__(self) -> None:
+        self.gib: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Kept under this metric's name; not at all where nobody counts."""
+        counted = _forget_peak()
+        yield
+        if counted:
+            self.gib[name] = _peak_bytes() / 2**30
+
+    def take(self) -> dict[str, float]:
+        """Of the step's phases; counting begins anew."""
+        taken, self.gib = self.gib, {}
+        return taken
+
+
+def _forget_peak() -> bool:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        FORGET_PEAK.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    line = next(line for line in PROCESS_STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 class ProgressSink:

@@ -57,6 +57,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         *_account_rows(companion),
         *_experience_rows(summary.get("experience")),
+        *_memory_rows(summary.get("memory_peak_gib") or {}),
         *_sync_rows(summary.get("actor_sync")),
     ]
 
@@ -87,6 +88,12 @@ def _experience_rows(experience: dict[str, Any] | None) -> list[tuple[str, str]]
         return []
     figure = f"{w.seconds(experience['seconds'])}, {w.percent(experience['idle_frac'])} idle"
     return [("Responses made and scored, in each step; engine and scoring idle", figure)]
+
+
+def _memory_rows(peaks: dict[str, float | None]) -> list[tuple[str, str]]:
+    """Nothing for runs that don't count it."""
+    known = [f"{phase} {w.plain(gib)}" for phase, gib in peaks.items() if gib is not None]
+    return [("Most memory of the loop's process by phase, GiB", ", ".join(known))] if known else []
 
 
 def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:

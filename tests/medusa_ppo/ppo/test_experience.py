@@ -53,7 +53,7 @@ def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], 
     """Figures that no clock gave, the actor's weights, and the companion's batches."""
     recorder = Recorder()
     scene = Scene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
-    steps = [{key: value for key, value in step.items() if not key.endswith(("_s", "idle_frac"))} for step in scene.run()]
+    steps = [{key: value for key, value in step.items() if not key.endswith(("_s", "idle_frac", "_gib"))} for step in scene.run()]
     return steps, scene.weights(), recorder.batches
 
 
