@@ -356,6 +356,23 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
         if ppo.step_separator or config.model.critic_path:
             yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
+    if ppo.staleness:
+        keys = ("ppo.staleness", "ppo.importance_bound")
+        if ppo.importance_bound is None:
+            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
+            yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
+        beside = ("ppo.piece_prompts", "ppo.eval_every", "engine.sleep_level", "report.speed_every", "report.compare_pairs")
+        for key in beside:
+            section, name = key.split(".")
+            if getattr(getattr(config, section), name) is not None:
+                keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
+                yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
+        if ppo.staleness > 1 and config.engine.choose_drafts:
+            keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
+            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+        if config.companion.enabled and config.companion.must_pay:
+            keys, do = ("ppo.staleness", "companion.schedule"), "Set companion.schedule=fixed."
+            yield "The companion's account books generation and learning one after the other.", keys, "companion.schedule=fixed", do
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:

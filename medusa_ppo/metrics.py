@@ -16,6 +16,7 @@ LOGGED = "medusa/"
 STEP = "step"  # PPO step, from 0.
 WALL_S = "wall_s"  # Seconds since the run started, at the end of the step.
 POLICY_VERSION = "policy_version"  # Version of the actor that wrote the rollouts of this step.
+POLICY_LAG = "policy_lag"  # Policy updates between the actor that wrote the rollouts and the one that learned from them.
 HEADS_VERSION = "heads_version"  # Version of the heads the engine drafted with in this step.
 STALENESS = "staleness"  # Policy updates between the serving heads' last training batch and this step's rollouts.
 NUM_DRAFTS = "num_drafts"  # Draft tokens per step that the engine was set to.

@@ -20,6 +20,9 @@ class PPOConfig(Section):
     """PPO steps (rollout batches)."""
     prompts_per_step: Count = 32
     """Prompts per rollout batch."""
+    staleness: int = Field(0, ge=0)
+    """Most updates that the actor that wrote a batch may be behind the one that learns from it: so far ahead the engine writes while others
+    are learned from (with `importance_bound`); 0: one after the other."""
     piece_prompts: Count | None = None
     """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
     batch is scored when all have ended."""

@@ -4,9 +4,12 @@
     ppo.piece_prompts=n       engine ------------------
                                     piece 0 | piece 1 | piece 2        each as soon as its last response has ended
 
-There is one call of the engine either way, so its running set stays full, and what it writes does not depend on the pieces. A piece is all
-responses to n prompts that follow each other, whenever they end: what is computed together follows from the configuration, never from
-timing, so the numbers are to the bit those of the same pieces scored after the generation.
+    ppo.staleness=n           engine: step t + 1, up to t + n | ...
+                              step t: scored, learned from    |
+
+There is one call of the engine for a step's responses, with or without pieces, so its running set stays full, and what it writes does not
+depend on them. A piece is all responses to n prompts that follow each other, whenever they end: what is computed together follows from the
+configuration, never from timing, so the numbers are to the bit those of the same pieces scored after the generation.
 
 The calls: the engine's is in a thread of its own, the models' passes in another one, rewards in the caller's. Whoever taps the actor's
 passes (the companion) wants to know all responses first: final states of a piece wait on the host until then.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_ppo import metrics as names
 from medusa_ppo.actors import ActorView
 from medusa_ppo.actors.hf import Actor, as_view
 from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
@@ -61,26 +66,84 @@ class Step:
 
 
 class Experience:
-    """Makes the experience of one step after the other: `generate`, then `score`.
+    """Makes the experience of one step after the other: `begin`, `finish`, `score`. Others may be begun before one is finished.
 
     Attributes:
         timeline: of the step.
     """
 
-    def __init__(self, learner: PPOLearner, speed: SpeedPairs, rewards: Rewards, *, piece_prompts: int | None, pad_id: int) -> None:
+    def __init__(
+        self,
+        learner: PPOLearner,
+        speed: SpeedPairs,
+        rewards: Rewards,
+        *,
+        pad_id: int,
+        piece_prompts: int | None = None,
+        ahead: bool = False,
+    ) -> None:
+        """
+        Args:
+            rewards: of responses.
+            piece_prompts: as in the configuration.
+            ahead: the engine begins at once with what is begun, while other steps are learned from.
+        """
+        self._ahead = ahead
+        self._begun: dict[int, tuple[list[Prompt], Sampling, Future[tuple[Rollouts, dict[str, float]]] | None]] = {}
         self._learner, self._speed, self._rewards = learner, speed, rewards
         self._piece_prompts, self._pad_id = piece_prompts, pad_id
         self._engine_thread, self._models_thread = (ThreadPoolExecutor(1, f"medusa-ppo-{name}") for name in ("engine", "models"))
         self._step: Step | None = None
+        self._writing_since = 0.0
         self.timeline = Timeline()
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
-        """The step's rollouts, and the figures of its pair; pieces are scored meanwhile.
+    @property
+    def idle(self) -> bool:
+        """The engine has nothing to write: it can be given new weights."""
+        return all(call is None or call.done() for _, _, call in self._begun.values())
+
+    def has_begun(self, step: int) -> bool:
+        """The step's rollouts are being written, or wait to be finished."""
+        return step in self._begun
+
+    def begin(self, step: int, prompts: list[Prompt], sampling: Sampling) -> None:
+        """Begin with a step's rollouts."""
+        call = self._engine_thread.submit(self._write, prompts, sampling, step) if self._ahead else None
+        self._begun[step] = (prompts, sampling, call)
+
+    def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
+        """The rollouts of a step that was begun, and the figures of its pair; its timeline begins.
 
         Args:
             tapped: `score` will be given a tap.
         """
-        self.timeline, ids = Timeline(), [prompt.token_ids for prompt in prompts]
+        prompts, sampling, call = self._begun[step]
+        self.timeline = Timeline()
+        if call is None:
+            found = self._generate(prompts, sampling, step, tapped)
+        else:
+            self._step, found = Step(prompts, sampling, [], None), call.result()
+        del self._begun[step]
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        """What the step's timeline says; where the engine writes ahead, the spans alone."""
+        if self._ahead and not self.idle:
+            self.timeline.add("engine", self._writing_since)
+        found = self.timeline.figures()
+        return {names.SPANS: found[names.SPANS]} if self._ahead else found
+
+    def _write(self, prompts: list[Prompt], sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
+        """In the engine's thread; its seconds stand in the timeline of the step in which they end."""
+        self._writing_since = time.monotonic()
+        try:
+            return self._speed.generate([prompt.token_ids for prompt in prompts], sampling, step)
+        finally:
+            self.timeline.add("engine", self._writing_since)
+
+    def _generate(self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool) -> tuple[Rollouts, dict[str, float]]:
+        """The step's rollouts here and now; pieces are scored meanwhile."""
+        ids = [prompt.token_ids for prompt in prompts]
         pieces = [] if self._speed.due(step) else self._cut(len(prompts), sampling)
         self._step = work = Step(prompts, sampling, pieces, HeldPasses() if tapped and pieces else None)
         if not pieces:
@@ -98,9 +161,9 @@ class Experience:
         return call.result()
 
     def score(self, rollouts: Rollouts, tap: Tap | None = None) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
-        """The batch, its rewards, what is known about it, and what the log should say; of the rollouts of the last `generate`."""
+        """The batch, its rewards, what is known about it, and what the log should say; of the rollouts that `finish` gave last."""
         work, self._step = self._step, None
-        assert work is not None, "generate() comes first"
+        assert work is not None, "finish() comes first"
         batch = PPOBatch(rollouts, self._learner.device, self._pad_id)
         if work.pieces:
             work.news.put(None)

@@ -47,9 +47,11 @@ class PPOLoop:
             parts.learner,
             SpeedPairs(parts.engine, config),
             self._rewards,
-            piece_prompts=config.ppo.piece_prompts,
             pad_id=getattr(parts.tokenizer, "pad_token_id", None) or 0,
+            piece_prompts=config.ppo.piece_prompts,
+            ahead=config.ppo.staleness > 0,
         )
+        self.begun, self.written_by = self.position.next_step, self.position.policy_version
         self.memory, self.alarmed = PeakMemory(), False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
@@ -74,22 +76,25 @@ class PPOLoop:
     def step(self, step: int) -> Metrics:
         """One PPO step. Returns its metrics; the actor in the engine is the updated one afterwards."""
         config, learner, version = self.config, self.learner, self.position.policy_version
-        prompts = self.prompts.batch(step, config.ppo.prompts_per_step)
-        sampling = sampling_of(config, step)
-        values: Metrics = {names.STEP: step, names.POLICY_VERSION: version}
+        values: Metrics = {names.STEP: step}
 
         # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
+        # With ppo.staleness they were begun in an earlier step, and the engine goes on with those of later ones.
         with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
+            if not self.experience.has_begun(step):
+                self.begun = step
+            self._write_up_to(step, step)
             tap = None
             if self.plugin is not None:  # medusa
                 tap = self.plugin.actor_forward  # medusa
-                self.plugin.before_generation()  # medusa
-            rollouts, pair = self.experience.generate(prompts, sampling, step, tapped=tap is not None)
+            rollouts, pair = self.experience.finish(step, tapped=tap is not None)
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
+            self._write_up_to(step + config.ppo.staleness, step)
             if config.engine.sleep_level:
                 self.engine.sleep(config.engine.sleep_level)
         values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
+        values[names.POLICY_LAG] = version - rollouts.policy_version
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
@@ -105,7 +110,7 @@ class PPOLoop:
             if self.texts is not None:
                 drawn = self.texts.batch(step, len(batch))
                 texts = text_batch([text.token_ids for text in drawn], learner.device, batch.pad_id)
-            values |= learner.update(batch, scores, sampling, step, texts)
+            values |= learner.update(batch, scores, rollouts.sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
         with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), self.memory.during(names.SYNC_PEAK):
@@ -113,20 +118,38 @@ class PPOLoop:
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
             if config.engine.sleep_level:
                 self.engine.wake()
-            self.sync(learner.actor, version + 1)
+            if self.experience.idle:  # Or before the next responses are begun.
+                self.sync(learner.actor, version + 1)
 
         # (5) EVALUATE, on some steps: other prompts, the new actor; the best so far is kept.
         if self.evaluation is not None and (step + 1) % (config.ppo.eval_every or 1) == 0:
             values |= self._evaluate(self.evaluation, step)
 
         # (6) REPORT
-        values |= self.experience.timeline.figures() | self.memory.take()
+        values |= self.experience.figures() | self.memory.take()
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts
         if self.plugin is not None:  # medusa
             values |= self.plugin.metrics()  # medusa
         return values
+
+    def _write_up_to(self, last: int, step: int) -> None:
+        """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is idle. One whose weights would be more
+        than ppo.staleness updates old when it is learned from has to wait."""
+        version = self.position.policy_version
+        while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
+            if self.experience.idle:
+                if self.config.ppo.staleness and self.engine.policy_version < version:
+                    self.sync(self.learner.actor, version)
+                if self.plugin is not None:  # medusa
+                    self.plugin.before_generation()  # medusa
+                self.written_by = version
+            elif version + self.begun - step - self.written_by > self.config.ppo.staleness:
+                return
+            prompts = self.prompts.batch(self.begun, self.config.ppo.prompts_per_step)
+            self.experience.begin(self.begun, prompts, sampling_of(self.config, self.begun))
+            self.begun += 1
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
         """Of each response (S), or with steps of each token (S, R)."""

@@ -37,11 +37,15 @@ class Timeline:
     @contextlib.contextmanager
     def at_work(self, role: str) -> Iterator[None]:
         """The role works in this block."""
-        began = self._clock() - self._began
+        began = self._clock()
         try:
             yield
         finally:
-            self.spans.setdefault(role, []).append((began, self._clock() - self._began))
+            self.add(role, began)
+
+    def add(self, role: str, began: float) -> None:
+        """The role has worked since then, by the clock; what was before the timeline is left out."""
+        self.spans.setdefault(role, []).append((max(0.0, began - self._began), self._clock() - self._began))
 
     def figures(self) -> dict[str, Any]:
         """The spans; seconds from the engine's first to the scoring's last, and the share of these in which one of the two stood idle."""

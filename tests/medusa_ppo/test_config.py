@@ -62,6 +62,29 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
     assert error.value.exit_code == 2
 
 
+ALONE = ["ppo.staleness=1", "ppo.importance_bound=2", "companion.schedule=fixed"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["ppo.staleness=1"], "importance weights"),
+        ([*ALONE, "ppo.piece_prompts=2"], "ppo.piece_prompts=2"),
+        ([*ALONE, "ppo.eval_every=2", "data.eval_split=test"], "ppo.eval_every=2"),
+        ([*ALONE, "engine.sleep_level=1"], "engine.sleep_level=1"),
+        ([*ALONE, "report.speed_every=4"], "report.speed_every=4"),
+        ([*ALONE, "report.compare_pairs=3"], "report.compare_pairs=3"),
+        ([*ALONE, "ppo.staleness=2", "engine.choose_drafts=true"], "engine.choose_drafts=True"),
+        ([*ALONE, "companion.schedule=pays"], "companion.schedule=fixed"),
+    ],
+)
+def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) -> None:
+    assert load_config(None, ALONE).ppo.staleness == 1
+    with pytest.raises(ConfigError) as error:
+        load_config(None, overrides)
+    assert words in str(error.value)
+
+
 @pytest.mark.parametrize("other", ["engine.sleep_level=1", "actor.backend=megatron"])
 def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile(other: str) -> None:
     with pytest.raises(ConfigError) as error:

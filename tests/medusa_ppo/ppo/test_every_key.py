@@ -119,6 +119,7 @@ ROWS: dict[str, Row] = {
     "companion.resource": ("near", "ray_room", {}),
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
+    "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
     "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
@@ -331,9 +332,31 @@ class Places:
         loop = loop_file.PPOLoop(config, one, ProgressSink())
         loop.experience._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
-        rollouts, _ = loop.experience.generate(prompts, replace(sampling_of(config, 0), responses_per_prompt=2), 0)
+        loop.experience.begin(0, prompts, replace(sampling_of(config, 0), responses_per_prompt=2))
+        rollouts, _ = loop.experience.finish(0)
         loop.experience.score(rollouts)
         return measured
+
+    def written_ahead(self, config: RunConfig) -> Any:
+        """How many steps' prompts the engine has been given when the first step is learned from."""
+        asked: list[int] = []
+        learner: Any = SimpleNamespace(device="cpu", update=_enough)
+        engine: Any = SimpleNamespace(policy_version=0, generate=lambda *_: asked.append(1) or self._rollouts)
+        prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
+        stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
+        parts: Any = SimpleNamespace(
+            **dict.fromkeys(("tokenizer", "sync", "plugin", "evaluation", "texts", "reward")),
+            trackers=trackers.TrackerGroup(),
+            learner=learner,
+            engine=engine,
+            prompts=stream,
+        )
+        loop = loop_file.PPOLoop(config, parts, ProgressSink())
+        loop.experience.score = _enough
+        with pytest.raises(_Enough):
+            loop.step(0)
+        loop.experience._engine_thread.shutdown()
+        return len(asked)
 
     def _finish(self, prompts: Any, sampling: Sampling, finished: Callable[..., None]) -> Rollouts:
         for place, response in enumerate(self._rollouts.responses):

@@ -1,4 +1,5 @@
-"""Pieces scored while the engine writes: the same bits as afterwards, whatever ends first; really at the same time; and what goes wrong."""
+"""Pieces scored while the engine writes: the same bits as afterwards, whatever ends first. Rollouts written ahead: each token by the version
+that is said. Both really at the same time; and what goes wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from heads.errors import EngineError, RunError
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.plugin import MedusaPlugin
+from medusa_ppo.ppo.batch import PPOBatch, Scores
 from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.models import token_stats
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.types import Response, Rollouts
+from medusa_ppo.types import Response, Rollouts, Sampling
 from tests.medusa_ppo.ppo.test_loop import Numbers, Recorder, Scene, settings
 
 WAIT_S = 60.0
@@ -206,3 +209,107 @@ def test_the_idle_share_by_hand():
 def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(tmp_path: Path, tiny_actor, sampling_engine):
     (step,) = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()
     assert step[names.EXPERIENCE_IDLE] >= 0.5
+
+
+# ---- written ahead ---------------------------------------------------------------------------------------------------------------
+
+
+def ahead(tmp_path: Path, staleness: int, **ppo) -> RunConfig:
+    config = settings(tmp_path, importance_bound=2.0, **ppo)
+    return config.model_copy(update={"ppo": config.ppo.model_copy(update={"staleness": staleness})})
+
+
+class Snapshots(Scene):
+    """Keeps the actor's weights of every version that the engine was given, what it wrote, and the importance weights."""
+
+    collect_s, nbytes = 0.0, 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.versions = {0: self.snapshot()}
+        self.learned: list[tuple[PPOBatch, Scores, dict]] = []
+        update = self.learner.update
+
+        def learn(batch: PPOBatch, scores: Scores, *rest: Any) -> dict:
+            self.learned.append((batch, scores, self.snapshot()))
+            return update(batch, scores, *rest)
+
+        self.learner.update = learn
+        self.parts.sync = self
+
+    def __call__(self, actor: Any, version: int) -> None:
+        """In the place of the loop's sync."""
+        self.sync(actor, version)
+        self.versions[version] = self.snapshot()
+
+    def snapshot(self) -> dict:
+        return {name: value.clone() for name, value in self.learner.actor.state_dict().items()}
+
+
+@torch.no_grad()
+def logprobs_by(actor: Any, state: dict, batch: PPOBatch) -> torch.Tensor:
+    own = {name: value.clone() for name, value in actor.state_dict().items()}
+    actor.load_state_dict(state)
+    found_SR = torch.zeros(batch.mask_SR.shape)
+    for micro in batch.micro_batches(list(range(len(batch))), 16):
+        batch.unpack(token_stats(actor, micro, Sampling()).logprobs_M, micro, found_SR)
+    actor.load_state_dict(own)
+    return found_SR
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_every_token_is_of_the_version_that_is_said_and_weighed_by_it(tmp_path: Path, tiny_actor, sampling_engine, staleness: int):
+    scene = Snapshots(ahead(tmp_path, staleness, steps=8, actor_learning_rate=1e-2), tiny_actor(), sampling_engine)
+    steps = scene.run()
+    lags = [step[names.POLICY_LAG] for step in steps]
+    assert lags[0] == 0 and max(lags) <= staleness and lags[1] == 1, lags
+    if staleness == 1:
+        assert lags == [0, *[1] * 7] and [step[names.POLICY_VERSION] for step in steps] == [0, *range(7)]
+    for batch, scores, learner_state in scene.learned:
+        written_SR = logprobs_by(scene.learner.actor, scene.versions[batch.rollouts.policy_version], batch)
+        torch.testing.assert_close(written_SR, batch.behaviour_SR, rtol=1e-4, atol=1e-5)
+        now_SR = logprobs_by(scene.learner.actor, learner_state, batch)
+        torch.testing.assert_close(scores.logprobs_SR, now_SR, rtol=1e-4, atol=1e-5)
+        expected_SR = (now_SR - written_SR).exp().clamp(max=2.0)
+        torch.testing.assert_close(scores.weights_SR, expected_SR, rtol=1e-4, atol=1e-4)
+    assert any((scores.weights_SR[batch.mask_SR] - 1).abs().max() > 0.05 for batch, scores, _ in scene.learned[1:])
+
+
+def test_the_engine_writes_while_the_loop_learns(tmp_path: Path, tiny_actor, sampling_engine):
+    """Its second call ends only when the first update has begun."""
+    learning = threading.Event()
+
+    class Waiting(sampling_engine):
+        def generate(self, prompts: Any, sampling: Any) -> Rollouts:
+            assert len(self.drafts) != 1 or learning.wait(WAIT_S)
+            return super().generate(prompts, sampling)
+
+    scene = Scene(ahead(tmp_path, 1, steps=3), tiny_actor(), Waiting)
+    update = scene.learner.update
+    scene.learner.update = lambda *given: learning.set() or update(*given)
+    steps = scene.run()
+    assert len(steps) == 3 and "update" in steps[0][names.SPANS] and steps[0][names.SPANS]["engine"]
+    assert scene.engine.policy_version == 3, "at the end it has the last actor"
+
+
+def test_written_one_step_ahead_the_run_repeats_itself_and_learns(tmp_path: Path, tiny_actor, sampling_engine):
+    found = [run(ahead(tmp_path / name, 1, steps=4), tiny_actor(), sampling_engine) for name in "ab"]
+    same(*found)
+    assert [batch.policy_version for batch in found[0][2]] == [0, 0, 1, 2], "the companion's batches have the version that wrote them"
+    scene = Scene(ahead(tmp_path / "long", 1, steps=30, epochs=4), tiny_actor(), sampling_engine)
+    rewards = [step[names.REWARD_MEAN] for step in scene.run()]
+    assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.5, rewards
+
+
+def test_an_engine_that_dies_while_it_writes_ahead_is_the_next_steps_error(tmp_path: Path, tiny_actor, sampling_engine):
+    class Dying(sampling_engine):
+        def generate(self, prompts: Any, sampling: Any) -> Rollouts:
+            if len(self.drafts) == 1:
+                raise EngineError("The engine's process died.")
+            return super().generate(prompts, sampling)
+
+    scene = Scene(ahead(tmp_path, 1, steps=3), tiny_actor(), Dying)
+    with pytest.raises(EngineError, match="died"):
+        scene.run()
+    lines = (scene.config.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 1, "the finished step stays"
