@@ -1,5 +1,5 @@
-"""Pieces scored while the engine writes: the same bits as afterwards, whatever ends first. Rollouts written ahead: each token by the version
-that is said. Both really at the same time; and what goes wrong."""
+"""Pieces scored while the engine writes: the same bits as afterwards, whatever ends first. Rollouts written ahead: each token by the
+version that is said. Both really at the same time; and what goes wrong."""
 
 from __future__ import annotations
 
