@@ -77,7 +77,7 @@ class EnginePool(base.RolloutEngine):
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
         self._settings = Drafting()
-        self.restarts = 0
+        self.restarts, self._closing = 0, False
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
         self._seats = [Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
@@ -207,6 +207,7 @@ class EnginePool(base.RolloutEngine):
                 self.heads_version = self.heads_version if "heads" in self._kept else -1
 
     def close(self) -> None:
+        self._closing = True  # A call in another thread loses its engine now, and none is started for it.
         # What is being started is waited for: it would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
@@ -340,7 +341,7 @@ class EnginePool(base.RolloutEngine):
 
     def _lost(self, seat: Seat, error: BaseException) -> None:
         """Start a lost engine again in the background. An error that isn't the engine's is raised."""
-        if not isinstance(error, EngineError):
+        if not isinstance(error, EngineError) or self._closing:
             raise error
         logger.warning("Engine %d is lost. %s", seat.index, error)
         engine, seat.engine = seat.engine, None

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,31 @@ def state_file(folder: Path, value: float) -> Path:
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_in_another_thread_ends_with_the_pool() -> None:
+    """As when a run is stopped while its engine writes: what is lost by closing is not started again."""
+
+    class Busy(StandIn):
+        gone, asked = threading.Event(), threading.Event()
+
+        def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+            self.asked.set()
+            assert self.gone.wait(10)
+            raise EngineError("The engine is closed.")
+
+        def close(self) -> None:
+            self.gone.set()
+
+    started: list[int] = []
+    pool = EnginePool(lambda index: started.append(index) or Busy(index), 1)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(pool.generate, PROMPTS, SAMPLING)
+        assert Busy.asked.wait(10)
+        pool.close()
+        with pytest.raises(EngineError, match="closed"):
+            call.result(10)
+    assert started == [0]
 
 
 def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -> None:
