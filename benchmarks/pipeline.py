@@ -1,15 +1,15 @@
-"""Is experience made sooner when pieces are scored while the engine writes? The same prompts and seeds, in turn with a loop that waits.
+"""Are rollouts scored sooner when pieces are scored while the engine writes? The same prompts and seeds, in turn with a loop that waits.
 
     python benchmarks/pipeline.py [--pairs 6] [--hidden 256] [--layers 4] [--prompts 24] [--responses 4] [--new 96] [--seqs 8] [--piece 3]
 
-A random Llama with the demo's words, a real vLLM engine in a Ray actor, and the product's `Experience` with actor, reference and critic, on
+A random Llama with the demo's words, a real vLLM engine in a Ray actor, and the product's `RolloutMaker` with actor, reference and critic, on
 two cores. Three arms take turns, the order changing from round to round:
 
     pieces              the engine on one core, the models on the other one, `ppo.piece_prompts`
     whole               the same engine and cores, the whole batch scored when it is whole
     whole, both cores   an engine with two threads, models with two threads: each has both cores while it works
 
-Figures are medians over the rounds of seconds pieces / seconds whole, and each arm's idle share (`experience_idle_frac`). Whether a round's
+Figures are medians over the rounds of seconds pieces / seconds whole, and each arm's idle share (`generate_score_idle_frac`). Whether a round's
 work was the same to the token, its line says.
 """
 
@@ -34,7 +34,7 @@ from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer, demo_rows
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.ppo.experience import Experience
+from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
@@ -72,7 +72,7 @@ class Bench:
         self._config, self._cores, self._engines = config, cores, engines
         self._pids = {threads: int(engine.plugin_report()["pid"]) for threads, engine in engines.items()}
         self._arms = {
-            name: Experience(learner, SpeedPairs(engines[threads], config), self._rewards, piece_prompts=piece, pad_id=0)
+            name: RolloutMaker(learner, SpeedPairs(engines[threads], config), self._rewards, piece_prompts=piece, pad_id=0)
             for (name, threads), piece in zip(ARMS.items(), (config.ppo.piece_prompts, None, None), strict=True)
         }
         self._tokenizer = build_tokenizer()
@@ -85,16 +85,17 @@ class Bench:
         return torch.tensor([len(text) / 100 for text in texts])
 
     def take(self, name: str, step: int) -> tuple[dict[str, Any], int, float]:
-        """One making of experience: its figures, its tokens, and the sum of its log-probs."""
-        threads, size, experience = ARMS[name], self._config.ppo.prompts_per_step, self._arms[name]
+        """One batch, generated and scored: its figures, its tokens, and the sum of its log-probs."""
+        threads, size, maker = ARMS[name], self._config.ppo.prompts_per_step, self._arms[name]
         engine_cores, own = (self._cores[1:], self._cores[:1]) if threads == 1 else (self._cores, self._cores)
         pin(self._pids[threads], set(engine_cores))
         pin(os.getpid(), set(own))
         torch.set_num_threads(threads)
         at = step * size % (len(self._prompts) - size)
-        rollouts, _ = experience.generate(self._prompts[at : at + size], sampling_of(self._config, step), step)
-        _, _, scores, _ = experience.score(rollouts)
-        return experience.timeline.figures(), rollouts.generated_tokens, float(scores.logprobs_SR.double().sum())
+        maker.begin(step, self._prompts[at : at + size], sampling_of(self._config, step))
+        rollouts, _ = maker.finish(step)
+        _, _, scores, _ = maker.score(rollouts)
+        return maker.figures(), rollouts.generated_tokens, float(scores.logprobs_SR.double().sum())
 
 
 def say(text: str) -> None:
@@ -115,17 +116,17 @@ def rounds(bench: Bench, count: int, say: Callable[[str], None]) -> None:
             found[name].append(figures)
         same_tokens = len({tokens for tokens, _ in work.values()}) == 1
         sums = [total for _, total in work.values()]
-        seconds = ", ".join(f"{name} {found[name][-1][names.EXPERIENCE_S]:.2f} s" for name in ARMS)
+        seconds = ", ".join(f"{name} {found[name][-1][names.GENERATE_SCORE_S]:.2f} s" for name in ARMS)
         spread = max(sums) - min(sums)
         say(f"round {step}: {seconds}; {work['whole'][0]} tokens, the same in all: {same_tokens}; log-probs summed differ by {spread:.1e}")
     for name, lines in found.items():
         busy = {role: statistics.median(sum(b - a for a, b in line[names.SPANS][role]) for line in lines) for role in lines[0][names.SPANS]}
         parts = ", ".join(f"{role} {value:.2f}" for role, value in busy.items())
-        seconds, idle = (statistics.median(line[key] for line in lines) for key in (names.EXPERIENCE_S, names.EXPERIENCE_IDLE))
+        seconds, idle = (statistics.median(line[key] for line in lines) for key in (names.GENERATE_SCORE_S, names.GENERATE_SCORE_IDLE))
         say(f"{name}: median {seconds:.2f} s, idle {idle:.0%}; seconds at work: {parts}")
     for name in list(ARMS)[1:]:
         pairs = zip(found["pieces"], found[name], strict=True)
-        ratios = [ours[names.EXPERIENCE_S] / theirs[names.EXPERIENCE_S] for ours, theirs in pairs]
+        ratios = [ours[names.GENERATE_SCORE_S] / theirs[names.GENERATE_SCORE_S] for ours, theirs in pairs]
         say(f"pieces / {name}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 

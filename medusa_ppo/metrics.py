@@ -66,8 +66,8 @@ EVAL_CORRECT = "eval_correct_frac"  # Share of the evaluation's responses with t
 
 GENERATE_S = "generate_s"  # Seconds of the rollout generation.
 SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes; with ppo.piece_prompts of those after the generation.
-EXPERIENCE_S = "experience_s"  # Seconds from the generation's first to the scoring's last.
-EXPERIENCE_IDLE = "experience_idle_frac"  # Share of these in which the engine, or what scores, stood idle: mean of the two.
+GENERATE_SCORE_S = "generate_score_s"  # Seconds from the generation's first to the scoring's last.
+GENERATE_SCORE_IDLE = "generate_score_idle_frac"  # Share of these in which the engine, or what scores, stood idle: mean of the two.
 SPANS = "role_spans_s"  # When each role worked: [from, to] in seconds of the step.
 UPDATE_S = "update_s"  # Seconds of the PPO update.
 SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.

@@ -19,7 +19,7 @@ from medusa_ppo.hardware import settled
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
-from medusa_ppo.ppo.experience import Experience
+from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
@@ -43,7 +43,7 @@ class PPOLoop:
         self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
         self.evaluation, self.texts = parts.evaluation, parts.texts
         self.plugin = parts.plugin  # medusa
-        self.experience = Experience(
+        self.maker = RolloutMaker(
             parts.learner,
             SpeedPairs(parts.engine, config),
             self._rewards,
@@ -81,13 +81,13 @@ class PPOLoop:
         # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
         # With ppo.staleness they were begun in an earlier step, and the engine goes on with those of later ones.
         with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
-            if not self.experience.has_begun(step):
+            if not self.maker.has_begun(step):
                 self.begun = step
             self._write_up_to(step, step)
             tap = None
             if self.plugin is not None:  # medusa
                 tap = self.plugin.actor_forward  # medusa
-            rollouts, pair = self.experience.finish(step, tapped=tap is not None)
+            rollouts, pair = self.maker.finish(step, tapped=tap is not None)
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
             self._write_up_to(step + config.ppo.staleness, step)
@@ -99,12 +99,12 @@ class PPOLoop:
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
         with self.progress.phase(phases.SCORE, step) as score_s, self.memory.during(names.SCORE_PEAK):
-            batch, rewards, scores, report = self.experience.score(rollouts, tap)
+            batch, rewards, scores, report = self.maker.score(rollouts, tap)
         values |= report | self._reward_metrics(rewards)
         self._alarm(report[names.LOGPROB_GAP])
 
         # (3) UPDATE: epochs of clipped PPO on actor and critic.
-        at_work = self.experience.timeline.at_work
+        at_work = self.maker.timeline.at_work
         with self.progress.phase(phases.UPDATE, step) as update_s, at_work("update"), self.memory.during(names.UPDATE_PEAK):
             texts = None
             if self.texts is not None:
@@ -118,7 +118,7 @@ class PPOLoop:
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
             if config.engine.sleep_level:
                 self.engine.wake()
-            if self.experience.idle:  # Or before the next responses are begun.
+            if self.maker.idle:  # Or before the next responses are begun.
                 self.sync(learner.actor, version + 1)
 
         # (5) EVALUATE, on some steps: other prompts, the new actor; the best so far is kept.
@@ -126,7 +126,7 @@ class PPOLoop:
             values |= self._evaluate(self.evaluation, step)
 
         # (6) REPORT
-        values |= self.experience.figures() | self.memory.take()
+        values |= self.maker.figures() | self.memory.take()
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts
@@ -139,7 +139,7 @@ class PPOLoop:
         than ppo.staleness updates old when it is learned from has to wait."""
         version = self.position.policy_version
         while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
-            if self.experience.idle:
+            if self.maker.idle:
                 if self.config.ppo.staleness and self.engine.policy_version < version:
                     self.sync(self.learner.actor, version)
                 if self.plugin is not None:  # medusa
@@ -148,7 +148,7 @@ class PPOLoop:
             elif version + self.begun - step - self.written_by > self.config.ppo.staleness:
                 return
             prompts = self.prompts.batch(self.begun, self.config.ppo.prompts_per_step)
-            self.experience.begin(self.begun, prompts, sampling_of(self.config, self.begun))
+            self.maker.begin(self.begun, prompts, sampling_of(self.config, self.begun))
             self.begun += 1
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:

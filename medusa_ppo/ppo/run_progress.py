@@ -56,7 +56,7 @@ class Timeline:
         seconds = max(end for side in sides for _, end in side) - min(side[0][0] for side in sides)
         busy = sum(map(_covered, sides))
         idle = 1 - busy / (len(SIDES) * seconds) if seconds > 0 else 0.0
-        return {names.EXPERIENCE_S: seconds, names.EXPERIENCE_IDLE: idle, **found}
+        return {names.GENERATE_SCORE_S: seconds, names.GENERATE_SCORE_IDLE: idle, **found}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

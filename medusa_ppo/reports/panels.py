@@ -174,7 +174,7 @@ class Panels:
                 continue
             spans = role_spans(step)
             title = f"Who worked when, in step {step[m.STEP]}" + (f" of {run.name}" if self.other else "")
-            idle = percent(number(step.get(m.EXPERIENCE_IDLE)))
+            idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
             hint = f"Gaps are idle time: while responses were made and scored, engine and scoring stood idle for {idle} on average."
             rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
             legend = tuple((role, tone, "solid", seconds(sum(b - a for a, b in parts))) for role, tone, parts in rows)

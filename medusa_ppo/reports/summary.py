@@ -100,8 +100,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "memory_peak_gib.score": "The same while it scores.",
     "memory_peak_gib.update": "The same in the update.",
     "memory_peak_gib.sync": "The same in the sync.",
-    "experience.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
-    "experience.idle_frac": "Share of these in which the engine, or what scores, stood idle (mean of the two), mean over the last window.",
+    "generate_score.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
+    "generate_score.idle_frac": "Share of these in which the engine, or what scores, stood idle (mean of the two), mean over the last window.",
     "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
     "actor_sync.collect_s": "Of these, seconds until its weights were collected from its processes and written.",
     "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
@@ -144,9 +144,9 @@ def build_summary(run: Run) -> dict[str, Any]:
         "logprob_gap": {"last": mean(run.column(m.LOGPROB_GAP)[-window:])},
         "phases_s": {phase: _sum(run.column(metric)) for metric, phase in PHASES.items()},
         "memory_peak_gib": {phase: max(_present(run.column(metric)), default=None) for metric, phase in PEAKS.items()},
-        "experience": {
-            "seconds": mean(run.column(m.EXPERIENCE_S)[-window:]),
-            "idle_frac": mean(run.column(m.EXPERIENCE_IDLE)[-window:]),
+        "generate_score": {
+            "seconds": mean(run.column(m.GENERATE_SCORE_S)[-window:]),
+            "idle_frac": mean(run.column(m.GENERATE_SCORE_IDLE)[-window:]),
         },
         "actor_sync": {
             "seconds": mean(run.column(m.SYNC_S)[-window:]),

@@ -56,7 +56,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
         *_account_rows(companion),
-        *_experience_rows(summary.get("experience")),
+        *_generate_score_rows(summary.get("generate_score")),
         *_memory_rows(summary.get("memory_peak_gib") or {}),
         *_sync_rows(summary.get("actor_sync")),
     ]
@@ -82,11 +82,11 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _experience_rows(experience: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _generate_score_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Nothing for runs that don't say who worked when."""
-    if experience is None or experience["seconds"] is None:
+    if found is None or found["seconds"] is None:
         return []
-    figure = f"{w.seconds(experience['seconds'])}, {w.percent(experience['idle_frac'])} idle"
+    figure = f"{w.seconds(found['seconds'])}, {w.percent(found['idle_frac'])} idle"
     return [("Responses made and scored, in each step; engine and scoring idle", figure)]
 
 

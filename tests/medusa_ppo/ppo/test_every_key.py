@@ -330,11 +330,11 @@ class Places:
             engine=SimpleNamespace(generate_as_finished=self._finish, generate=lambda *_: self._rollouts),
         )
         loop = loop_file.PPOLoop(config, one, ProgressSink())
-        loop.experience._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
+        loop.maker._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
-        loop.experience.begin(0, prompts, replace(sampling_of(config, 0), responses_per_prompt=2))
-        rollouts, _ = loop.experience.finish(0)
-        loop.experience.score(rollouts)
+        loop.maker.begin(0, prompts, replace(sampling_of(config, 0), responses_per_prompt=2))
+        rollouts, _ = loop.maker.finish(0)
+        loop.maker.score(rollouts)
         return measured
 
     def written_ahead(self, config: RunConfig) -> Any:
@@ -352,10 +352,10 @@ class Places:
             prompts=stream,
         )
         loop = loop_file.PPOLoop(config, parts, ProgressSink())
-        loop.experience.score = _enough
+        loop.maker.score = _enough
         with pytest.raises(_Enough):
             loop.step(0)
-        loop.experience._engine_thread.shutdown()
+        loop.maker._engine_thread.shutdown()
         return len(asked)
 
     def _finish(self, prompts: Any, sampling: Sampling, finished: Callable[..., None]) -> Rollouts:

@@ -255,7 +255,8 @@ def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> 
     assert "Who worked when" not in page_of(run)
     spans = {"engine": [[0.0, 4.0]], "actor": [[1.0, 2.0], [3.0, 5.0]], "reward": [["x", 2]], "stranger": [[0, 1]], "critic": "none"}
     told = replace(
-        run, steps=[*run.steps[:-1], {**run.steps[-1], metrics.SPANS: spans, metrics.EXPERIENCE_S: 5.0, metrics.EXPERIENCE_IDLE: 0.3}]
+        run,
+        steps=[*run.steps[:-1], {**run.steps[-1], metrics.SPANS: spans, metrics.GENERATE_SCORE_S: 5.0, metrics.GENERATE_SCORE_IDLE: 0.3}],
     )
     text = page_of(told)
     parsed(text)

@@ -1,4 +1,4 @@
-"""How a step's experience is made: responses are written and scored, one after the other or, cut into pieces, at the same time.
+"""How a step's rollouts are made: responses are written and scored, one after the other or, cut into pieces, at the same time.
 
     ppo.piece_prompts=null    engine ------------------ | actor, reference, critic, reward on the whole batch
     ppo.piece_prompts=n       engine ------------------
@@ -65,8 +65,8 @@ class Step:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Experience:
-    """Makes the experience of one step after the other: `begin`, `finish`, `score`. Others may be begun before one is finished.
+class RolloutMaker:
+    """Makes and scores the rollouts of one step after the other: `begin`, `finish`, `score`. Others may be begun before one is finished.
 
     Attributes:
         timeline: of the step.

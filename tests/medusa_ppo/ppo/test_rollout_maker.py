@@ -114,7 +114,7 @@ def test_a_piece_is_scored_while_the_engine_still_writes(tmp_path: Path, tiny_ac
     spans = step[names.SPANS]
     assert set(spans) == {"engine", "actor", "reference", "critic", "reward", "update", "sync"}
     assert len(spans["actor"]) == len(spans["reward"]) == 2 and spans["actor"][0][1] <= spans["engine"][0][1]
-    assert 0 <= step[names.EXPERIENCE_IDLE] < 1 and step[names.EXPERIENCE_S] > 0
+    assert 0 <= step[names.GENERATE_SCORE_IDLE] < 1 and step[names.GENERATE_SCORE_S] > 0
 
 
 def test_responses_that_came_otherwise_in_the_end_are_scored_again(tmp_path: Path, tiny_actor, sampling_engine):
@@ -201,14 +201,14 @@ def test_the_idle_share_by_hand():
     for span in (("engine", 0, 10), ("actor", 4, 6), ("reward", 5, 7), ("critic", 12, 14), ("update", 14, 30)):
         work(*span)
     found = timeline.figures()
-    assert found[names.EXPERIENCE_S] == 14
-    assert found[names.EXPERIENCE_IDLE] == pytest.approx(((14 - 10) / 14 + (14 - 5) / 14) / 2)
+    assert found[names.GENERATE_SCORE_S] == 14
+    assert found[names.GENERATE_SCORE_IDLE] == pytest.approx(((14 - 10) / 14 + (14 - 5) / 14) / 2)
     assert found[names.SPANS]["reward"] == [[5, 7]] and list(found[names.SPANS]) == ["engine", "actor", "critic", "reward", "update"]
 
 
 def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(tmp_path: Path, tiny_actor, sampling_engine):
     (step,) = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()
-    assert step[names.EXPERIENCE_IDLE] >= 0.5
+    assert step[names.GENERATE_SCORE_IDLE] >= 0.5
 
 
 # ---- written ahead ---------------------------------------------------------------------------------------------------------------
