@@ -2,15 +2,15 @@
 
     python benchmarks/pipeline.py [--pairs 6] [--hidden 256] [--layers 4] [--prompts 24] [--responses 4] [--new 96] [--seqs 8] [--piece 3]
 
-A random Llama with the demo's words, a real vLLM engine in a Ray actor, and the product's `RolloutMaker` with actor, reference and critic, on
-two cores. Three arms take turns, the order changing from round to round:
+A random Llama with the demo's words, a real vLLM engine in a Ray actor, the product's `RolloutMaker` with actor, reference and critic, on two
+cores. Three arms take turns, the order changing from round to round:
 
     pieces              the engine on one core, the models on the other one, `ppo.piece_prompts`
     whole               the same engine and cores, the whole batch scored when it is whole
     whole, both cores   an engine with two threads, models with two threads: each has both cores while it works
 
-Figures are medians over the rounds of seconds pieces / seconds whole, and each arm's idle share (`generate_score_idle_frac`). Whether a round's
-work was the same to the token, its line says.
+Figures are medians over the rounds of seconds pieces / seconds whole, and each arm's idle share (`generate_score_idle_frac`). Whether a
+round's work was the same to the token, its line says.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer, demo_rows
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.processes import local_ray
 
 PROMPT_TOKENS = 64

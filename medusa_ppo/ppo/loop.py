@@ -19,9 +19,9 @@ from medusa_ppo.hardware import settled
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
-from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.rewards import earned_by_steps
+from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
 from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
 from medusa_ppo.ppo.session import Parts, RunSession

@@ -101,7 +101,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "memory_peak_gib.update": "The same in the update.",
     "memory_peak_gib.sync": "The same in the sync.",
     "generate_score.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
-    "generate_score.idle_frac": "Share of these in which the engine, or what scores, stood idle (mean of the two), mean over the last window.",
+    "generate_score.idle_frac": "Share of these in which engine or scoring stood idle (mean of the two), mean over the last window.",
     "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
     "actor_sync.collect_s": "Of these, seconds until its weights were collected from its processes and written.",
     "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
