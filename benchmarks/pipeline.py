@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline.py [--pairs 6] [--hidden 256] [--layers 4] [--prompts 24] [--responses 4] [--new 96] [--seqs 8] [--piece 3]
 
-A random Llama with the demo's words, a real vLLM engine in a Ray actor, the product's `RolloutMaker` with actor, reference and critic, on two
-cores. Three arms take turns, the order changing from round to round:
+A random Llama with the demo's words, a real vLLM engine in a Ray actor, the product's `RolloutMaker` with actor, reference and critic, on
+two cores. Three arms take turns, the order changing from round to round:
 
     pieces              the engine on one core, the models on the other one, `ppo.piece_prompts`
     whole               the same engine and cores, the whole batch scored when it is whole
