@@ -162,8 +162,8 @@ class MedusaPlugin:
             )
         settings = config.companion
         passes = float(settings.epochs) if settings.must_pay else None
-        options = {"wait": settings.wait, "on_error": settings.on_error, "choices": config.engine.choose_drafts}
-        plugin = cls(engine, companion, heads=heads, passes=passes, **options)
+        wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
+        plugin = cls(engine, companion, wait=wait, on_error=on_error, heads=heads, passes=passes, choices=choices)
         plugin._tables = tables_VD
         return plugin
 
