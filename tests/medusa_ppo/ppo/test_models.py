@@ -192,40 +192,24 @@ def test_scoring_with_a_large_vocabulary_takes_little_more_than_the_model(tiny_a
     assert scored < 1.3 * own < whole
 
 
-def saved_bytes(work) -> int:
-    """Bytes that the forward passes in here keep for the backward pass, each storage once."""
-    storages: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        work()
-    return sum(storages.values())
-
-
 def test_recomputation_works_in_eval_mode_and_changes_no_bit(make_rollouts, tiny_actor):
-    batch, found = PPOBatch(make_rollouts(16)), []
+    (micro,), found = PPOBatch(make_rollouts(16)).micro_batches(list(range(16)), 16), []
     for again in (False, True):
         actor = tiny_actor(layers=6)
-        critic, parameters = Critic(actor), sum(p.numel() * 4 for p in actor.parameters())
+        critic, weights = Critic(actor), sum(p.numel() * 4 for p in actor.parameters())
         if again:
             losses.recompute_layers(actor)
             losses.recompute_layers(critic)
-        (micro,), stats = batch.micro_batches(list(range(16)), 16), []
-        kept = saved_bytes(lambda actor=actor, micro=micro, stats=stats: stats.append(token_stats(actor, micro, Sampling())))
-        stats[0].logprobs_M.sum().backward()
+        stats = token_stats(actor, micro, Sampling())
+        stats.logprobs_M.sum().backward()
+        (critic(micro) - 1).square().sum().backward()
+        found.append([stats.logprobs_M.detach(), *(p.grad for p in (*actor.parameters(), *critic.parameters()))])
         actor.zero_grad()
-        peak = peak_bytes(lambda a=actor, micro=micro: token_stats(a, micro, Sampling()).logprobs_M.sum().backward(), actor) - parameters
-        loss = (critic(micro) - 1).square().sum()
-        loss.backward()
-        gradients = [p.grad for p in (*actor.parameters(), *critic.parameters())]
-        found.append((stats[0].logprobs_M.detach(), gradients, kept - parameters, peak))
+        peak = peak_bytes(lambda a=actor: token_stats(a, micro, Sampling()).logprobs_M.sum().backward(), actor) - weights
+        found.append(peak)
         assert not actor.training
-    assert torch.equal(found[0][0], found[1][0]) and all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-    assert found[1][2] < 0.6 * found[0][2], "what is kept for the backward pass, weights left out"
-    assert found[1][3] < 0.6 * found[0][3], "the most at once, gradients and a layer that is made again included"
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert found[3] < 0.6 * found[1], "gradients, and the layer that is being made again, included"
 
 
 def test_a_model_without_known_layers_is_refused():
