@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import COLOCATED, EngineConfig
+from medusa_ppo.engines import http_server
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -152,13 +153,17 @@ class RayEngine(base.RolloutEngine):
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config, seed, given)
+        self._slots = config.max_num_seqs or 1
         try:
             self.elsewhere = self._ask("starting", "start", timeout=START_TIMEOUT_S) != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise
 
-    generate = _forwarded("generate")
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
+        return self._ask("calling generate", "call", "generate", prompts, sampling, timeout=longest_s)
+
     check_actor = _forwarded("check_actor")
     join_transfer = _forwarded("join_transfer")
     receive_actor = _forwarded("receive_actor")
@@ -176,9 +181,12 @@ class RayEngine(base.RolloutEngine):
 
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
         """One call, whose parts come through Ray's object store as the engine has them."""
+        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
         with self._errors("generating"):
-            for reference in self._running("generating").generate_in_steps.options(num_returns="streaming").remote(prompts, sampling):
-                yield self._understood(ray.get(reference))
+            stream = self._running("generating").generate_in_steps.options(num_returns="streaming").remote(prompts, sampling)
+            while ray.wait([stream], timeout=longest_s)[0]:
+                yield self._understood(ray.get(next(stream)))
+            raise GetTimeoutError(f"no response in {longest_s:.0f} s")
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         return self._send("swap_heads", base.check_file(path, "new heads"), version, checked)
@@ -197,7 +205,7 @@ class RayEngine(base.RolloutEngine):
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._ask(f"calling {method}", "call", method, *args, **kwargs)
+        return self._ask(f"calling {method}", "call", method, *args, timeout=http_server.CALL_TIMEOUT_S, **kwargs)
 
     def _send(self, method: str, path: str, version: int, checked: Checked | None) -> Any:
         """Call a method that reads a file, wherever the engine is."""
@@ -205,10 +213,11 @@ class RayEngine(base.RolloutEngine):
             return self._call(method, path, version, checked)
         status, session = os.stat(path), ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
-        return self._ask(f"calling {method}", "call_with_bytes", method, content, version, checked)
+        timeout_s = http_server.CALL_TIMEOUT_S
+        return self._ask(f"calling {method}", "call_with_bytes", method, content, version, checked, timeout=timeout_s)
 
     def _ask(self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """What a method of `EngineHost` answers; Ray's failures as EngineError."""
+        """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for `timeout` seconds too."""
         with self._errors(doing):
             return self._understood(ray.get(getattr(self._running(doing), entry).remote(*args, **kwargs), timeout=timeout))
 
