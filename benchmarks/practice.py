@@ -2,6 +2,7 @@
 
     python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
     python benchmarks/practice.py engine      # an engine in bfloat16, with and without truncated importance sampling, beside float32
+    python benchmarks/practice.py stale       # responses written ahead by an older actor, at most 1, 2 and 4 updates, beside none
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
 The loop is the product's own (`PPOLoop`); its engine samples with transformers, in this process, without heads: what is shown is what PPO
@@ -123,8 +124,8 @@ def run(seed: int, steps: int, *, times: float = 1.0, engine: torch.dtype = torc
     with tempfile.TemporaryDirectory() as folder:
         section = {"steps": steps, "prompts_per_step": 8, "minibatch_size": 16, "epochs": 4, "checkpoint_every": None}
         section |= {"actor_learning_rate": 3e-3, "critic_learning_rate": 3e-3, "kl_coefficient": 0.01} | ppo
-        sampling = {"max_new_tokens": 6, "responses_per_prompt": 8}
-        config = build_config({"out": folder, "seed": seed, "ppo": section, "sampling": sampling})
+        sampling, without = {"max_new_tokens": 6, "responses_per_prompt": 8}, {"enabled": False}
+        config = build_config({"out": folder, "seed": seed, "ppo": section, "sampling": sampling, "companion": without})
         actor = random_actor(seed)
         learner = Learner(actor, Critic(actor) if config.ppo.advantages == "gae" else None, config.ppo, seed=seed)
         rollouts = TorchEngine(actor, engine)
@@ -205,6 +206,24 @@ def engine(options: argparse.Namespace) -> None:
         logger.info("| %s | %.3f | %s | %.1e | %.1e | %.1e | %.4f |", *row)
 
 
+def stale(options: argparse.Namespace) -> None:
+    """The reward curve where the engine writes ahead, all with the same importance weights."""
+    logger.info(
+        "| staleness, at most | reward, first %d | reward, last %d | by seed | lag, mean | largest | engine_kl | cut |", FIRST, LAST
+    )
+    logger.info("|---|---|---|---|---|---|---|---|")
+    for most in (0, 1, 2, 4):
+        settings = {"staleness": most, "importance_bound": 2.0}
+        runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
+        every, lasts = [line for lines in runs for line in lines], [line for lines in runs for line in lines[-LAST:]]
+        first = mean_of([line for lines in runs for line in lines[:FIRST]], names.REWARD_MEAN)
+        by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
+        lags = [float(line[names.POLICY_LAG]) for line in every]
+        more = [mean_of(every, name) for name in (names.ENGINE_KL, names.IMPORTANCE_CUT)]
+        row = (most, first, mean_of(lasts, names.REWARD_MEAN), by_seed, statistics.fmean(lags), max(lags), *more)
+        logger.info("| %d | %.3f | %.3f | %s | %.2f | %.0f | %.1e | %.4f |", *row)
+
+
 @torch.no_grad()
 def reward(options: argparse.Namespace) -> None:
     """The same text in many mixes, and seconds beside batches that are padded to their own longest, in turn."""
@@ -261,7 +280,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["learning", "engine", "reward"])
+    parser.add_argument("what", choices=["learning", "engine", "stale", "reward"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", action="append", choices=OPTIONS)
@@ -271,7 +290,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="texts of a timed call")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"learning": learning, "engine": engine, "reward": reward}[options.what](options)
+    {"learning": learning, "engine": engine, "stale": stale, "reward": reward}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from heads.errors import ConfigError
 KINDS = ("medusa", "markov", "hydra")
 LM_HEADS = ("shared", "own")
 PART_WIDTH = 64
+CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
+GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
 
 
 @dataclass(frozen=True)

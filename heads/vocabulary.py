@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from heads.heads_config import CPU_CHUNK, GPU_CHUNK
+
 if TYPE_CHECKING:  # It reads this file.
     from heads.modules import FactoredLogits
-
-CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
-GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
 
 
 def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:

@@ -358,6 +358,33 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
         if ppo.step_separator or config.model.critic_path:
             yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
+    if ppo.staleness:
+        keys = ("ppo.staleness", "ppo.importance_bound")
+        if ppo.importance_bound is None:
+            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
+            yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
+        beside = ("ppo.piece_prompts", "ppo.eval_every", "engine.sleep_level", "report.speed_every", "report.compare_pairs")
+        for key in beside:
+            section, name = key.split(".")
+            if getattr(getattr(config, section), name) is not None:
+                keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
+                yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
+        if ppo.staleness > 1 and config.engine.choose_drafts:
+            keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
+            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+        if config.companion.enabled and config.companion.must_pay:
+            keys, do = ("ppo.staleness", "companion.schedule"), "Set companion.schedule=fixed."
+            yield "The companion's account books generation and learning one after the other.", keys, "companion.schedule=fixed", do
+    if ppo.piece_prompts:
+        keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
+        if ppo.piece_prompts > ppo.prompts_per_step:
+            yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
+        keys, do = ("ppo.piece_prompts", "engine.sleep_level"), "Set one of the two to null."
+        if config.engine.sleep_level:
+            yield "An engine that gives its memory to the scoring can't write meanwhile.", keys, "one of the two", do
+        keys, do = ("ppo.piece_prompts", "actor.backend"), "Set ppo.piece_prompts=null, or actor.backend=transformers."
+        if config.actor.backend == "megatron":
+            yield "The ranks of a Megatron actor score whole batches.", keys, "actor.backend=transformers", do
     if ppo.kl_in_loss and ppo.kl_estimator == "k1":
         keys, do = ("ppo.kl_in_loss", "ppo.kl_estimator"), "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
         yield "As a term of the loss k1 has no gradient on average.", keys, "ppo.kl_estimator=k2 or k3", do
@@ -374,6 +401,10 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
         do = "Set actor.backend=transformers, or the other two to null."
         yield "The ranks of a Megatron actor know neither texts beside PPO nor an early end.", keys, "actor.backend=transformers", do
+    if config.actor.backend == "megatron" and (ppo.recompute or ppo.reference_dtype == "bfloat16" or ppo.micro_batch_tokens):
+        keys = ("actor.backend", "ppo.recompute", "ppo.reference_dtype", "ppo.micro_batch_tokens")
+        do = "Set actor.backend=transformers, or leave the other three as they are."
+        yield "The ranks of a Megatron actor have their own ways to save memory.", keys, "actor.backend=transformers", do
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -55,6 +55,7 @@ class _Step:
     waited_s: float = 0.0
     rollouts: Rollouts | None = None
     serving: PublishedHeads | None = None
+    choices: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 class MedusaPlugin:
@@ -75,6 +76,7 @@ class MedusaPlugin:
         on_error: str = "disable",
         heads: MedusaHeads | None = None,
         passes: float | None = None,
+        choices: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -85,8 +87,10 @@ class MedusaPlugin:
             on_error: `raise` or `disable`: what heads that don't reach the engine do to the loop.
             heads: the heads that the engine started with, for `save_heads`.
             passes: the most over a batch, where as much is trained as pays; None: what the companion is configured for.
+            choices: the engine may choose the number of drafts, and is asked what it chose when the rollouts are there.
             clock: seconds.
         """
+        self._asks_choices = choices
         self._engine = engine
         self._companion = companion
         self._wait = wait
@@ -159,7 +163,8 @@ class MedusaPlugin:
             )
         settings = config.companion
         passes = float(settings.epochs) if settings.must_pay else None
-        plugin = cls(engine, companion, wait=settings.wait, on_error=settings.on_error, heads=heads, passes=passes)
+        wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
+        plugin = cls(engine, companion, wait=wait, on_error=on_error, heads=heads, passes=passes, choices=choices)
         plugin._tables = tables_VD
         return plugin
 
@@ -198,7 +203,7 @@ class MedusaPlugin:
         with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
-            self._step.serving = self.installer.installed
+            self._step.serving, self._step.choices = self.installer.installed, self._engine.choices() if self._asks_choices else []
             self.installer.judge(rollouts)
             if self._companion is not None:
                 self._decision = self.account.decide() if self.account else Decision()
@@ -268,7 +273,7 @@ class MedusaPlugin:
         step, self._step = self._step, _Step()
         values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: self.installer.take_seconds()}
         if step.rollouts is not None:
-            values |= serving_figures(step.rollouts, step.serving, self._engine.choices())
+            values |= serving_figures(step.rollouts, step.serving, step.choices)
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s

@@ -20,12 +20,24 @@ class PPOConfig(Section):
     """PPO steps (rollout batches)."""
     prompts_per_step: Count = 32
     """Prompts per rollout batch."""
+    staleness: int = Field(0, ge=0)
+    """Most updates that the actor that wrote a batch may be behind the one that learns from it: so far ahead the engine writes while others
+    are learned from (with `importance_bound`); 0: one after the other."""
+    piece_prompts: Count | None = None
+    """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
+    batch is scored when all have ended."""
     epochs: Count = 2
     """Passes over each rollout batch."""
     minibatch_size: Count = 32
     """Responses per optimizer step."""
     micro_batch_size: Count | None = None
-    """Responses per forward pass; null: a whole minibatch."""
+    """Responses per forward pass, at most; null: a whole minibatch."""
+    micro_batch_tokens: Count | None = None
+    """Tokens per forward pass, at most: prompts, responses and padding; a longer sequence goes alone. null: as many as there are."""
+    recompute: bool = False
+    """Of each layer keep the input alone, and make its activations again in the backward pass: a third more time, much less memory."""
+    reference_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the reference's weights; null: float32, as the actor's."""
     actor_learning_rate: Positive = 1e-5
     """AdamW step size of the actor."""
     critic_learning_rate: Positive = 1e-4

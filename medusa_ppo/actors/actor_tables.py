@@ -173,14 +173,19 @@ class Table:
         )
 
 
-def _check_logits(model: Any, lm_head: Any) -> None:
-    """Raise ModelError when the actor's logits are not lm_head's product alone."""
+def beyond_lm_head(model: Any, lm_head: Any) -> list[str]:
+    """What makes the model's logits more than lm_head's product, by name."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [f"{name}={value}" for name, plain in BEYOND_LM_HEAD.items() if (value := getattr(config, name, None)) not in (None, plain)]
     if isinstance(bias := getattr(lm_head, "bias", None), torch.Tensor) and bool(bias.detach().any()):
         found.append("a bias of lm_head")
-    if found:
+    return found
+
+
+def _check_logits(model: Any, lm_head: Any) -> None:
+    """Raise ModelError when the actor's logits are not lm_head's product alone."""
+    if found := beyond_lm_head(model, lm_head):
         raise ModelError(
             "The actor's logits are not the product of its lm_head alone.",
             given=f"{type(model).__name__}: {', '.join(found)}",

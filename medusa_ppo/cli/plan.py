@@ -1,91 +1,24 @@
 """`medusa-ppo plan`: who runs where, what moves in a step, and what memory it takes, before anything starts (no torch).
 
-Counted: weights, gradients, optimizer states, keys and values, tables, queues, and the logits of one micro-batch. Not counted: other
-activations, and what Python, torch and vLLM take for themselves.
+Counted: weights, gradients, optimizer states, keys and values, tables, queues, and what a micro-batch keeps for its backward pass. Not
+counted: what kernels, Python, torch and vLLM take for themselves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads.errors import ModelError
-from heads.heads_config import HeadsConfig
+from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
+from medusa_ppo.cli.model_sizes import BFLOAT16, FLOAT32, ModelSizes
 from medusa_ppo.config import EMBEDDED_ACTORS, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.hardware import Choice, Hardware, applied, choices
 
-FLOAT32, BFLOAT16 = 4, 2
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
 HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.
 TOKEN_BYTES = 8 + 4  # An id (int64) and a log-prob (float32).
-HEADS = ("num_attention_heads", "n_head")
-WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_neo", "opt", "phi")
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a dense decoder-only model.
-
-    Attributes:
-        hidden: D.
-        layers, heads, kv_heads, head_dim: of the attention.
-        intermediate: width of the MLP's inner layer.
-        vocab: V.
-        gated: the MLP has a gate beside its up projection.
-        tied: lm_head is the embedding.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    gated: bool = True
-    tied: bool = False
-
-    @classmethod
-    def from_config(cls, raw: Mapping[str, Any]) -> ModelSizes:
-        """From a transformers config.json. ModelError when a size is missing, or the model is a mixture of experts."""
-        text = {**raw, **(raw.get("text_config") or {})}
-        if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
-            raise ModelError(
-                "Mixtures of experts can't be planned.", given=text.get("model_type"), expected="a dense model", do="Measure a short run."
-            )
-        hidden, layers, heads = (_first(text, *names) for names in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), HEADS))
-        return cls(
-            hidden,
-            layers,
-            heads,
-            int(text.get("num_key_value_heads") or heads),
-            int(text.get("head_dim") or hidden // heads),
-            int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
-            _first(text, "vocab_size"),
-            text.get("model_type") not in WITHOUT_GATE,
-            bool(text.get("tie_word_embeddings", text.get("model_type") == "gpt2")),
-        )
-
-    @property
-    def parameters(self) -> int:
-        """Weights of matrices and RMS norms; biases and learned positions (older families) are left out."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
-        tables = (1 if self.tied else 2) * self.vocab * self.hidden
-        return self.layers * (attention + mlp + 2 * self.hidden) + self.hidden + tables
-
-    @property
-    def product_parameters(self) -> int:
-        """Weights that a token is multiplied with in a forward pass: all but the embedding."""
-        return self.parameters - (0 if self.tied else self.vocab * self.hidden)
-
-    @property
-    def cache_elements(self) -> int:
-        """Keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def heads_parameters(config: HeadsConfig) -> int:
@@ -102,15 +35,6 @@ def companion_bytes(config: HeadsConfig, model: ModelSizes) -> int:
 def hidden_bytes(model: ModelSizes, tokens: int, element: int = FLOAT32) -> int:
     """Final hidden states, token ids and log-probs of so many response tokens, as they go to the companion."""
     return tokens * (model.hidden * element + TOKEN_BYTES)
-
-
-def _first(values: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if values.get(name):
-            return int(values[name])
-    raise ModelError(
-        "The model's config.json lacks a size.", given=sorted(values)[:8], expected=" or ".join(names), do="Use a decoder-only model."
-    )
 
 
 TRANSFERS = {"file": "as a file in shared memory or Ray's store", "broadcast": "broadcast in buckets"}
@@ -157,7 +81,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `medusa-ppo plan` prints."""
+    """Everything that `medusa-ppo plan` prints. `peaks`: bytes of tensors in the process that trains the actor, the most in each phase; not
+    known of a Megatron actor."""
 
     model: ModelSizes
     heads: HeadsConfig
@@ -166,6 +91,7 @@ class Plan:
     response_tokens: int
     hardware: Hardware
     choices: tuple[Choice, ...]
+    peaks: dict[str, int]
     warnings: tuple[str, ...] = ()
 
     @property
@@ -198,7 +124,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), drafting, *companion, *plain]
     tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
     moves, warnings = tuple(_moves(config, model, heads, tokens)), tuple(_warnings(config, model, tokens))
-    return Plan(model, heads, tuple(processes), moves, tokens, hardware, decided, warnings)
+    return Plan(model, heads, tuple(processes), moves, tokens, hardware, decided, phase_peaks(config, model, gpus), warnings)
 
 
 def model_config(path: str) -> dict[str, Any]:
@@ -221,23 +147,67 @@ def model_config(path: str) -> dict[str, Any]:
 
 
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
-    critic = ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
-    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if config.ppo.advantages == "gae" else {}
+    critic = _critic(config, model)
+    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
     if config.actor.backend == "transformers":
         parts |= _actor_parts(config, model, 1)
+        parts["what a micro-batch keeps for its backward pass"] = _kept_bytes(config, model)
+        parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
     parts["actor's file in shared memory, for engines that come late or again"] = _element(config) * model.parameters
     return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), parts)
 
 
+def _critic(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
+    if config.ppo.advantages != "gae":
+        return None
+    return ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
+
+
 def _actor_parts(config: RunConfig, model: ModelSizes, cut: int) -> dict[str, int]:
     """Actor and reference where one of `cut` processes holds an equal part of both."""
-    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    logits = 2 * FLOAT32 * (config.ppo.micro_batch_size or config.ppo.minibatch_size) * length * model.vocab // config.actor.tensor_parallel
+    reference = BFLOAT16 if config.ppo.reference_dtype == "bfloat16" else FLOAT32
     return {
         "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters // cut,
-        "reference": FLOAT32 * model.parameters // cut,
-        "logits of a micro-batch, and their gradient": logits,
+        "reference": reference * model.parameters // cut,
     }
+
+
+def _micro_tokens(config: RunConfig) -> int:
+    """Prompt and response tokens of a micro-batch, at most."""
+    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    tokens = (config.ppo.micro_batch_size or config.ppo.minibatch_size) * length
+    return max(length, min(tokens, config.ppo.micro_batch_tokens or tokens))
+
+
+def _kept_bytes(config: RunConfig, model: ModelSizes) -> int:
+    """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one layer that is made again."""
+    each, ends = model.layer_bytes(config.model.dtype == "bfloat16"), 4 * FLOAT32 * model.hidden
+    layers = model.layers * FLOAT32 * model.hidden + each if config.ppo.recompute else model.layers * each
+    return _micro_tokens(config) * (layers + ends)
+
+
+def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
+    """Logits, log-probs, probabilities, and the product of the last two."""
+    share = config.sampling.max_new_tokens / (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+    rows = min(round(_micro_tokens(config) * share), max(1, (GPU_CHUNK if gpus else CPU_CHUNK) // model.vocab))
+    return 4 * FLOAT32 * rows * model.vocab
+
+
+def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, int]:
+    """Bytes of tensors in the process that trains the actor: the most while a batch is scored, and in the update."""
+    if config.actor.backend != "transformers":
+        return {}
+    critic, reference = _critic(config, model), _actor_parts(config, model, 1)["reference"]
+    weights = model.parameters + (critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0)
+    standing = (ADAM_COPIES - 1) * FLOAT32 * weights + reference
+    copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
+    tokens, chunk = _micro_tokens(config), _chunk_bytes(config, model, gpus)
+    passing = FLOAT32 * tokens * (model.intermediate + model.hidden)
+    table = FLOAT32 * model.vocab * model.hidden
+    scored = max(3 * passing + FLOAT32 * tokens * model.hidden, chunk + FLOAT32 * tokens * model.hidden)
+    # Activations go as gradients come.
+    updated = max(_kept_bytes(config, model) + max(passing, 3 * chunk // 4) + table, FLOAT32 * model.parameters)
+    return {"score": standing + copies + scored, "update": standing + copies + updated}
 
 
 def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
@@ -246,6 +216,8 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
     if section.backend != "megatron":
         return []
     parts = _actor_parts(config, model, section.tensor_parallel * section.pipeline_parallel)
+    tokens = (config.ppo.micro_batch_size or config.ppo.minibatch_size) * (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+    parts["logits of a micro-batch, and their gradient"] = 2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
     where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
     return [Process("actor rank", section.ranks, where, float(gpus), parts)]
 
@@ -366,6 +338,9 @@ def lines(plan: Plan) -> list[str]:
         memory = f"{size_text(process.memory)}{' each' if process.count > 1 else ''}"
         out.append(f"  {process.count} x {process.name:<18} {gpus:<8} {memory:<16} {process.where}")
         out += [f"      {size_text(size):>12}  {what}" for what, size in process.parts.items()]
+    if plan.peaks:
+        phases = ", ".join(f"{phase} {size_text(size)}" for phase, size in plan.peaks.items())
+        out += ["", f"The PPO loop's tensors, at most while it is at: {phases}"]
     out += ["", "What moves in every step"]
     for move in plan.moves:
         copies = f" x {move.count}" if move.count > 1 else ""
@@ -374,5 +349,5 @@ def lines(plan: Plan) -> list[str]:
     out += [f"  {choice.key} = {choice.value}: {choice.why}" for choice in plan.choices]
     asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
     out += [f"\nWarning: {warning}" for warning in plan.warnings]
-    out += ["", f"Altogether {size_text(plan.memory)} and {asked}; activations, Python, torch and vLLM themselves come on top."]
+    out += ["", f"Altogether {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves come on top."]
     return out

@@ -16,11 +16,12 @@ from heads.tensorfile import Header
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
+from medusa_ppo.engines.pieces import Ended, Finished, tell
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.rpc import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +52,55 @@ class ColocatedEngine(base.WorkerEngine):
             raise
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        from vllm import SamplingParams
-
-        base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
-        llm = self._running()
-        if self._actor_lost:
-            given = "generate() after a sleep of level 2, or after a broadcast that broke off"
-            raise EngineError("The engine has no whole actor.", given=given, expected="sync_actor() first", do="Sync the actor.")
-        repeat = sampling.responses_per_prompt
-        seeds = [base.request_seed(sampling, i) for i in range(len(prompts) * repeat)]
-        arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
-        params = [SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments]
-        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(repeat)]
+        params, llm = self._params(prompts, sampling), self._running()
+        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(sampling.responses_per_prompt)]
 
         def answer() -> list[Response]:
             with _engine_errors("generating"):
                 outputs = llm.generate(requests, params, use_tqdm=False)
-            return [_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs)]
+            return [_response(i // sampling.responses_per_prompt, output.outputs[0]) for i, output in enumerate(outputs)]
 
         return self._answered(prompts, sampling, answer)
+
+    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+        return tell(self.generate_in_steps(prompts, sampling), finished)
+
+    def generate_in_steps(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
+        """The responses of each engine step in which some ended, and at last the whole. All requests are in the engine from the first step
+        on, as in `generate`, so every step is the same; who does not want the rest closes the generator."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params, engine = self._params(prompts, sampling), self._running().llm_engine
+        before, started, repeat, found = self.counters(), time.perf_counter(), sampling.responses_per_prompt, Ended()
+        with _engine_errors("generating"):
+            try:
+                for place, settings in enumerate(params):
+                    settings.output_kind = RequestOutputKind.FINAL_ONLY
+                    request: Any = {"type": "token", "prompt_token_ids": list(prompts[place // repeat])}
+                    engine.add_request(str(place), request, settings)
+                while engine.has_unfinished_requests():
+                    outputs: list[Any] = [output for output in engine.step() if output.finished]
+                    ended = {int(o.request_id): _response(int(o.request_id) // repeat, o.outputs[0]) for o in outputs}
+                    found |= ended
+                    if ended:
+                        yield ended
+            finally:
+                if len(found) < len(params):
+                    engine.abort_request([str(place) for place in range(len(params)) if place not in found])
+        yield self._whole(prompts, sampling, [found[place] for place in range(len(params))], before, started)
+
+    def _params(self, prompts: base.Prompts, sampling: Sampling) -> list[SamplingParams]:
+        """vLLM's settings for each response, of a call that is possible now."""
+        from vllm import SamplingParams
+
+        base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
+        self._running()
+        if self._actor_lost:
+            given = "generate() after a sleep of level 2, or after a broadcast that broke off"
+            raise EngineError("The engine has no whole actor.", given=given, expected="sync_actor() first", do="Sync the actor.")
+        seeds = [base.request_seed(sampling, i) for i in range(len(prompts) * sampling.responses_per_prompt)]
+        arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
+        return [SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments]
 
     def check_actor(self, entries: Header) -> list[str]:
         return [answer["device"] for answer in self._answers("medusa_check_actor", entries)]

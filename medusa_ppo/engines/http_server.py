@@ -26,6 +26,7 @@ from heads.errors import EngineError
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.rpc import TOKEN, first_of, token_header
@@ -74,13 +75,18 @@ class ServerEngine(base.WorkerEngine):
     # ---- the engine's methods ---------------------------------------------------------------------------------------------
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        return self.generate_as_finished(prompts, sampling, lambda place, response: None)
+
+    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
         count = len(prompts) * repeat
         longest_s = patience_s(count, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
-            return self._complete(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i), sampling, longest_s)
+            response = self._complete(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i), sampling, longest_s)
+            finished(i, response)
+            return response
 
         def answer() -> list[Response]:
             with ThreadPoolExecutor(min(count, self._workers), thread_name_prefix="medusa-ppo-http") as pool:

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.pieces import Finished, Piece, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.rpc import Drafting
@@ -35,8 +36,6 @@ Call = Callable[[base.RolloutEngine], Any]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
-Piece = tuple[int, ...]
-"""Indices of some prompts of one generate call, which one engine answers in one go."""
 SUMS = {"heads": checksum, "actor": tensorwise_checksum}
 
 
@@ -78,7 +77,7 @@ class EnginePool(base.RolloutEngine):
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
         self._settings = Drafting()
-        self.restarts = 0
+        self.restarts, self._closing = 0, False
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
         self._seats = [Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
@@ -101,6 +100,12 @@ class EnginePool(base.RolloutEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
+        return self._generate(prompts, sampling, None)
+
+    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+        return self._generate(prompts, sampling, finished)
+
+    def _generate(self, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
         if not prompts:
             raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
         started = time.perf_counter()
@@ -111,7 +116,7 @@ class EnginePool(base.RolloutEngine):
         running: Running = {}
         try:
             while waiting or running:
-                self._hand_out(waiting, running, prompts, sampling)
+                self._hand_out(waiting, running, prompts, sampling, finished)
                 starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
                 if not running and not starting:
                     raise self._none_left()
@@ -131,7 +136,14 @@ class EnginePool(base.RolloutEngine):
             raise
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling) -> None:
+    def _hand_out(
+        self,
+        waiting: list[tuple[int, Piece]],
+        running: Running,
+        prompts: base.Prompts,
+        sampling: Sampling,
+        finished: Finished | None,
+    ) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
@@ -139,7 +151,8 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded)] = (seat, index, piece)
+                told = None if finished is None else in_call(finished, piece, sampling.responses_per_prompt)
+                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded, told)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -194,6 +207,7 @@ class EnginePool(base.RolloutEngine):
                 self.heads_version = self.heads_version if "heads" in self._kept else -1
 
     def close(self) -> None:
+        self._closing = True  # A call in another thread loses its engine now, and none is started for it.
         # What is being started is waited for: it would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
@@ -210,10 +224,12 @@ class EnginePool(base.RolloutEngine):
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
         assert seat.engine is not None
         self._catch_up(seat)
-        return seat.engine.generate(prompts, sampling)
+        if finished is None:
+            return seat.engine.generate(prompts, sampling)
+        return seat.engine.generate_as_finished(prompts, sampling, finished)
 
     def _catch_up(self, seat: Seat) -> None:
         """Bring an engine to the pool's versions and settings."""
@@ -325,7 +341,7 @@ class EnginePool(base.RolloutEngine):
 
     def _lost(self, seat: Seat, error: BaseException) -> None:
         """Start a lost engine again in the background. An error that isn't the engine's is raised."""
-        if not isinstance(error, EngineError):
+        if not isinstance(error, EngineError) or self._closing:
             raise error
         logger.warning("Engine %d is lost. %s", seat.index, error)
         engine, seat.engine = seat.engine, None
@@ -361,40 +377,3 @@ class EnginePool(base.RolloutEngine):
     def _none_left(self) -> EngineError:
         given = f"{self.restarts} restarts"
         return EngineError("No engine of the pool is left.", given=given, expected="at least one engine", do="Read the engines' logs.")
-
-
-# ---- the pieces of a call -------------------------------------------------------------------------------------------------------
-
-
-def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Tokens that a prompt may come to: it is read once, and each response may be as long as it is allowed to be."""
-    return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
-
-
-def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1) -> list[Piece]:
-    """The call's pieces in the order in which they are given out; a function of the prompts alone, not of who is quick.
-
-    Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are large, so that an engine batches well, the
-    last ones small, so that none waits long for the others. One engine gets everything at once, in its own order.
-
-    Args:
-        smallest: fewest prompts of a piece, the last one excepted; as many as keep an engine's slots full.
-    """
-    if engines <= 1:
-        return [tuple(range(len(prompts)))]
-    order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
-    weights = [expected_tokens(prompts[index], sampling) for index in order]
-    left, at, pieces = sum(weights), 0, []
-    while at < len(order):
-        wanted, taken, end = left / (2 * engines), 0, at
-        while end < len(order) and (end - at < smallest or taken < wanted):
-            taken += weights[end]
-            end += 1
-        pieces.append(tuple(order[at:end]))
-        left, at = left - taken, end
-    return pieces
-
-
-def piece_seed(sampling: Sampling, index: int) -> int | None:
-    """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
-    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)

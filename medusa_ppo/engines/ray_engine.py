@@ -10,12 +10,14 @@ import contextlib
 import functools
 import os
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import COLOCATED, EngineConfig
@@ -25,6 +27,7 @@ from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
+from medusa_ppo.engines.pieces import Ended, Finished, tell
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
 from medusa_ppo.hardware import settled_engine
@@ -61,6 +64,15 @@ class EngineHost:
             return getattr(self._engine, method)(*args, **kwargs), self._state()
         except MedusaError as error:
             return error, self._state()
+
+    def generate_in_steps(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Answer]:
+        """As the engine's; the whole comes without its responses, which the caller has."""
+        assert self._engine is not None, "start() was called"
+        try:
+            for part in self._engine.generate_in_steps(prompts, sampling):
+                yield (replace(part, responses=()) if isinstance(part, Rollouts) else part), self._state()
+        except MedusaError as error:
+            yield error, self._state()
 
     def call_with_bytes(self, method: str, content: np.ndarray, version: int, checked: Checked | None) -> Answer:
         """Call a method that reads a file, with the file's bytes, which come from another node."""
@@ -164,6 +176,18 @@ class RayEngine(base.RolloutEngine):
     sleep = _forwarded("sleep")
     wake = _forwarded("wake")
 
+    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+        return tell(self._parts(prompts, sampling), finished)
+
+    def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
+        """One call, whose parts come through Ray's object store as the engine has them."""
+        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
+        with self._errors("generating"):
+            stream = self._running("generating").generate_in_steps.options(num_returns="streaming").remote(prompts, sampling)
+            while ray.wait([stream], timeout=longest_s)[0]:
+                yield self._understood(ray.get(next(stream)))
+            raise GetTimeoutError(f"no response in {longest_s:.0f} s")
+
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         return self._send("swap_heads", base.check_file(path, "new heads"), version, checked)
 
@@ -194,10 +218,21 @@ class RayEngine(base.RolloutEngine):
 
     def _ask(self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for `timeout` seconds too."""
+        with self._errors(doing):
+            return self._understood(ray.get(getattr(self._running(doing), entry).remote(*args, **kwargs), timeout=timeout))
+
+    def _running(self, doing: str) -> Any:
         if self._host is None:
             raise EngineError("The engine is closed.", given=f"{doing} after close()", expected="a running engine", do="Start a new one.")
-        with ray_errors(EngineError, f"The engine's process, {doing},", "Read the log of Ray's worker, and mind the memory."):
-            answer, state = ray.get(getattr(self._host, entry).remote(*args, **kwargs), timeout=timeout)
+        return self._host
+
+    @staticmethod
+    def _errors(doing: str) -> contextlib.AbstractContextManager[None]:
+        return ray_errors(EngineError, f"The engine's process, {doing},", "Read the log of Ray's worker, and mind the memory.")
+
+    def _understood(self, given: Answer) -> Any:
+        """The value of an answer, or the error that is one; the engine's numbers are kept."""
+        answer, state = given
         vars(self).update(state)
         if isinstance(answer, MedusaError):
             raise answer

@@ -17,6 +17,7 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.rpc import Drafting
@@ -54,6 +55,17 @@ class RolloutEngine(ABC):
 
         The log-probs are those of the distribution that was sampled from; the counters cover this call only.
         """
+
+    def generate_as_finished(self, prompts: Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+        """As `generate`; `finished` hears of each response when it has ended, in any order, while the others are written.
+
+        Where an engine is lost on the way, a response may come once more with other tokens: what is returned is what counts. An engine that
+        can't do so tells of all at the end.
+        """
+        rollouts = self.generate(prompts, sampling)
+        for place, response in enumerate(rollouts.responses):
+            finished(place, response)
+        return rollouts
 
     @abstractmethod
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
@@ -182,9 +194,12 @@ class WorkerEngine(RolloutEngine):
     def _answered(self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]) -> Rollouts:
         """What `answer` gives, with its seconds and the counters of the time."""
         before, started = self.counters(), time.perf_counter()
-        responses = tuple(answer())
-        seconds = time.perf_counter() - started
-        return with_versions(Rollouts(tuple(tuple(p) for p in prompts), responses, self.counters() - before, seconds, sampling), self)
+        return self._whole(prompts, sampling, answer(), before, started)
+
+    def _whole(self, prompts: Prompts, sampling: Sampling, responses: Sequence[Response], before: Counters, started: float) -> Rollouts:
+        """A call that ends now. `before`: the counters when it `started`."""
+        seconds, asked = time.perf_counter() - started, tuple(tuple(prompt) for prompt in prompts)
+        return with_versions(Rollouts(asked, tuple(responses), self.counters() - before, seconds, sampling), self)
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)

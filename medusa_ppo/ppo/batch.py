@@ -1,4 +1,4 @@
-"""One rollout batch as tensors, and its micro batches: sorted by length so that little padding is computed.
+"""One rollout batch as tensors, its micro batches (sorted by length so that little padding is computed), and what becomes known about it.
 
 Shape letters: S sequences of the rollout batch, R response positions (padded to the longest), B sequences of a micro batch,
 T tokens of prompt plus response (padded on the right to the longest), M response tokens of a micro batch, packed row after row.
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from heads.errors import DataError
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+
+if TYPE_CHECKING:
+    from medusa_ppo.ppo.models import TokenStats
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,18 @@ class MicroBatch:
         sequences: B indices into the rollout batch, the order of the rows.
         input_ids_BT: int64, prompt + response + padding.
         response_mask_BT: bool, token t belongs to the response.
+        first: place of the batch's first sequence in the rollout batch; above 0 where the batch is a piece of it.
     """
 
     sequences: tuple[int, ...]
     input_ids_BT: Tensor
     response_mask_BT: Tensor
+    first: int = 0
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The sequences, counted in the whole rollout batch."""
+        return tuple(self.first + s for s in self.sequences)
 
     @property
     def predict_mask_BT(self) -> Tensor:
@@ -53,7 +64,7 @@ class PPOBatch:
     """A rollout batch: token ids per sequence, and response coordinates for everything per token.
 
     Attributes:
-        rollouts, pad_id: what it was made of.
+        rollouts, pad_id, first: what it was made of.
         mask_SR: bool, real response tokens; they come first in each row.
         behaviour_SR: float32 log-probs that the engine reported, 0 on padding.
         lengths_S: int64 response tokens of each sequence.
@@ -62,15 +73,18 @@ class PPOBatch:
         total_lengths: prompt plus response tokens of each sequence.
     """
 
-    def __init__(self, rollouts: Rollouts, device: torch.device | str = "cpu", pad_id: int = 0) -> None:
+    def __init__(self, rollouts: Rollouts, device: torch.device | str = "cpu", pad_id: int = 0, first: int = 0) -> None:
         """
+        Args:
+            first: place of its first response in the rollout batch, where it is a piece of one.
+
         Raises:
             DataError: no responses, a response without tokens, or log-probs that do not fit the tokens.
         """
         _check(rollouts)
         self.rollouts = rollouts
         self.device = torch.device(device)
-        self.pad_id = pad_id
+        self.pad_id, self.first = pad_id, first
         self._prompts = [rollouts.prompts[r.prompt_index] for r in rollouts.responses]
         self._responses = [r.token_ids for r in rollouts.responses]
         self.lengths_S = torch.tensor([len(ids) for ids in self._responses])
@@ -85,11 +99,20 @@ class PPOBatch:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def micro_batches(self, sequences: list[int], size: int) -> Iterator[MicroBatch]:
-        """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest."""
-        ordered = sorted(sequences, key=lambda s: (self.total_lengths[s], s))
-        for start in range(0, len(ordered), size):
-            yield self._micro(tuple(ordered[start : start + size]))
+    def micro_batches(self, sequences: list[int], size: int, tokens: int | None = None) -> Iterator[MicroBatch]:
+        """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest.
+
+        Args:
+            tokens: most tokens of one, padding included; a longer sequence is alone. None: any number.
+        """
+        rows: list[int] = []
+        for s in sorted(sequences, key=lambda s: (self.total_lengths[s], s)):
+            if len(rows) == size or (rows and tokens is not None and (len(rows) + 1) * self.total_lengths[s] > tokens):
+                yield self._micro(tuple(rows))
+                rows = []
+            rows.append(s)
+        if rows:
+            yield self._micro(tuple(rows))
 
     def _micro(self, sequences: tuple[int, ...]) -> MicroBatch:
         width = max(self.total_lengths[s] for s in sequences)
@@ -100,7 +123,7 @@ class PPOBatch:
             total = len(prompt) + len(response)
             input_ids_BT[row, :total] = torch.tensor([*prompt, *response])
             response_mask_BT[row, len(prompt) : total] = True
-        return MicroBatch(sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device))
+        return MicroBatch(sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device), self.first)
 
     def pack(self, values_SR: Tensor, micro: MicroBatch) -> Tensor:
         """values_SR in the packed order of a micro batch: values_M, on the batch's device."""
@@ -115,6 +138,69 @@ class PPOBatch:
             length = int(self.lengths_S[s])
             into_SR[s, :length] = values_M[start : start + length]
             start += length
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is known about a rollout batch before the update. All float32, on the CPU, zero on padding.
+
+    Attributes:
+        weights_SR: importance of each token; None: 1.
+        sequences: those that are learned from.
+        kl_coefficient: of the penalty where it is a part of the loss.
+    """
+
+    logprobs_SR: Tensor
+    reference_SR: Tensor
+    values_SR: Tensor
+    advantages_SR: Tensor
+    returns_SR: Tensor
+    weights_SR: Tensor | None
+    sequences: tuple[int, ...]
+    kl_coefficient: float
+
+
+@dataclass(frozen=True)
+class PolicyScores:
+    """What actor and reference say about a rollout batch; fields as in `TokenStats`. All float32, on the CPU, zero on padding."""
+
+    logprobs_SR: Tensor
+    reference_SR: Tensor
+    entropy_SR: Tensor
+
+    @classmethod
+    def zeros(cls, batch: PPOBatch) -> PolicyScores:
+        return cls(*(torch.zeros(batch.mask_SR.shape) for _ in range(3)))
+
+    def add(self, other: PolicyScores) -> None:
+        """Those of other sequences of the same batch."""
+        for name, theirs_SR in vars(other).items():
+            getattr(self, name).add_(theirs_SR)
+
+    def put(self, batch: PPOBatch, micro: MicroBatch, stats: TokenStats) -> None:
+        """What the actor says about a micro batch."""
+        assert stats.entropy_M is not None, "asked for"
+        batch.unpack(stats.logprobs_M, micro, self.logprobs_SR)
+        batch.unpack(stats.entropy_M, micro, self.entropy_SR)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the models say about a rollout batch. `values_SR` as `PolicyScores`; 0 without a critic."""
+
+    policy: PolicyScores
+    values_SR: Tensor
+
+    @classmethod
+    def join(cls, batch: PPOBatch, pieces: Sequence[tuple[int, Measured]]) -> Measured:
+        """Of pieces of the batch, each with the place of its first sequence."""
+        whole = cls(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
+        for first, piece in pieces:
+            for ours, theirs in ((vars(whole.policy), vars(piece.policy)), (vars(whole), vars(piece))):
+                for name, theirs_SR in theirs.items():
+                    if isinstance(theirs_SR, Tensor):
+                        ours[name][first : first + theirs_SR.shape[0], : theirs_SR.shape[1]] = theirs_SR
+        return whole
 
 
 def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: int) -> PPOBatch:

@@ -18,6 +18,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import DataConfig, RunConfig
 from medusa_ppo.data import Row, load_rows, render_prompts, require_column
 from medusa_ppo.demo import demo_rows
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import write_atomic
 from medusa_ppo.reports import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
@@ -201,10 +202,17 @@ class SpeedPairs:
         """The last step of every n is paired, so that heads have had time to learn before the first pair."""
         return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
-        """The step's rollouts, and the figures of the pair (empty on steps without one)."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int, finished: Finished | None = None
+    ) -> tuple[Rollouts, dict[str, float]]:
+        """The step's rollouts, and the figures of the pair (empty on steps without one).
+
+        Args:
+            finished: hears of responses as they end, on steps without a pair: work beside it would be timed with it.
+        """
         if not self.due(step):
-            return self._engine.generate(prompts, sampling), {}
+            found = self._engine.generate_as_finished(prompts, sampling, finished) if finished else self._engine.generate(prompts, sampling)
+            return found, {}
         subset = prompts[: self._prompts]
         plain_first = (step // self._every) % 2 == 0
         plain = self._plain(subset, sampling) if plain_first else None

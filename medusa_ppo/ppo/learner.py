@@ -15,7 +15,6 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models
-from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
+from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores
 from medusa_ppo.ppo.models import Critic, Support, TokenStats, load_trained, save_trained, token_stats
+from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.shaping import GradientNorms, Shaping, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Sampling
 
@@ -39,50 +39,6 @@ ADAM_BETAS = (0.9, 0.95)
 ADAM_EPSILON = 1e-8
 IMPORTANCE_BOUND = 2.0
 """Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What is known about a rollout batch before the update. All float32, on the CPU, zero on padding.
-
-    Attributes:
-        weights_SR: importance of each token; None: 1.
-        sequences: those that are learned from.
-        kl_coefficient: of the penalty where it is a part of the loss.
-    """
-
-    logprobs_SR: Tensor
-    reference_SR: Tensor
-    values_SR: Tensor
-    advantages_SR: Tensor
-    returns_SR: Tensor
-    weights_SR: Tensor | None
-    sequences: tuple[int, ...]
-    kl_coefficient: float
-
-
-@dataclass(frozen=True)
-class PolicyScores:
-    """What actor and reference say about a rollout batch; fields as in `TokenStats`. All float32, on the CPU, zero on padding."""
-
-    logprobs_SR: Tensor
-    reference_SR: Tensor
-    entropy_SR: Tensor
-
-    @classmethod
-    def zeros(cls, batch: PPOBatch) -> PolicyScores:
-        return cls(*(torch.zeros(batch.mask_SR.shape) for _ in range(3)))
-
-    def add(self, other: PolicyScores) -> None:
-        """Those of other sequences of the same batch."""
-        for name, theirs_SR in vars(other).items():
-            getattr(self, name).add_(theirs_SR)
-
-    def put(self, batch: PPOBatch, micro: MicroBatch, stats: TokenStats) -> None:
-        """What the actor says about a micro batch."""
-        assert stats.entropy_M is not None, "asked for"
-        batch.unpack(stats.logprobs_M, micro, self.logprobs_SR)
-        batch.unpack(stats.entropy_M, micro, self.entropy_SR)
 
 
 class PPOLearner(ABC):
@@ -107,27 +63,48 @@ class PPOLearner(ABC):
         self.critic = critic
         self.config = config
         self.shaping = Shaping(config)
-        self.micro_batch_size = config.micro_batch_size or config.minibatch_size
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
+        if config.recompute and critic is not None:
+            models.recompute_layers(critic)
+
+    def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
+        config = self.config
+        return list(batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens))
 
     @torch.no_grad()
     def score(self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
-        """Log-probs, values, advantages of a rollout batch, and what the log should say about it.
+        """Log-probs, values, advantages of a rollout batch, and what the log should say about it: `begin_batch`, `measure` and `conclude`.
 
         Args:
             rewards: float32 reward of each response (S), or of each token (S, R).
             sampling: how the rollouts were sampled.
             tap: context put around each of the actor's forward passes, e.g. MedusaPlugin.actor_forward.
         """
-        config, mask_SR, trained_S = self.config, batch.mask_SR, self.shaping.trained(batch)
-        policy = self._begin_scoring(batch, sampling, tap)
-        values_SR = torch.zeros(mask_SR.shape)
+        self.begin_batch(sampling)
+        return self.conclude(batch, self.measure(batch, sampling, tap), rewards)
+
+    @abstractmethod
+    def begin_batch(self, sampling: Sampling) -> None:
+        """New rollouts will be measured: what was kept of those before is forgotten."""
+
+    @torch.no_grad()
+    def measure(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None = None, timeline: Timeline | None = None) -> Measured:
+        """The passes of actor, reference and critic over a rollout batch or a piece of it; one at a time."""
+        timeline = timeline or Timeline()
+        policy, values_SR = self._begin_scoring(batch, sampling, tap, timeline), torch.zeros(batch.mask_SR.shape)
         if self.critic is not None:
-            for micro in batch.micro_batches(list(range(len(batch))), self.micro_batch_size):
-                batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
-        found, coefficient = policy(), self.shaping.kl_coefficient
+            with timeline.at_work("critic"):
+                for micro in self._micros(batch, range(len(batch))):
+                    batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
+        return Measured(policy(), values_SR)
+
+    @torch.no_grad()
+    def conclude(self, batch: PPOBatch, measured: Measured, rewards: Tensor) -> tuple[Scores, dict[str, float]]:
+        """What follows for a whole rollout batch from the passes over it."""
+        config, mask_SR, trained_S = self.config, batch.mask_SR, self.shaping.trained(batch)
+        found, values_SR, coefficient = measured.policy, measured.values_SR, self.shaping.kl_coefficient
         earned = self.shaping.rewards(batch, rewards)
         penalty = 0.0 if config.kl_in_loss else coefficient
         rewards_SR = models.token_rewards(earned, found.logprobs_SR, found.reference_SR, mask_SR, penalty, config.kl_estimator)
@@ -192,7 +169,7 @@ class PPOLearner(ABC):
     ) -> float:
         """One optimizer step of the critic; its summed loss."""
         (critic, optimizer), total, tokens = self._trained_critic(), 0.0, int(batch.lengths_S[sequences].sum())
-        for micro in batch.micro_batches(sequences, self.micro_batch_size):
+        for micro in self._micros(batch, sequences):
             old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
             value_loss = models.clipped_value_loss(critic(micro, self.autocast), old_M, returns_M, clip_range)
             (value_loss / (2 * tokens)).backward()  # Half of the squared error; its scale only matters to the clip.
@@ -221,7 +198,7 @@ class PPOLearner(ABC):
         """Write the actor as a checkpoint of transformers, without its tokenizer."""
 
     @abstractmethod
-    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
+    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
         """Begin with the actor's and the reference's passes; the function waits for the end of what goes on elsewhere."""
 
     @abstractmethod
@@ -254,20 +231,28 @@ class Learner(PPOLearner):
         self.actor = actor.eval()
         self.actor.requires_grad_(True)
         self.reference = copy.deepcopy(actor).eval().requires_grad_(False)
+        if config.reference_dtype == "bfloat16":
+            nn.Module.to(self.reference, torch.bfloat16)
+        if config.recompute:
+            models.recompute_layers(self.actor)
         self.device = next(self.actor.parameters()).device
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
         self._support = Support(Sampling())  # Of the batch that was scored last.
 
-    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
-        found, self._support = PolicyScores.zeros(batch), Support(sampling)
-        micros = list(batch.micro_batches(list(range(len(batch))), self.micro_batch_size))
-        for micro in micros:  # The actor first: whoever taps it can start while reference and critic still run.
-            with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
-                stats = token_stats(self.actor, micro, sampling, entropy=True, support=self._support, autocast=self.autocast)
-            found.put(batch, micro, stats)
-        for micro in micros:
-            stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
-            batch.unpack(stats.logprobs_M, micro, found.reference_SR)
+    def begin_batch(self, sampling: Sampling) -> None:
+        self._support = Support(sampling)
+
+    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
+        found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
+        with timeline.at_work("actor"):  # First: whoever taps it can start while reference and critic still run.
+            for micro in micros:
+                with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
+                    stats = token_stats(self.actor, micro, sampling, entropy=True, support=self._support, autocast=self.autocast)
+                found.put(batch, micro, stats)
+        with timeline.at_work("reference"):
+            for micro in micros:
+                stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
+                batch.unpack(stats.logprobs_M, micro, found.reference_SR)
         return lambda: found
 
     def _begin_update(
@@ -277,7 +262,7 @@ class Learner(PPOLearner):
         set_learning_rate(self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
             tokens, kl_before = int(batch.lengths_S[sequences].sum()), totals.kl
-            for micro in batch.micro_batches(sequences, self.micro_batch_size):
+            for micro in self._micros(batch, sequences):
                 stats = token_stats(
                     self.actor, micro, sampling, entropy=config.entropy_coefficient > 0, support=self._support, autocast=self.autocast
                 )
@@ -298,7 +283,7 @@ class Learner(PPOLearner):
         """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
         chosen = sorted({(first + n) % len(texts) for n in range(count)})
         total, tokens = 0.0, int(texts.lengths_S[chosen].sum())
-        for micro in texts.micro_batches(chosen, self.micro_batch_size):
+        for micro in self._micros(texts, chosen):
             loss = -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum() / tokens
             ((self.config.ptx_coefficient or 0.0) * loss).backward()
             total += loss.item()

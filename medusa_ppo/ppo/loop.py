@@ -17,11 +17,12 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
 from medusa_ppo.hardware import settled
 from medusa_ppo.ppo import run_progress as phases
-from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.rewards import earned_by_steps
-from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.rollout_maker import RolloutMaker
+from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
 from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
@@ -42,8 +43,16 @@ class PPOLoop:
         self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
         self.evaluation, self.texts = parts.evaluation, parts.texts
         self.plugin = parts.plugin  # medusa
-        self.speed = SpeedPairs(parts.engine, config)
-        self.alarmed = False
+        self.maker = RolloutMaker(
+            parts.learner,
+            SpeedPairs(parts.engine, config),
+            self._rewards,
+            pad_id=getattr(parts.tokenizer, "pad_token_id", None) or 0,
+            piece_prompts=config.ppo.piece_prompts,
+            ahead=config.ppo.staleness > 0,
+        )
+        self.begun, self.written_by = self.position.next_step, self.position.policy_version
+        self.memory, self.alarmed = PeakMemory(), False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
 
     def run(self, writer: RunWriter) -> None:
@@ -67,60 +76,80 @@ class PPOLoop:
     def step(self, step: int) -> Metrics:
         """One PPO step. Returns its metrics; the actor in the engine is the updated one afterwards."""
         config, learner, version = self.config, self.learner, self.position.policy_version
-        prompts = self.prompts.batch(step, config.ppo.prompts_per_step)
-        sampling = sampling_of(config, step)
-        values: Metrics = {names.STEP: step, names.POLICY_VERSION: version}
+        values: Metrics = {names.STEP: step}
 
-        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version.
-        with self.progress.phase(phases.GENERATE, step):
-            if self.plugin is not None:  # medusa
-                self.plugin.before_generation()  # medusa
-            rollouts, pair = self.speed.generate([p.token_ids for p in prompts], sampling, step)
-            if self.plugin is not None:  # medusa
-                self.plugin.rollout_ready(rollouts)  # medusa
-            if config.engine.sleep_level:
-                self.engine.sleep(config.engine.sleep_level)
-        values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
-        self.rollout_files.write(step, rollouts)
-
-        # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
-        with self.progress.phase(phases.SCORE, step) as score_s:
-            batch = PPOBatch(rollouts, learner.device, self.tokenizer.pad_token_id or 0)
-            rewards = self._rewards(rollouts, prompts)
+        # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
+        # With ppo.staleness they were begun in an earlier step, and the engine goes on with those of later ones.
+        with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
+            if not self.maker.has_begun(step):
+                self.begun = step
+            self._write_up_to(step, step)
             tap = None
             if self.plugin is not None:  # medusa
                 tap = self.plugin.actor_forward  # medusa
-            scores, report = learner.score(batch, rewards, sampling, tap)
+            rollouts, pair = self.maker.finish(step, tapped=tap is not None)
+            if self.plugin is not None:  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
+            self._write_up_to(step + config.ppo.staleness, step)
+            if config.engine.sleep_level:
+                self.engine.sleep(config.engine.sleep_level)
+        values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
+        values[names.POLICY_LAG] = version - rollouts.policy_version
+        self.rollout_files.write(step, rollouts)
+
+        # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
+        with self.progress.phase(phases.SCORE, step) as score_s, self.memory.during(names.SCORE_PEAK):
+            batch, rewards, scores, report = self.maker.score(rollouts, tap)
         values |= report | self._reward_metrics(rewards)
         self._alarm(report[names.LOGPROB_GAP])
 
         # (3) UPDATE: epochs of clipped PPO on actor and critic.
-        with self.progress.phase(phases.UPDATE, step) as update_s:
+        at_work = self.maker.timeline.at_work
+        with self.progress.phase(phases.UPDATE, step) as update_s, at_work("update"), self.memory.during(names.UPDATE_PEAK):
             texts = None
             if self.texts is not None:
                 drawn = self.texts.batch(step, len(batch))
                 texts = text_batch([text.token_ids for text in drawn], learner.device, batch.pad_id)
-            values |= learner.update(batch, scores, sampling, step, texts)
+            values |= learner.update(batch, scores, rollouts.sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
-        with self.progress.phase(phases.SYNC, step) as sync_s:
+        with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), self.memory.during(names.SYNC_PEAK):
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
             if config.engine.sleep_level:
                 self.engine.wake()
-            self.sync(learner.actor, version + 1)
+            if self.maker.idle:  # Or before the next responses are begun.
+                self.sync(learner.actor, version + 1)
 
         # (5) EVALUATE, on some steps: other prompts, the new actor; the best so far is kept.
         if self.evaluation is not None and (step + 1) % (config.ppo.eval_every or 1) == 0:
             values |= self._evaluate(self.evaluation, step)
 
         # (6) REPORT
+        values |= self.maker.figures() | self.memory.take()
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts
         if self.plugin is not None:  # medusa
             values |= self.plugin.metrics()  # medusa
         return values
+
+    def _write_up_to(self, last: int, step: int) -> None:
+        """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is idle. One whose weights would be more
+        than ppo.staleness updates old when it is learned from has to wait."""
+        version = self.position.policy_version
+        while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
+            if self.maker.idle:
+                if self.config.ppo.staleness and self.engine.policy_version < version:
+                    self.sync(self.learner.actor, version)
+                if self.plugin is not None:  # medusa
+                    self.plugin.before_generation()  # medusa
+                self.written_by = version
+            elif version + self.begun - step - self.written_by > self.config.ppo.staleness:
+                return
+            prompts = self.prompts.batch(self.begun, self.config.ppo.prompts_per_step)
+            self.maker.begin(self.begun, prompts, sampling_of(self.config, self.begun))
+            self.begun += 1
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
         """Of each response (S), or with steps of each token (S, R)."""

@@ -1,7 +1,7 @@
 """The networks of PPO (what the actor says about response tokens, the critic, the frozen reference), and its formulas, a function each.
 
-Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, M response tokens of a micro batch, packed row after row,
-S sequences, R response positions (padded to the longest; mask_SR is True at real tokens). What the formulas take is float32.
+Shape letters: B rows, T tokens (right-padded), D hidden, V vocabulary, M response tokens of a micro batch, packed row after row, C some of
+them, S sequences, R response positions (padded to the longest; mask_SR is True at real tokens). What the formulas take is float32.
 
 All networks stay in eval mode: dropout would make log-probs of unchanged weights differ, and the ratio of PPO with them.
 
@@ -13,22 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from heads.checkpoint import load_state, save_state
-from heads.errors import CheckpointError
+from heads.errors import CheckpointError, ModelError
 from heads.vocabulary import WHOLE, Vocabulary
+from medusa_ppo.actors.actor_tables import beyond_lm_head
 from medusa_ppo.actors.hf import lm_head_weight
 from medusa_ppo.ppo.batch import MicroBatch
 from medusa_ppo.types import Sampling
 
+AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # Nothing here draws.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 NEVER = -1e30
 """A logit whose probability is 0, with log-probs that 0 can be multiplied with."""
@@ -92,21 +99,33 @@ class Support:
         self._sampling = sampling
         self.cuts = sampling.top_k > 0 or sampling.top_p < 1.0
         self._bits: dict[int, np.ndarray] = {}
+        self._begun: list[np.ndarray] = []  # Of a micro batch that comes in parts.
 
-    def cut(self, logits_MV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE) -> Tensor:
-        """The logits with next to minus infinity for all other tokens. The first to ask for a sequence is the actor that wrote it."""
+    def cut(self, logits_CV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE, first: int = 0) -> Tensor:
+        """The logits with next to minus infinity for all other tokens. The first to ask for a sequence is the actor that wrote it.
+
+        Args:
+            logits_CV: of C response tokens of the micro batch from `first` on; who does not give all at once gives them in their order.
+        """
         if not self.cuts:
-            return logits_MV
-        lengths = micro.response_mask_BT.sum(dim=1).tolist()
-        if micro.sequences[0] not in self._bits:
-            kept_MV = vocabulary.truncate(logits_MV.detach(), self._sampling.top_k, self._sampling.top_p) > -torch.inf
-            # The engine rounds in its own way, and what it sampled is kept.
-            sampled_MV = vocabulary.add_at(torch.zeros_like(logits_MV), micro.response_ids_M, torch.ones_like(logits_MV[:, 0])) > 0
-            bits_MV = np.packbits((kept_MV | sampled_MV).cpu().numpy(), axis=1)
-            self._bits.update(zip(micro.sequences, np.split(bits_MV, np.cumsum(lengths)[:-1]), strict=True))
-        bits_MV = np.concatenate([self._bits[s] for s in micro.sequences])
-        kept_MV = torch.from_numpy(np.unpackbits(bits_MV, axis=1, count=logits_MV.shape[1])).to(logits_MV.device).bool()
-        return logits_MV.masked_fill(~kept_MV, NEVER)
+            return logits_CV
+        rows = slice(first, first + len(logits_CV))
+        if micro.places[0] in self._bits:
+            bits_CV = np.concatenate([self._bits[place] for place in micro.places])[rows]
+        else:
+            bits_CV = self._kept(logits_CV.detach(), micro.response_ids_M[rows], vocabulary)
+            self._begun = [*(self._begun if first else []), bits_CV]
+            lengths = micro.response_mask_BT.sum(dim=1).tolist()
+            if rows.stop == sum(lengths):
+                self._bits.update(zip(micro.places, np.split(np.concatenate(self._begun), np.cumsum(lengths)[:-1]), strict=True))
+        kept_CV = torch.from_numpy(np.unpackbits(bits_CV, axis=1, count=logits_CV.shape[1])).to(logits_CV.device).bool()
+        return logits_CV.masked_fill(~kept_CV, NEVER)
+
+    def _kept(self, logits_CV: Tensor, ids_C: Tensor, vocabulary: Vocabulary) -> np.ndarray:
+        kept_CV = vocabulary.truncate(logits_CV, self._sampling.top_k, self._sampling.top_p) > -torch.inf
+        # The engine rounds in its own way, and what it sampled is kept.
+        sampled_CV = vocabulary.add_at(torch.zeros_like(logits_CV), ids_C, torch.ones_like(logits_CV[:, 0])) > 0
+        return np.packbits((kept_CV | sampled_CV).cpu().numpy(), axis=1)
 
 
 def token_stats(
@@ -117,19 +136,75 @@ def token_stats(
     entropy: bool = False,
     support: Support | None = None,
     autocast: bool = False,
+    chunk_rows: int | None = None,
 ) -> TokenStats:
     """Run the actor over a micro batch; keeps the graph when gradients are on.
 
     The logits are divided by the sampling temperature, as the engine's sampler does, and cut to `support`: the policy that PPO improves is
     the one that wrote the rollouts. With `autocast` products run in bfloat16 while weights and log-probs stay float32.
+
+    Logits are never whole: so many rows at a time are made, and made again in the backward pass (but for a model whose logits are more than
+    lm_head's product: its own are taken, and only what follows is done in chunks).
+
+    Args:
+        chunk_rows: rows of logits at a time; None: as the companion's losses.
     """
-    logits_MV = _response_logits(actor, micro, autocast).float() / sampling.temperature
-    if support is not None:
-        logits_MV = support.cut(logits_MV, micro)
-    logprobs_MV = logits_MV.log_softmax(dim=-1)
-    logprobs_M = logprobs_MV.gather(1, micro.response_ids_M[:, None]).squeeze(1)
-    entropy_M = -(logprobs_MV.exp() * logprobs_MV).sum(dim=-1) if entropy else None
-    return TokenStats(logprobs_M, entropy_M)
+    lm_head = _plain_lm_head(actor)
+    with _autocast(micro.input_ids_BT.device, autocast):
+        if lm_head is None:
+            source_MX = _response_logits(actor, micro)
+        else:
+            base: Any = actor.base_model
+            source_MX = base(input_ids=micro.input_ids_BT, use_cache=False).last_hidden_state[micro.predict_mask_BT]
+    ids_M = micro.response_ids_M
+
+    def stats_of(source_CX: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        with _autocast(source_CX.device, autocast):
+            logits_CV = source_CX if lm_head is None else lm_head(source_CX)
+        logits_CV = logits_CV.float() if sampling.temperature == 1.0 else logits_CV.float() / sampling.temperature
+        if support is not None:
+            logits_CV = support.cut(logits_CV, micro, first=first)
+        logprobs_CV = logits_CV.log_softmax(dim=-1)
+        logprobs_C = logprobs_CV.gather(1, ids_M[first : first + len(source_CX), None]).squeeze(1)
+        return logprobs_C, -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1) if entropy else logprobs_C[:0]
+
+    rows = chunk_rows or (len(ids_M) if lm_head is None else WHOLE.chunk_rows(lm_head.weight))
+    again = torch.is_grad_enabled() and rows < len(ids_M)
+    parts = []
+    for first in range(0, len(ids_M), rows):
+        part_CX = source_MX[first : first + rows]
+        parts.append(checkpoint(stats_of, part_CX, first, **AGAIN) if again else stats_of(part_CX, first))
+    logprobs, entropies = zip(*parts, strict=True)
+    return TokenStats(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+
+
+def _plain_lm_head(actor: Any) -> nn.Linear | None:
+    """The actor's lm_head where its product is all that stands between the final states and the logits."""
+    if not isinstance(actor, PreTrainedModel) or actor.base_model is actor:
+        return None
+    lm_head: Any = actor.get_output_embeddings()
+    return lm_head if isinstance(lm_head, nn.Linear) and not beyond_lm_head(actor, lm_head) else None
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Of each layer keep the input alone, and make its activations again in the backward pass; values and gradients stay.
+
+    transformers' own switch does nothing in eval mode, in which all networks here are. ModelError when the model has no layers of its kind.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        do = "Set ppo.recompute=false."
+        raise ModelError("The model's layers are not known.", given=type(model).__name__, expected="a model of transformers", do=do)
+    for layer in layers:
+        layer.forward = _made_again(layer.forward)
+
+
+def _made_again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **kwargs, **AGAIN) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    return run
 
 
 class Critic(nn.Module):
@@ -159,13 +234,12 @@ class Critic(nn.Module):
         return self.value_head(hidden_BTD[micro.predict_mask_BT].float()).squeeze(-1)
 
 
-def _response_logits(actor: nn.Module, micro: MicroBatch, autocast: bool) -> Tensor:
+def _response_logits(actor: nn.Module, micro: MicroBatch) -> Tensor:
     """logits_MV of the positions that predict response tokens; lm_head is not run over prompts where the model allows that."""
     first = micro.first_predicting
     keep = micro.input_ids_BT.shape[1] - first
     extra = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(actor.forward).parameters else {}
-    with _autocast(micro.input_ids_BT.device, autocast):
-        logits = actor(input_ids=micro.input_ids_BT, use_cache=False, **extra).logits
+    logits = actor(input_ids=micro.input_ids_BT, use_cache=False, **extra).logits
     return logits[micro.predict_mask_BT[:, -logits.shape[1] :]]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -17,6 +19,95 @@ RAY, ACTOR, RANKS, ENGINE = "start Ray", "prepare the actor", "start the actor's
 GENERATE, SCORE, UPDATE, SYNC, EVALUATE = "generate", "score", "update", "sync", "evaluate"
 SAVE, COMPARE, FINISH = "save", "compare", "write the report"
 """Names of the phases: of the preparation, of a step, of the end."""
+
+
+ROLES = ("engine", "actor", "reference", "critic", "reward", "update", "sync")
+"""Who works in a step; the first writes responses, the next four score them."""
+FORGET_PEAK, PROCESS_STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+SIDES = (ROLES[:1], ROLES[1:5])
+
+
+class Timeline:
+    """Who is at work when: spans of seconds since it began. Any thread may add to it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+
+    @contextlib.contextmanager
+    def at_work(self, role: str) -> Iterator[None]:
+        """The role works in this block."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.add(role, began)
+
+    def add(self, role: str, began: float) -> None:
+        """The role has worked since then, by the clock; what was before the timeline is left out."""
+        self.spans.setdefault(role, []).append((max(0.0, began - self._began), self._clock() - self._began))
+
+    def figures(self) -> dict[str, Any]:
+        """The spans; seconds from the engine's first to the scoring's last, and the share of these in which one of the two stood idle."""
+        sides = [sorted(span for role in side for span in self.spans.get(role, [])) for side in SIDES]
+        found: dict[str, Any] = {names.SPANS: {role: _rounded(self.spans[role]) for role in ROLES if role in self.spans}}
+        if not all(sides):
+            return found
+        seconds = max(end for side in sides for _, end in side) - min(side[0][0] for side in sides)
+        busy = sum(map(_covered, sides))
+        idle = 1 - busy / (len(SIDES) * seconds) if seconds > 0 else 0.0
+        return {names.GENERATE_SCORE_S: seconds, names.GENERATE_SCORE_IDLE: idle, **found}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans lies; they come in order."""
+    total, reached = 0.0, 0.0
+    for began, ended in spans:
+        total += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return total
+
+
+def _rounded(spans: list[tuple[float, float]]) -> list[list[float]]:
+    return [[round(began, 4), round(ended, 4)] for began, ended in sorted(spans)]
+
+
+class PeakMemory:
+    """The most memory that each phase of a step has: of torch on this process's GPU, or else of the process itself (Linux)."""
+
+    def __init__(self) -> None:
+        self.gib: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Kept under this metric's name; not at all where nobody counts."""
+        counted = _forget_peak()
+        yield
+        if counted:
+            self.gib[name] = _peak_bytes() / 2**30
+
+    def take(self) -> dict[str, float]:
+        """Of the step's phases; counting begins anew."""
+        taken, self.gib = self.gib, {}
+        return taken
+
+
+def _forget_peak() -> bool:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        FORGET_PEAK.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    line = next(line for line in PROCESS_STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 class ProgressSink:

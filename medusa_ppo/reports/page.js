@@ -52,7 +52,7 @@
     }
     return line;
   };
-  const plots = [...document.querySelectorAll(".plot")];
+  const plots = [...document.querySelectorAll(".plot:not(.still)")];
   const hide = () => {
     tip.hidden = true;
     for (const line of cursors.values()) line.style.display = "none";

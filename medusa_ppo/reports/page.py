@@ -40,7 +40,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
     """
     panels = Panels(run, other)
     figures = {name: getattr(panels, name)() for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")}
-    learning, others = panels.learning(), panels.others()
+    learning, others, timelines = panels.learning(), panels.others(), panels.timelines()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
     return page_template("page.html.jinja").render(
         run=run,
@@ -52,6 +52,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         figures=figures,
         shares=phase_shares(summary),
         learning=learning,
+        timelines=timelines,
         others=others,
         reason_rows=tables.reason_rows(summary),
         choice_rows=tables.choice_rows(run),

@@ -10,11 +10,21 @@ from medusa_ppo import metrics as m
 from medusa_ppo.reports import Run, number, numbers, svg
 from medusa_ppo.reports.summary import PHASES
 from medusa_ppo.reports.svg import Grid, Series, bin_values
-from medusa_ppo.reports.wording import FORMATS
+from medusa_ppo.reports.wording import FORMATS, percent, seconds
 
 Column = str | list[float | None]
 """A metric by its name, or its values step by step."""
 
+ROLE_TONES = {
+    "engine": "generate",
+    "actor": "score",
+    "reference": "kl",
+    "critic": "value",
+    "reward": "good",
+    "update": "update",
+    "sync": "sync",
+}
+"""Roles of a step, as `medusa_ppo.ppo.run_progress` has them."""
 PAIR_DOTS_UP_TO = 60
 PAIR_LABELS_UP_TO = 8
 MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
@@ -155,6 +165,22 @@ class Panels:
         drawing = svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT) if up or down else ""
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
+    def timelines(self) -> list[Figure]:
+        """Who worked when in the last step that says so; of the run, and of the one that is laid over it."""
+        found = []
+        for index, run in enumerate(run for run in (self.run, self.other) if run is not None):
+            step = next((step for step in reversed(run.steps) if role_spans(step)), None)
+            if step is None:
+                continue
+            spans = role_spans(step)
+            title = f"Who worked when, in step {step[m.STEP]}" + (f" of {run.name}" if self.other else "")
+            idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
+            hint = f"Gaps are idle time: while responses were made and scored, engine and scoring stood idle for {idle} on average."
+            rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
+            legend = tuple((role, tone, "solid", seconds(sum(b - a for a, b in parts))) for role, tone, parts in rows)
+            found.append(Figure(f"spans-{index}", title, hint, svg.draw_spans(f"spans-{index}", title, rows), legend))
+        return found
+
     def learning(self) -> list[Figure]:
         """The small charts on what PPO does; those without a single value are left out."""
         figures = []
@@ -202,6 +228,18 @@ class Panels:
             (item.name, item.tone, item.style, FORMATS[item.format](item.values.present[-1])) for item in series if item.values.present
         )
         return Figure(key, title, hint, drawing, legend, tuple(_hover(item, self.grid) for item in series))
+
+
+def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """When each role worked in a step; what is no span is left out."""
+    given: Any = step.get(m.SPANS)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for role in ROLE_TONES if isinstance(given, dict) else ():
+        parts = given.get(role)
+        pairs = [numbers(part) for part in parts] if isinstance(parts, list) else []
+        spans = [(pair[0], pair[1]) for pair in pairs if pair is not None and len(pair) == 2 and 0 <= pair[0] <= pair[1]]
+        found |= {role: spans} if spans else {}
+    return found
 
 
 def version_marks(run: Run) -> list[tuple[int, str]]:

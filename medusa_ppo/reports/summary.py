@@ -22,6 +22,8 @@ STEP_S = "step_s"
 """Key of a whole step's seconds in a run's comparison."""
 PHASES = {m.GENERATE_S: "generate", m.SCORE_S: "score", m.UPDATE_S: "update", m.SYNC_S: "sync", m.SWAP_S: "swap"}
 """Metrics of the phases of a step, and what a phase is called."""
+PEAKS = {m.GENERATE_PEAK: "generate", m.SCORE_PEAK: "score", m.UPDATE_PEAK: "update", m.SYNC_PEAK: "sync"}
+"""The same of their memory."""
 
 SUMMARY_KEYS: dict[str, str] = {
     "name": "Name of the run.",
@@ -94,6 +96,12 @@ SUMMARY_KEYS: dict[str, str] = {
     "phases_s.update": "Seconds of the PPO updates.",
     "phases_s.sync": "Seconds of carrying the actor into the engine.",
     "phases_s.swap": "Seconds of swapping heads into the engine.",
+    "memory_peak_gib.generate": "Most memory of the loop's process in the generation, over the run: torch's on its GPU, or resident.",
+    "memory_peak_gib.score": "The same while it scores.",
+    "memory_peak_gib.update": "The same in the update.",
+    "memory_peak_gib.sync": "The same in the sync.",
+    "generate_score.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
+    "generate_score.idle_frac": "Share of these in which engine or scoring stood idle (mean of the two), mean over the last window.",
     "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
     "actor_sync.collect_s": "Of these, seconds until its weights were collected from its processes and written.",
     "actor_sync.bytes": "Bytes of the actor's weights that each engine read in the last step.",
@@ -135,6 +143,11 @@ def build_summary(run: Run) -> dict[str, Any]:
         "staleness": {"last": _last(run.column(m.STALENESS)), "max": max(_present(run.column(m.STALENESS)), default=None)},
         "logprob_gap": {"last": mean(run.column(m.LOGPROB_GAP)[-window:])},
         "phases_s": {phase: _sum(run.column(metric)) for metric, phase in PHASES.items()},
+        "memory_peak_gib": {phase: max(_present(run.column(metric)), default=None) for metric, phase in PEAKS.items()},
+        "generate_score": {
+            "seconds": mean(run.column(m.GENERATE_SCORE_S)[-window:]),
+            "idle_frac": mean(run.column(m.GENERATE_SCORE_IDLE)[-window:]),
+        },
         "actor_sync": {
             "seconds": mean(run.column(m.SYNC_S)[-window:]),
             "collect_s": mean(run.column(m.SYNC_COLLECT_S)[-window:]),

@@ -244,6 +244,22 @@ def draw_pairs(
     return _frame(key, title, describe([upper, lower, *extra]), grid, scale, ticks, FORMATS["plain"], "".join(shapes), front="".join(texts))
 
 
+def draw_spans(key: str, title: str, rows: Sequence[tuple[str, str, Sequence[tuple[float, float]]]], *, row_height: int = 22) -> str:
+    """When each of some (name, tone, spans of seconds) worked: a row each, over the seconds from 0 to the last end."""
+    height, last = row_height * len(rows), max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0
+    shapes, said = [], []
+    for index, (name, tone, spans) in enumerate(rows):
+        bars = (
+            f"M{_px(UNITS * a / last)} {index * row_height + 2}H{_px(UNITS * b / last)}v{row_height - 4}H{_px(UNITS * a / last)}z"
+            for a, b in spans
+        )
+        shapes.append(f'<path class="fill t-{tone}" d="{"".join(bars)}"/>')
+        said.append(f"{name}: {seconds(sum(b - a for a, b in spans))} in {len(spans)} part{'' if len(spans) == 1 else 's'}.")
+    ticks = [tick for tick in nice_ticks(0.0, last, 6) if tick <= last]
+    axis = "".join(f'<text class="tick x" x="{100 * tick / last:.2f}%" y="{height + 18}">{seconds(tick)}</text>' for tick in ticks)
+    return _svg(key, title, " ".join(said), height, axis + _data(height, "".join(shapes)), still=True)
+
+
 def draw_spark(values: Sequence[float | None], tone: str) -> str:
     """A small line without axes for a headline tile; empty text for fewer than two values."""
     grid = Grid(0, 1, max(1, len(values)))
@@ -291,9 +307,11 @@ def _frame(
     return _svg(key, title, description, scale.height, inner)
 
 
-def _svg(key: str, title: str, description: str, height: int, inner: str) -> str:
+def _svg(key: str, title: str, description: str, height: int, inner: str, *, still: bool = False) -> str:
+    """`still`: its columns are no steps, so the pointer has nothing to show."""
+    kind = "plot still" if still else "plot"
     return (
-        f'<svg class="plot" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}" aria-labelledby="{key}-t {key}-d">'
+        f'<svg class="{kind}" height="{height}" role="img" tabindex="0" data-chart="{escape(key)}" aria-labelledby="{key}-t {key}-d">'
         f'<title id="{key}-t">{escape(title)}</title><desc id="{key}-d">{escape(description)}</desc>{inner}</svg>'
     )
 

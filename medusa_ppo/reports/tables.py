@@ -56,6 +56,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{w.seconds(companion['hidden_s'])} / {w.seconds(companion['exposed_s'])}",
         ),
         *_account_rows(companion),
+        *_generate_score_rows(summary.get("generate_score")),
+        *_memory_rows(summary.get("memory_peak_gib") or {}),
         *_sync_rows(summary.get("actor_sync")),
     ]
 
@@ -78,6 +80,20 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         *note,
     ]
+
+
+def _generate_score_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Nothing for runs that don't say who worked when."""
+    if found is None or found["seconds"] is None:
+        return []
+    figure = f"{w.seconds(found['seconds'])}, {w.percent(found['idle_frac'])} idle"
+    return [("Responses made and scored, in each step; engine and scoring idle", figure)]
+
+
+def _memory_rows(peaks: dict[str, float | None]) -> list[tuple[str, str]]:
+    """Nothing for runs that don't count it."""
+    known = [f"{phase} {w.plain(gib)}" for phase, gib in peaks.items() if gib is not None]
+    return [("Most memory of the loop's process by phase, GiB", ", ".join(known))] if known else []
 
 
 def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -37,6 +37,8 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("engine.backend=colocate", "Did you mean colocated?"),
         ("engine.backend=http://127.0.0.1:1,http://127.0.0.1:2", "as many addresses as replicas"),
         ("engine={backend: server, sleep_level: 1}", "engine.sleep_level=null"),
+        ("ppo={piece_prompts: 0}", "greater than"),
+        ("ppo={piece_prompts: 33}", "at most 32"),
         ("engine={transfer: broadcast, backend: server}", "engine.backend=colocated"),
         ("engine={transfer: broadcast, extra: {data_parallel_size: 2}}", "no data_parallel_size above 1"),
         ("companion={workers: 2, position_share: 0.5}", "companion.workers=1 or companion.position_share=1"),
@@ -58,6 +60,36 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
         load_config(None, overrides)
     assert words in str(error.value)
     assert error.value.exit_code == 2
+
+
+ALONE = ["ppo.staleness=1", "ppo.importance_bound=2", "companion.schedule=fixed"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["ppo.staleness=1"], "importance weights"),
+        ([*ALONE, "ppo.piece_prompts=2"], "ppo.piece_prompts=2"),
+        ([*ALONE, "ppo.eval_every=2", "data.eval_split=test"], "ppo.eval_every=2"),
+        ([*ALONE, "engine.sleep_level=1"], "engine.sleep_level=1"),
+        ([*ALONE, "report.speed_every=4"], "report.speed_every=4"),
+        ([*ALONE, "report.compare_pairs=3"], "report.compare_pairs=3"),
+        ([*ALONE, "ppo.staleness=2", "engine.choose_drafts=true"], "engine.choose_drafts=True"),
+        ([*ALONE, "companion.schedule=pays"], "companion.schedule=fixed"),
+    ],
+)
+def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) -> None:
+    assert load_config(None, ALONE).ppo.staleness == 1
+    with pytest.raises(ConfigError) as error:
+        load_config(None, overrides)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("other", ["engine.sleep_level=1", "actor.backend=megatron"])
+def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile(other: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["ppo.piece_prompts=2", other])
+    assert "ppo.piece_prompts=2" in str(error.value) and other.split(".")[1].split("=")[0] in str(error.value)
 
 
 @pytest.mark.parametrize(

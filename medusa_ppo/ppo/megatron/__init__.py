@@ -32,10 +32,11 @@ from medusa_ppo.actors.megatron_layout import LlamaSizes, checkpoint_shapes
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.actor_sync import actor_stream
 from medusa_ppo.hardware import settled
-from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.learner import PolicyScores, PPOLearner, Scores, Tap, UpdateTotals
+from medusa_ppo.ppo.batch import PolicyScores, PPOBatch, Scores
+from medusa_ppo.ppo.learner import PPOLearner, Tap, UpdateTotals
 from medusa_ppo.ppo.megatron.megatron_rank import MOMENTS, WEIGHTS, ActorRank
 from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.processes import TOKEN, in_bundle, ray_errors, release, reserve
 from medusa_ppo.types import Sampling
 
@@ -200,12 +201,17 @@ class MegatronLearner(PPOLearner):
         self.actor = RankedActor(team)
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
 
-    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None) -> Callable[[], PolicyScores]:
+    def begin_batch(self, sampling: Sampling) -> None:
+        """Nothing to do: the ranks forget with each batch that they score."""
+
+    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
         answers = self._team.begin("score", self._hand(batch), batch.pad_id, sampling, tap is not None)
 
         def finish() -> PolicyScores:
             total = PolicyScores.zeros(batch)
-            for share in self._team.wait(answers):
+            with timeline.at_work("actor"):  # What is left of its passes and the reference's.
+                shares = self._team.wait(answers)
+            for share in shares:
                 total.add(share.policy)
                 if tap is not None and share.hidden_BRD is not None:
                     longest = share.hidden_BRD.shape[1]

@@ -28,8 +28,8 @@ from medusa_ppo.actors.megatron_model import RankModel, causal_inputs, start_par
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.meeting import Meeting, Place
-from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
-from medusa_ppo.ppo.learner import PolicyScores, Scores, UpdateTotals, adamw, minibatches
+from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores
+from medusa_ppo.ppo.learner import UpdateTotals, adamw, minibatches
 from medusa_ppo.ppo.models import Support, TokenStats
 from medusa_ppo.ppo.shaping import learning_rate_share, set_learning_rate
 from medusa_ppo.types import Rollouts, Sampling

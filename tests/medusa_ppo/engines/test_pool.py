@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import ray_engine
-from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool, cut, expected_tokens
+from medusa_ppo.engines.pieces import cut, expected_tokens
+from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
@@ -146,6 +148,41 @@ def state_file(folder: Path, value: float) -> Path:
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_in_another_thread_ends_with_the_pool() -> None:
+    """As when a run is stopped while its engine writes: what is lost by closing is not started again."""
+
+    class Busy(StandIn):
+        gone, asked = threading.Event(), threading.Event()
+
+        def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+            self.asked.set()
+            assert self.gone.wait(10)
+            raise EngineError("The engine is closed.")
+
+        def close(self) -> None:
+            self.gone.set()
+
+    started: list[int] = []
+    pool = EnginePool(lambda index: started.append(index) or Busy(index), 1)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(pool.generate, PROMPTS, SAMPLING)
+        assert Busy.asked.wait(10)
+        pool.close()
+        with pytest.raises(EngineError, match="closed"):
+            call.result(10)
+    assert started == [0]
+
+
+def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -> None:
+    factory, told = Factory(0.0, 0.0, 0.0), list[tuple[int, Response]]()
+    with EnginePool(factory, 3) as pool:
+        factory.started[1].dies_at_call = 1
+        rollouts = pool.generate_as_finished(PROMPTS, SAMPLING, lambda place, response: told.append((place, response)))
+        assert dict(told) == dict(enumerate(rollouts.responses)) and len(rollouts.responses) == 80 == len(told)
+        assert all(response.token_ids == tuple(PROMPTS[place // 2]) for place, response in told)
+        assert pool.restarts == 1 and rollouts.responses == pool.generate(PROMPTS, SAMPLING).responses
 
 
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:

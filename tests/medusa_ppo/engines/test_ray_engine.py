@@ -14,14 +14,14 @@ import ray
 import torch
 
 from heads.checkpoint import checksum, save_heads, save_state
-from heads.errors import CheckpointError, ConfigError, EngineError, SwapError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
-from medusa_ppo.types import Sampling
+from medusa_ppo.types import Response, Sampling
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -50,6 +50,11 @@ def test_rollouts_swaps_errors_and_death(actor: Actor, engine_config: EngineConf
         assert len(first.responses) == 16
         assert first.counters.drafts > 0
         assert first.responses == engine.generate(actor.prompts[:8], sampling).responses
+        told = dict[int, Response]()
+        told_of = engine.generate_as_finished(actor.prompts[:8], sampling, told.__setitem__)
+        assert told_of.responses == first.responses and told == dict(enumerate(first.responses)) and told_of.counters.drafts > 0
+        with pytest.raises(DataError):
+            engine.generate_as_finished([[]], sampling, told.__setitem__)
         state = actor.random_heads(seed=2).trainable_state()
         save_state(tmp_path / "heads.safetensors", state)
         assert engine.swap_heads(tmp_path / "heads.safetensors", 3).checksum == checksum(state)

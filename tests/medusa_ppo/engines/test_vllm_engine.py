@@ -24,7 +24,7 @@ from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.rollout_engine import check_state
-from medusa_ppo.types import Checked, Counters, Rollouts, Sampling
+from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals
 from medusa_ppo.vllm_plugin import mends
 from medusa_ppo.vllm_plugin import registration as plugin
@@ -148,6 +148,22 @@ def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, a
     assert all(a.token_ids != b.token_ids for a, b in zip(first.responses[::2], first.responses[1::2], strict=True))
     free = Sampling(1.0, max_new_tokens=24)
     assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(engine.generate(actor.prompts[:8], free))
+
+
+def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, actor: Actor) -> None:
+    """More requests than run at once: the short ones are told while others have not begun, and nobody's tokens change."""
+    engine.configure(sampled=True)
+    sampling = Sampling(1.0, max_new_tokens=48, responses_per_prompt=2, seed=5)
+    whole, told = engine.generate(actor.prompts[:40], sampling), list[tuple[int, Response]]()
+    again = engine.generate_as_finished(actor.prompts[:40], sampling, lambda place, response: told.append((place, response)))
+    assert again.responses == whole.responses and again.counters == whole.counters and again.counters.drafts > 0
+    assert sorted(place for place, _ in told) == list(range(80)) and dict(told) == dict(enumerate(whole.responses))
+    assert [place for place, _ in told] != list(range(80)), "in the order in which they ended"
+    steps = engine.generate_in_steps(actor.prompts[:40], sampling)
+    assert 0 < len(next(steps)) < 80
+    steps.close()
+    assert not engine._llm.llm_engine.has_unfinished_requests(), "who goes away leaves nothing behind"
+    assert engine.generate(actor.prompts[:4], sampling).responses == whole.responses[:8]
 
 
 def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(engine: ColocatedEngine, actor: Actor) -> None:

@@ -77,3 +77,15 @@ def _without(change: str) -> Rollouts:
 def test_unusable_rollouts_are_refused(change: str):
     with pytest.raises(DataError):
         PPOBatch(_without(change))
+
+
+def test_micro_batches_by_tokens_hold_no_more_than_asked_for(make_rollouts):
+    batch = PPOBatch(make_rollouts(24))
+    for most in (1, 12, 30, 1000):
+        micros = list(batch.micro_batches(list(range(24)), 6, most))
+        assert sorted(s for micro in micros for s in micro.sequences) == list(range(24))
+        assert all(micro.input_ids_BT.numel() <= most or len(micro.sequences) == 1 for micro in micros)
+        assert all(len(micro.sequences) <= 6 for micro in micros)
+    assert len(list(batch.micro_batches(list(range(24)), 6, 1))) == 24
+    rows = [micro.sequences for micro in batch.micro_batches(list(range(24)), 6, 1000)]
+    assert rows == [micro.sequences for micro in batch.micro_batches(list(range(24)), 6)]

@@ -31,7 +31,7 @@ from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
 from medusa_ppo.ppo import session as session_file
-from medusa_ppo.ppo.batch import PPOBatch, text_batch
+from medusa_ppo.ppo.batch import Measured, PolicyScores, PPOBatch, text_batch
 from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
@@ -122,9 +122,14 @@ ROWS: dict[str, Row] = {
     "companion.resource": ("near", "ray_room", {}),
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
+    "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
+    "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
+    "ppo.micro_batch_tokens": (20, "passes", {}),
+    "ppo.recompute": (True, "passes", {}),
+    "ppo.reference_dtype": ("bfloat16", "updated", {"ppo": {"kl_coefficient": 0.5, "actor_learning_rate": 1e-2}}),
     "ppo.actor_learning_rate": (3e-3, "updated", {}),
     "ppo.critic_learning_rate": (3e-3, "updated", {}),
     "ppo.learning_rate_schedule": ("linear", "updated", {}),
@@ -274,6 +279,16 @@ class Places:
             learner.update(batch, scores, Sampling(), step, texts)
         return checksum(learner.actor.state_dict()), learner.critic and checksum(dict(learner.critic.named_parameters()))
 
+    def passes(self, config: RunConfig) -> Any:
+        """How many layers the actor goes through in an update, and on how many rows."""
+        actor, rows = self._tiny_actor(), list[int]()
+        learner = Learner(actor, Critic(actor), config.ppo)
+        batch = PPOBatch(self._rollouts)
+        scores, _ = learner.score(batch, torch.arange(len(batch)) / 4, Sampling())
+        actor.model.layers[0].input_layernorm.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+        learner.update(batch, scores, Sampling(), 0)
+        return rows
+
     def streams(self, config: RunConfig) -> Any:
         """What is evaluated on, and what is learned by heart."""
         session = session_file.RunSession(config, ProgressSink())
@@ -299,6 +314,57 @@ class Places:
         for step in (1, 2, 3):
             save_checkpoint(config.run_dir, learner, RunPosition(step), config)
         return sorted(path.parent.name for path in config.run_dir.rglob("state.json"))
+
+    def pieces(self, config: RunConfig) -> Any:
+        """What the loop scores in one go."""
+        measured: list[int] = []
+        learner: Any = SimpleNamespace(
+            device="cpu",
+            begin_batch=lambda sampling: None,
+            measure=lambda batch, *rest: (
+                measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
+            ),
+            conclude=lambda *rest: (None, {}),
+        )
+        one: Any = SimpleNamespace(
+            **dict.fromkeys(("prompts", "tokenizer", "sync", "plugin", "evaluation", "texts", "reward")),
+            trackers=trackers.TrackerGroup(),
+            learner=learner,
+            engine=SimpleNamespace(generate_as_finished=self._finish, generate=lambda *_: self._rollouts),
+        )
+        loop = loop_file.PPOLoop(config, one, ProgressSink())
+        loop.maker._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
+        prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
+        loop.maker.begin(0, prompts, replace(sampling_of(config, 0), responses_per_prompt=2))
+        rollouts, _ = loop.maker.finish(0)
+        loop.maker.score(rollouts)
+        return measured
+
+    def written_ahead(self, config: RunConfig) -> Any:
+        """How many steps' prompts the engine has been given when the first step is learned from."""
+        asked: list[int] = []
+        learner: Any = SimpleNamespace(device="cpu", update=_enough)
+        engine: Any = SimpleNamespace(policy_version=0, generate=lambda *_: asked.append(1) or self._rollouts)
+        prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
+        stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
+        parts: Any = SimpleNamespace(
+            **dict.fromkeys(("tokenizer", "sync", "plugin", "evaluation", "texts", "reward")),
+            trackers=trackers.TrackerGroup(),
+            learner=learner,
+            engine=engine,
+            prompts=stream,
+        )
+        loop = loop_file.PPOLoop(config, parts, ProgressSink())
+        loop.maker.score = _enough
+        with pytest.raises(_Enough):
+            loop.step(0)
+        loop.maker._engine_thread.shutdown()
+        return len(asked)
+
+    def _finish(self, prompts: Any, sampling: Sampling, finished: Callable[..., None]) -> Rollouts:
+        for place, response in enumerate(self._rollouts.responses):
+            finished(place, response)
+        return self._rollouts
 
     def reward(self, config: RunConfig) -> Any:
         source = make_reward(config.ppo)

@@ -58,6 +58,29 @@ def test_micro_batches_change_nothing_but_rounding(tiny_actor, make_rollouts, mi
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-3, abs=1e-6)
 
 
+def test_memory_savers_change_nothing_but_rounding(tiny_actor, make_rollouts):
+    batch, rewards = PPOBatch(make_rollouts(12)), torch.randn(12, generator=torch.Generator().manual_seed(0))
+    found = []
+    for settings in ({}, {"recompute": True}, {"micro_batch_tokens": 20}):
+        one = learner(tiny_actor(), minibatch_size=12, epochs=2, actor_learning_rate=1e-3, **settings)
+        scores, _ = one.score(batch, rewards, Sampling())
+        one.update(batch, scores, Sampling(), 0)
+        found.append(torch.cat([weights(one.actor), weights(one.critic)]))
+    assert torch.equal(found[0], found[1]), "made again to the bit"
+    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-4)
+
+
+def test_a_reference_in_bfloat16_stays_near(tiny_actor, make_rollouts):
+    batch, rewards = PPOBatch(make_rollouts(12)), torch.zeros(12)
+    one = learner(tiny_actor(), reference_dtype="bfloat16")
+    scores, report = one.score(batch, rewards, Sampling())
+    assert {p.dtype for p in one.reference.parameters()} == {torch.bfloat16} and {p.dtype for p in one.actor.parameters()} == {
+        torch.float32
+    }
+    assert scores.reference_SR.dtype == torch.float32 and 0 < abs(report[names.KL_REFERENCE]) < 0.01
+    torch.testing.assert_close(scores.reference_SR, scores.logprobs_SR, rtol=0.02, atol=0.02)
+
+
 def test_old_logprobs_are_the_actors_own(tiny_actor, make_rollouts):
     """The engine's log-probs (all -1 here, far off) must not enter the ratio: the first pass starts at ratio 1."""
     batch = PPOBatch(make_rollouts(8))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from heads.errors import ModelError
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models as losses
 from medusa_ppo.ppo.batch import MicroBatch, PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic, Support, token_stats
-from medusa_ppo.types import Sampling
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 VOCAB = 16
 
@@ -111,6 +114,107 @@ def test_bfloat16_products_stay_close_and_weights_float32(make_rollouts, tiny_ac
     rough = token_stats(actor, micro, Sampling(), autocast=True).logprobs_M
     assert rough.dtype == torch.float32 and not torch.equal(exact, rough)
     torch.testing.assert_close(rough, exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.6)])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_logits_in_chunks_are_the_whole_ones(make_rollouts, tiny_actor, sampling: Sampling, rows: int):
+    """Values and gradients of log-probs and entropy, against all rows at once."""
+    found = []
+    for chunk_rows in (1000, rows):
+        actor, batch, support, values = tiny_actor(), PPOBatch(make_rollouts(8)), Support(sampling), []
+        for micro in batch.micro_batches(list(range(8)), 3):
+            with torch.no_grad():  # The first to ask decides what is kept, in chunks too.
+                token_stats(actor, micro, sampling, entropy=True, support=support, chunk_rows=chunk_rows)
+            stats = token_stats(actor, micro, sampling, entropy=True, support=support, chunk_rows=chunk_rows)
+            (stats.logprobs_M.sum() + 0.3 * stats.entropy_M.sum()).backward()
+            values += [stats.logprobs_M.detach(), stats.entropy_M.detach()]
+        found.append([*values, *(parameter.grad for parameter in actor.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_soft_cap_stays_the_models_own(make_rollouts):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    capped = Gemma2ForCausalLM(Gemma2Config(vocab_size=VOCAB, head_dim=16, final_logit_softcapping=0.5, **sizes)).eval()
+    capped.lm_head.weight.mul_(50)
+    batch = PPOBatch(make_rollouts(4))
+    found = torch.zeros(batch.mask_SR.shape)
+    for micro in batch.micro_batches(list(range(4)), 2):
+        batch.unpack(token_stats(capped, micro, Sampling(), chunk_rows=2).logprobs_M, micro, found)
+    torch.testing.assert_close(found, one_by_one(capped, batch, 1.0), rtol=1e-5, atol=1e-5)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive at once, and those of `held`; what a kernel takes for itself is not seen."""
+
+    def __init__(self, held: torch.nn.Module) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        for parameter in held.parameters():
+            self._note(parameter)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        torch.utils._pytree.tree_map_only(torch.Tensor, self._note, out)
+        return out
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def peak_bytes(work, held: torch.nn.Module) -> int:
+    with LiveBytes(held) as live:
+        work()
+    return live.peak
+
+
+def test_scoring_with_a_large_vocabulary_takes_little_more_than_the_model(tiny_actor):
+    """V = 152k: logits of these 192 tokens alone would be 111 MiB, the log-softmax as much again."""
+    actor = tiny_actor(vocab=152_000, hidden=256, layers=2)
+    ids = tuple(range(1, 25))
+    rollouts = Rollouts((ids[:8],), tuple(Response(0, ids, (-1.0,) * 24, "stop") for _ in range(8)), Counters(), 1.0, Sampling())
+    (micro,) = PPOBatch(rollouts).micro_batches(list(range(8)), 8)
+    with torch.no_grad():
+        own = peak_bytes(lambda: actor.base_model(input_ids=micro.input_ids_BT, use_cache=False), actor)
+        scored = peak_bytes(lambda: token_stats(actor, micro, Sampling(), entropy=True), actor)
+        whole = peak_bytes(lambda: token_stats(actor, micro, Sampling(), entropy=True, chunk_rows=1000), actor)
+    assert scored < 1.3 * own < whole
+
+
+def test_recomputation_works_in_eval_mode_and_changes_no_bit(make_rollouts, tiny_actor):
+    (micro,), found = PPOBatch(make_rollouts(16)).micro_batches(list(range(16)), 16), []
+    for again in (False, True):
+        actor = tiny_actor(layers=6)
+        critic, weights = Critic(actor), sum(p.numel() * 4 for p in actor.parameters())
+        if again:
+            losses.recompute_layers(actor)
+            losses.recompute_layers(critic)
+        stats = token_stats(actor, micro, Sampling())
+        stats.logprobs_M.sum().backward()
+        (critic(micro) - 1).square().sum().backward()
+        found.append([stats.logprobs_M.detach(), *(p.grad for p in (*actor.parameters(), *critic.parameters()))])
+        actor.zero_grad()
+        peak = peak_bytes(lambda a=actor: token_stats(a, micro, Sampling()).logprobs_M.sum().backward(), actor) - weights
+        found.append(peak)
+        assert not actor.training
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert found[3] < 0.6 * found[1], "gradients, and the layer that is being made again, included"
+
+
+def test_a_model_without_known_layers_is_refused():
+    with pytest.raises(ModelError, match="layers are not known"):
+        losses.recompute_layers(torch.nn.Linear(2, 2))
 
 
 def test_masked_mean_counts_every_token_once():

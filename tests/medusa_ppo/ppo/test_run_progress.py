@@ -6,11 +6,12 @@ import io
 import re
 
 import pytest
+import torch
 from rich.console import Console
 
 from medusa_ppo import metrics as names
 from medusa_ppo.ppo import run_progress as progress
-from medusa_ppo.ppo.run_progress import LineProgress, LiveProgress, ProgressSink, StepClock, make_progress, step_line
+from medusa_ppo.ppo.run_progress import LineProgress, LiveProgress, PeakMemory, ProgressSink, StepClock, make_progress, step_line
 
 VALUES = {
     names.STEP: 3,
@@ -89,3 +90,27 @@ def test_time_left_is_known_after_the_first_step() -> None:
     assert clock.left_text() == "?"
     clock.finished()
     assert re.fullmatch(r"\d+:\d\d", clock.left_text())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there torch counts its own")
+def test_the_peak_of_a_phase_is_what_it_had_and_not_what_came_before():
+    memory, size = PeakMemory(), 96 * 2**20
+    with memory.during("large"):
+        kept = torch.ones(size // 4)
+        del kept
+    with memory.during("small"):
+        pass
+    found = memory.take()
+    if not found:
+        pytest.skip("this kernel does not let a process forget its peak")
+    assert 0.8 * size < (found["large"] - found["small"]) * 2**30 < 1.3 * size
+    assert memory.take() == {}
+
+
+def test_where_nobody_counts_there_is_no_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "FORGET_PEAK", tmp_path / "no" / "file")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    memory = PeakMemory()
+    with memory.during("phase"):
+        pass
+    assert memory.take() == {}

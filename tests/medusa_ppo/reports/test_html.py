@@ -248,3 +248,25 @@ def test_figures_that_only_one_of_two_runs_has_stand_beside_a_dash(runs: Path) -
         rows = {what: figures for what, *figures in comparison_rows(build_summary(here), build_summary(there))}
         step = rows["A whole PPO step, with the plugin / without it"]
         assert step[here is run].startswith("11.0 s / 10.0 s") and step[here is not run] == w.NONE
+
+
+def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> None:
+    run = read_run(runs / "demo")
+    assert "Who worked when" not in page_of(run)
+    spans = {"engine": [[0.0, 4.0]], "actor": [[1.0, 2.0], [3.0, 5.0]], "reward": [["x", 2]], "stranger": [[0, 1]], "critic": "none"}
+    told = replace(
+        run,
+        steps=[*run.steps[:-1], {**run.steps[-1], metrics.SPANS: spans, metrics.GENERATE_SCORE_S: 5.0, metrics.GENERATE_SCORE_IDLE: 0.3}],
+    )
+    text = page_of(told)
+    parsed(text)
+    assert "Who worked when, in step 15" in text and "stood idle for 30 %" in text
+    (drawing,) = re.findall(r'<svg class="plot still".*?data-chart="spans-0".*?</svg></svg>', text, re.S)
+    assert re.findall(r'class="fill t-(\w+)" d="([^"]*)"', drawing) == [
+        ("generate", "M0 2H800v18H0z"),
+        ("score", "M200 24H400v18H200zM600 24H1000v18H600z"),
+    ]
+    assert "engine: 4 s in 1 part." in drawing and "actor: 3 s in 2 parts." in drawing
+    both = page_of(told, other=told)
+    assert both.count("Who worked when, in step 15 of demo") >= 2 and 'id="chart-spans-1"' in both
+    assert dict(summary_rows(build_summary(told)))["Responses made and scored, in each step; engine and scoring idle"] == "5 s, 30 % idle"

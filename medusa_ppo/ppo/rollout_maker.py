@@ -1,0 +1,284 @@
+"""How a step's rollouts are made: responses are written and scored, one after the other or, cut into pieces, at the same time.
+
+    ppo.piece_prompts=null    engine ------------------ | actor, reference, critic, reward on the whole batch
+    ppo.piece_prompts=n       engine ------------------
+                                    piece 0 | piece 1 | piece 2        each as soon as its last response has ended
+
+    ppo.staleness=n           engine: step t + 1, up to t + n | ...
+                              step t: scored, learned from    |
+
+There is one call of the engine for a step's responses, with or without pieces, so its running set stays full, and what it writes does not
+depend on them. A piece is all responses to n prompts that follow each other, whenever they end: what is computed together follows from the
+configuration, never from timing, so the numbers are to the bit those of the same pieces scored after the generation.
+
+The calls: the engine's is in a thread of its own, the models' passes in another one, rewards in the caller's. Whoever taps the actor's
+passes (the companion) wants to know all responses first: final states of a piece wait on the host until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_ppo import metrics as names
+from medusa_ppo.actors import ActorView
+from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
+from medusa_ppo.ppo.generation import Prompt, SpeedPairs
+from medusa_ppo.ppo.learner import PPOLearner, Tap
+from medusa_ppo.ppo.run_progress import Timeline
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+
+Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
+"""rewards_S of responses, or with steps rewards_SR."""
+
+
+@dataclass
+class Piece:
+    """Responses to some prompts that follow each other: their places in the batch, those that have ended, and what is known about them."""
+
+    places: range
+    ended: dict[int, Response] = field(default_factory=dict)
+    scored: tuple[Response, ...] = ()
+    measured: Future[Measured] | None = None
+    rewards: Tensor | None = None
+
+
+@dataclass
+class Step:
+    """What is made in one step. `news` for the caller's thread: a piece that is whole, what failed, None when the engine is done."""
+
+    prompts: list[Prompt]
+    sampling: Sampling
+    pieces: list[Piece]
+    held: HeldPasses | None
+    news: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RolloutMaker:
+    """Makes and scores the rollouts of one step after the other: `begin`, `finish`, `score`. Others may be begun before one is finished.
+
+    Attributes:
+        timeline: of the step.
+    """
+
+    def __init__(
+        self,
+        learner: PPOLearner,
+        speed: SpeedPairs,
+        rewards: Rewards,
+        *,
+        pad_id: int,
+        piece_prompts: int | None = None,
+        ahead: bool = False,
+    ) -> None:
+        """
+        Args:
+            rewards: of responses.
+            piece_prompts: as in the configuration.
+            ahead: the engine begins at once with what is begun, while other steps are learned from.
+        """
+        self._ahead = ahead
+        self._begun: dict[int, tuple[list[Prompt], Sampling, Future[tuple[Rollouts, dict[str, float]]] | None]] = {}
+        self._learner, self._speed, self._rewards = learner, speed, rewards
+        self._piece_prompts, self._pad_id = piece_prompts, pad_id
+        self._engine_thread, self._models_thread = (ThreadPoolExecutor(1, f"medusa-ppo-{name}") for name in ("engine", "models"))
+        self._step: Step | None = None
+        self._writing_since = 0.0
+        self.timeline = Timeline()
+
+    @property
+    def idle(self) -> bool:
+        """The engine has nothing to write: it can be given new weights."""
+        return all(call is None or call.done() for _, _, call in self._begun.values())
+
+    def has_begun(self, step: int) -> bool:
+        """The step's rollouts are being written, or wait to be finished."""
+        return step in self._begun
+
+    def begin(self, step: int, prompts: list[Prompt], sampling: Sampling) -> None:
+        """Begin with a step's rollouts."""
+        call = self._engine_thread.submit(self._write, prompts, sampling, step) if self._ahead else None
+        self._begun[step] = (prompts, sampling, call)
+
+    def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
+        """The rollouts of a step that was begun, and the figures of its pair; its timeline begins.
+
+        Args:
+            tapped: `score` will be given a tap.
+        """
+        prompts, sampling, call = self._begun[step]
+        self.timeline = Timeline()
+        if call is None:
+            found = self._generate(prompts, sampling, step, tapped)
+        else:
+            self._step, found = Step(prompts, sampling, [], None), call.result()
+        del self._begun[step]
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        """What the step's timeline says; where the engine writes ahead, the spans alone."""
+        if self._ahead and not self.idle:
+            self.timeline.add("engine", self._writing_since)
+        found = self.timeline.figures()
+        return {names.SPANS: found[names.SPANS]} if self._ahead else found
+
+    def _write(self, prompts: list[Prompt], sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
+        """In the engine's thread; its seconds stand in the timeline of the step in which they end."""
+        self._writing_since = time.monotonic()
+        try:
+            return self._speed.generate([prompt.token_ids for prompt in prompts], sampling, step)
+        finally:
+            self.timeline.add("engine", self._writing_since)
+
+    def _generate(self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool) -> tuple[Rollouts, dict[str, float]]:
+        """The step's rollouts here and now; pieces are scored meanwhile."""
+        ids = [prompt.token_ids for prompt in prompts]
+        pieces = [] if self._speed.due(step) else self._cut(len(prompts), sampling)
+        self._step = work = Step(prompts, sampling, pieces, HeldPasses() if tapped and pieces else None)
+        if not pieces:
+            with self.timeline.at_work("engine"):
+                return self._speed.generate(ids, sampling, step)
+        self._learner.begin_batch(sampling)
+
+        def ask() -> tuple[Rollouts, dict[str, float]]:
+            with self.timeline.at_work("engine"):
+                return self._speed.generate(ids, sampling, step, lambda place, response: self._ended(work, place, response))
+
+        call = self._engine_thread.submit(ask)
+        call.add_done_callback(lambda _: work.news.put(None))
+        self._reward_whole(work)
+        return call.result()
+
+    def score(self, rollouts: Rollouts, tap: Tap | None = None) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
+        """The batch, its rewards, what is known about it, and what the log should say; of the rollouts that `finish` gave last."""
+        work, self._step = self._step, None
+        assert work is not None, "finish() comes first"
+        batch = PPOBatch(rollouts, self._learner.device, self._pad_id)
+        if work.pieces:
+            work.news.put(None)
+            self._reward_whole(work)
+        for piece in work.pieces:
+            if piece.measured is not None:
+                piece.measured.result()
+        if work.pieces and all(piece.scored == rollouts.responses[piece.places.start : piece.places.stop] for piece in work.pieces):
+            measured, rewards = self._joined(batch, work.pieces)
+            if tap is not None and work.held is not None:
+                work.held.hand_over(self._learner.actor, tap)
+        else:  # In one go; after an engine was lost other responses may have come than those that were scored.
+            with self.timeline.at_work("reward"):
+                rewards = self._rewards(rollouts, work.prompts)
+            self._learner.begin_batch(work.sampling)
+            measured = self._learner.measure(batch, work.sampling, tap, self.timeline)
+        return batch, rewards, *self._learner.conclude(batch, measured, rewards)
+
+    def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:
+        if self._piece_prompts is None:
+            return []
+        size, total = self._piece_prompts * sampling.responses_per_prompt, prompts * sampling.responses_per_prompt
+        return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
+
+    def _ended(self, work: Step, place: int, response: Response) -> None:
+        """In the engine's threads. A response that comes once more is too late for its piece; `score` sees to it."""
+        piece = work.pieces[place // len(work.pieces[0].places)]
+        with work.lock:
+            piece.ended[place] = response
+            if piece.measured is not None or len(piece.ended) < len(piece.places):
+                return
+            piece.scored = tuple(piece.ended[place] for place in piece.places)
+            piece.measured = self._models_thread.submit(self._measure, work, piece)
+        piece.measured.add_done_callback(
+            lambda done: work.news.put(error) if not done.cancelled() and (error := done.exception()) else None
+        )
+        work.news.put(piece)
+
+    def _measure(self, work: Step, piece: Piece) -> Measured:
+        batch = PPOBatch(_part(work, piece), self._learner.device, self._pad_id, piece.places.start)
+        tap = None if work.held is None else work.held.tap(piece.places.start)
+        return self._learner.measure(batch, work.sampling, tap, self.timeline)
+
+    def _reward_whole(self, work: Step) -> None:
+        """Rewards of pieces as they become whole, until there is no more news. What failed meanwhile is raised, and no piece is begun."""
+        try:
+            while (news := work.news.get()) is not None:
+                if isinstance(news, BaseException):
+                    raise news
+                with self.timeline.at_work("reward"):
+                    news.rewards = self._rewards(_part(work, news), work.prompts)
+        except BaseException:
+            for piece in work.pieces:
+                if piece.measured is not None:
+                    piece.measured.cancel()
+            raise
+
+    @staticmethod
+    def _joined(batch: PPOBatch, pieces: Sequence[Piece]) -> tuple[Measured, Tensor]:
+        measured = Measured.join(batch, [(piece.places.start, piece.measured.result()) for piece in pieces if piece.measured is not None])
+        found = [piece.rewards for piece in pieces if piece.rewards is not None]
+        if found[0].dim() == 1:
+            return measured, torch.cat(found)
+        width = batch.mask_SR.shape[1]
+        return measured, torch.cat([torch.nn.functional.pad(rewards_SR, (0, width - rewards_SR.shape[1])) for rewards_SR in found])
+
+
+def _part(work: Step, piece: Piece) -> Rollouts:
+    """The rollouts of a piece, to all prompts of the step."""
+    return Rollouts(tuple(prompt.token_ids for prompt in work.prompts), piece.scored, Counters(), 0.0, work.sampling)
+
+
+@dataclass
+class PastPass(ActorView):
+    """An actor of which a pass was tapped before: inside `tap` nothing needs to happen any more."""
+
+    actor: ActorView
+    hidden_BTD: Tensor
+
+    @contextlib.contextmanager
+    def tap(self) -> Iterator[PastPass]:
+        yield self
+
+    @property
+    def lm_head_VD(self) -> Tensor:
+        return self.actor.lm_head_VD
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        return self.actor.embedding_VD
+
+
+class HeldPasses:
+    """The actor's final states of passes whose tap comes later, on the host: from the first that predicts a response token on."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
+
+    def tap(self, first: int) -> Tap:
+        """To put around the passes over a piece, whose first sequence stands at this place of the batch."""
+
+        @contextlib.contextmanager
+        def held(actor: Actor, response_mask_BT: Tensor, sequences: tuple[int, ...]) -> Iterator[None]:
+            with as_view(actor).tap() as tap:
+                yield
+            start = int(response_mask_BT.any(dim=0).int().argmax()) - 1
+            places = tuple(first + s for s in sequences)
+            self._passes.append((tap.hidden_BTD[:, start:].cpu(), response_mask_BT[:, start:].cpu(), places))
+
+        return held
+
+    def hand_over(self, actor: Actor, tap: Tap) -> None:
+        """To the tap, pass by pass, in the order in which they were made."""
+        passes, self._passes = self._passes, []
+        for hidden_BTD, response_mask_BT, places in passes:
+            past: Any = PastPass(as_view(actor), hidden_BTD)
+            with tap(past, response_mask_BT, places):
+                pass
