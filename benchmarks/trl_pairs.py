@@ -1,7 +1,7 @@
 """The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One process for each run.
 
     python benchmarks/trl_pairs.py pairs --seeds 5 --steps 12 --out pairs/     (both arms of each seed in turn, then the comparison)
-    python benchmarks/trl_pairs.py pairs --seeds 3 --steps 30 --processes 2 --form fsdp2 --out pairs-fsdp2/     (a training on two processes)
+    python benchmarks/trl_pairs.py pairs --seeds 3 --steps 30 --processes 2 --form fsdp2 --out pairs/     (trainings on two processes)
     python benchmarks/trl_pairs.py compare --out pairs/
 
 The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there (and only there) the plain arm reloads

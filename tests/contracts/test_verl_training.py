@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
+
+from safetensors.torch import load_file
 
 from medusa_ppo import metrics as names
 from medusa_ppo.reports.store import read_run
 
 HERE = Path(__file__).resolve().parent
-STEPS, PROMPTS, RESPONSES = 10, 8, 4
+STEPS, PROMPTS, RESPONSES, TOKENS = 10, 8, 4, 24
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -33,14 +36,14 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
         "+medusa.heads.num_heads": 2,
         "+medusa.companion.learning_rate": 0.01,
         "+medusa.companion.epochs": 8,
+        "+medusa.companion.batch_positions": 256,
         "+medusa.companion.wait": True,
-        "+medusa.engine.extra.worker_extension_cls": "verl_on_cpu.CpuVerlWorker",
         "algorithm.adv_estimator": "grpo",
         "data.train_files": out / "prompts.json",
         "data.val_files": out / "prompts.json",
         "data.train_batch_size": PROMPTS,
         "data.max_prompt_length": 32,
-        "data.max_response_length": 24,
+        "data.max_response_length": TOKENS,
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 1,
         "reward.custom_reward_function.path": HERE / "verl_on_cpu.py",
@@ -68,7 +71,7 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
         "actor_rollout_ref.rollout.max_num_seqs": 16,
         "actor_rollout_ref.rollout.load_format": "auto",
         "actor_rollout_ref.rollout.free_cache_engine": False,
-        "actor_rollout_ref.rollout.enable_sleep_mode": False,
+        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
@@ -81,6 +84,7 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
         "trainer.val_before_train": False,
         "trainer.resume_mode": "disable",
         "trainer.save_freq": STEPS,
+        "actor_rollout_ref.actor.checkpoint.save_contents": "[hf_model]",
         "trainer.total_epochs": 1,
         "trainer.total_training_steps": STEPS,
         "trainer.default_local_dir": out / "run",
@@ -131,12 +135,24 @@ def train(actor: Path, out: Path, ranks: int, session: list[subprocess.Popen[byt
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.timeout(1000)
 def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, session: list[subprocess.Popen[bytes]]) -> None:
     train(chain_actor, tmp_path, 1, session)
 
     theirs = [json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()]
     assert len(theirs) == STEPS and all(f"medusa/{names.MAL_SERVING}" in step for step in theirs)
+    # The engine sampled from the policy that verl scored, in every step: its sync works here, and drafts change no distribution.
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-3 for step in theirs)
+
     run = read_run(tmp_path / "run" / "medusa")
     first, last = run.steps[0], run.steps[-1]
-    assert len(run.steps) == STEPS
-    assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING]
+    assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(STEPS))
+    assert all(step[names.DRAFTS] > 0 for step in run.steps)
+    assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
+    # Every step's rows reached the companion, a quarter of their prompts for the holdout; it trained on each batch before the next.
+    tokens = (STEPS - 1) * PROMPTS * RESPONSES * TOKENS
+    assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0.5 * tokens
+
+    start, (end,) = load_file(chain_actor / "model.safetensors"), list((tmp_path / "run").rglob("huggingface"))
+    trained = load_file(end / "model.safetensors")
+    assert trained.keys() == start.keys() and not any(torch.equal(trained[name].float(), start[name].float()) for name in start)

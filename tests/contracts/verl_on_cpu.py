@@ -7,6 +7,7 @@ VERL_ENGINE_DEVICE=cuda (tests/contracts/test_verl_training.py). The platform is
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 PLATFORM = "medusa-test-cpu"
+EXTENSION = "verl.workers.rollout.vllm_rollout.utils"
 REPLACED = {
     "verl.plugin.platform.PlatformCUDA": (
         "a platform of ours: device cpu, gloo, weights through shared memory; Ray is told of a GPU that is not there"
@@ -26,26 +28,19 @@ REPLACED = {
 }
 
 
-class CpuWorker:
-    """Joined with the worker extension in vLLM, before verl's: see REPLACED."""
+def load_by_vllm(self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False) -> None:
+    """In the place of `update_weights_from_ipc`: see REPLACED."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-    def update_weights_from_ipc(self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False) -> None:
-        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
-
-        came: dict[str, torch.Tensor] = {}
-        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-        receiver.receive_weights(lambda weights, is_last: came.update((name, value.clone()) for name, value in weights))
-        with torch.inference_mode():
-            self.reload_weights(weights_iterator=iter(came.items()))
+    came: dict[str, torch.Tensor] = {}
+    receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+    receiver.receive_weights(lambda weights, is_last: came.update((name, value.clone()) for name, value in weights))
+    with torch.inference_mode():
+        self.reload_weights(weights_iterator=iter(came.items()))
 
 
-def __getattr__(name: str) -> type[Any]:
-    """`CpuVerlWorker`, when vLLM's worker looks for it by name."""
-    if name != "CpuVerlWorker":
-        raise AttributeError(name)
-    from medusa_ppo.loops.verl.verl_server import MedusaVerlWorker
-
-    return type(name, (CpuWorker, MedusaVerlWorker), {"__module__": __name__})
+def _replace_loading() -> None:
+    sys.modules[EXTENSION].vLLMColocateWorkerExtension.update_weights_from_ipc = load_by_vllm
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
@@ -71,6 +66,8 @@ def _install() -> None:
     from verl.plugin.platform.platform_cuda import PlatformCUDA
     from verl.plugin.platform.platform_manager import PlatformRegistry
     from verl.utils import distributed
+
+    from medusa_ppo.loops.verl import AfterImport
 
     @PlatformRegistry.register(platform=PLATFORM)
     class PlatformCpu(PlatformCUDA):
@@ -105,6 +102,7 @@ def _install() -> None:
             yield
 
     distributed.initialize_global_process_group_ray.__defaults__ = (None, "gloo")
+    sys.meta_path.insert(0, AfterImport(EXTENSION, _replace_loading))  # Later, because vLLM takes long to import.
 
 
 _install()
