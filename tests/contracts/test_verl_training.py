@@ -110,7 +110,7 @@ def session() -> Iterator[list[subprocess.Popen[bytes]]]:
 def train(actor: Path, out: Path, ranks: int, session: list[subprocess.Popen[bytes]]) -> str:
     """verl's own command; what it wrote."""
     words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 12)]
-    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "x", "reward_model": {"ground_truth": ""}} for text in words * 3]
+    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "x", "reward_model": {"ground_truth": ""}} for text in words * 4]
     (out / "prompts.json").write_text("\n".join(json.dumps(row) for row in rows))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
