@@ -100,7 +100,7 @@ def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
 def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
     import torch
 
-    from medusa_ppo.drafting.context import PairRing, Seen
+    from medusa_ppo.drafting.context import Arrived, PairRing, Standing
     from medusa_ppo.drafting.core import DraftingCore, Sampling
     from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
@@ -116,10 +116,10 @@ def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable
         numbers = [(row, 1, row, back) for row in range(batch) for back in (1, 0)]
         row_N, ids_N, request_N, back_N = torch.tensor([*zip(*numbers, strict=True)]).unbind(0)
         positions_B = torch.arange(batch) + 100
-        pairs_NX = core.fused.pairs(hidden_BD[row_N], ids_N)
-        ring.write(request_N, request_N, positions_B[request_N] - back_N, pairs_NX[:, D:])
         requests_B = torch.arange(batch)
-        seen = Seen(pairs_NX[1::2, :D], *ring.read(requests_B, requests_B, positions_B))
+        at = Standing(requests_B, requests_B, positions_B)
+        arrived = Arrived(hidden_BD[row_N], ids_N, request_N, request_N, positions_B[request_N] - back_N, 2 * requests_B + 1)
+        seen = core.fused.look_back(ring, arrived, at)
         noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
         core.draft(hidden_BD, ids_N[1::2], HEADS, Sampling(torch.ones(batch), noise_BK), seen, slots)
         slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)

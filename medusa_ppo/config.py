@@ -113,8 +113,8 @@ class EngineConfig(Section):
     """`colocated`: vLLM inside a Ray actor; `server`: `vllm serve` over HTTP on this node, started by us; or the address of a running
     server, one for each replica with commas between."""
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft. `v2` never ran on a GPU; it asks for vLLM 0.32 and heads.context=0, and has neither
-    choose_drafts nor draft_vocab. An engine without heads has vLLM's own."""
+    """vLLM's model runner where heads draft. `v2` never ran on a GPU; it asks for vLLM 0.32, and has neither choose_drafts nor
+    draft_vocab. An engine without heads has vLLM's own."""
     replicas: Count = 1
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     resource: Text | None = None

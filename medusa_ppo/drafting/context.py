@@ -28,7 +28,7 @@ class PairRing:
     """
 
     def __init__(self, slots: int, pairs: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.pairs = pairs
+        self.pairs, self.spare = pairs, slots
         self.kept_NR = torch.zeros((slots + 1) * pairs, width, dtype=dtype, device=device)
         self.stamps_N = torch.full(((slots + 1) * pairs,), NOTHING, device=device)
         self._back_n = torch.arange(1 - pairs, 1, device=device)
@@ -52,6 +52,63 @@ class PairRing:
         place_Bn = slots_B.unsqueeze(1) * self.pairs + wanted_Bn % self.pairs
         there_Bn = (self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)) & (wanted_Bn >= 0)
         return self.kept_NR[place_Bn], there_Bn
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where B requests are after a step: their slots, serial numbers, and the position of the pair that each stands at."""
+
+    slots_B: torch.Tensor
+    requests_B: torch.Tensor
+    positions_B: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The pairs that a step brought.
+
+    Attributes:
+        hidden_ND, ids_N: h_j and x_{j+1}.
+        slots_N, requests_N, positions_N: whose they are, and where; the spare slot for what is nobody's.
+        own_B: which of them each request stands at.
+    """
+
+    hidden_ND: torch.Tensor
+    ids_N: torch.Tensor
+    slots_N: torch.Tensor
+    requests_N: torch.Tensor
+    positions_N: torch.Tensor
+    own_B: torch.Tensor
+
+    @classmethod
+    def of_step(
+        cls,
+        hidden_TD: torch.Tensor,
+        ids_T: torch.Tensor,
+        rows_B: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        sampled_B: torch.Tensor,
+        at: Standing,
+        spare: int,
+        most: int,
+    ) -> Arrived:
+        """Of a step's own tensors, with nothing read on the host: of each request so many pairs as it sampled, `most` at most.
+
+        Args:
+            hidden_TD, ids_T: what the model read and gave, all requests' rows one behind the other; verified drafts are among them.
+            rows_B: row of the state that each request's last token was sampled from.
+            last_ids_B: that token.
+            sampled_B: how many tokens each request sampled; 0 where the prompt isn't finished.
+        """
+        back_n = torch.arange(most, device=rows_B.device)
+        rows_Bn = (rows_B.unsqueeze(1) - back_n).clamp_min(0)
+        ids_Bn = ids_T[(rows_Bn + 1).clamp_max(len(ids_T) - 1)].long()  # An accepted draft is what the next row read.
+        ids_Bn[:, 0] = last_ids_B
+        slots_Bn = torch.where(back_n < sampled_B.unsqueeze(1), at.slots_B.unsqueeze(1), spare)
+        positions_Bn = (at.positions_B.unsqueeze(1) - back_n).clamp_min(0)
+        requests_Bn = at.requests_B.unsqueeze(1).expand_as(rows_Bn)
+        own_B = torch.arange(len(rows_B), device=rows_B.device) * most
+        return cls(hidden_TD[rows_Bn.flatten()], *(each.flatten() for each in (ids_Bn, slots_Bn, requests_Bn, positions_Bn)), own_B)
 
 
 @dataclass(frozen=True)
@@ -130,6 +187,15 @@ class ContextHeads:
         pairs_BnX = self.pairs(hidden_BnD.flatten(0, 1), ids_Bn.flatten()).view(*ids_Bn.shape, -1)
         D = self.config.hidden_size
         return Seen(pairs_BnX[:, -1, :D], pairs_BnX[:, :, D:], there_Bn)
+
+    def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
+        """Put a step's pairs into the ring, and look up what each request attends to."""
+        D = self.config.hidden_size
+        pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
+        ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
+        kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
+        there_Bn[:, -1] = True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+        return Seen(pairs_NX[arrived.own_B, :D], kept_BnR, there_Bn)
 
     def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
         """Each request sees the pair that it stands at, and no other."""

@@ -164,8 +164,6 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
     for name in ("choose_drafts", "draft_vocab"):
         if getattr(config, name):
             lacks.append((ConfigError, f"engine.{name}={getattr(config, name)}", "unset: V2 tells a drafter no tokens on the host"))
-    if heads.context:
-        lacks.append((ConfigError, f"heads with a context of {heads.context}", "heads without one (heads.context=0)"))
     if lacks:
         error, given, expected = lacks[0]
         raise error("vLLM's V2 model runner can't be had.", given=given, expected=expected, do="Set engine.runner=v1, or leave it out.")

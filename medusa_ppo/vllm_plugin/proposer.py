@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.choice import DraftChooser
-from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
+from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
@@ -68,7 +68,7 @@ class MedusaProposer(StockMedusaProposer):
         self.chooser = DraftChooser(self.num_drafts)
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
-        self._fingerprint: tuple[int, ...] = ()
+        self._fingerprint: list[int] = []
         self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
         self._last_ids: list[int] = []
 
@@ -229,13 +229,11 @@ class MedusaProposer(StockMedusaProposer):
         numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(self.device, non_blocking=True)
         own_B = torch.tensor(own).to(self.device, non_blocking=True)
         row_N, ids_N, request_N, back_N = numbers.unbind(0)
-        seats, fused, D = self._seats, self._core.fused, self.heads.config.hidden_size
+        at, fused = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B), self._core.fused
         assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
-        pairs_NX = fused.pairs(hidden_TD[row_N], ids_N)
-        ring.write(seats.slots_B[request_N], seats.requests_B[request_N], self._positions_B[request_N] - back_N, pairs_NX[:, D:])
-        kept_BnR, there_Bn = ring.read(seats.slots_B, seats.requests_B, self._positions_B)
-        there_Bn[:, -1] = True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
-        return Seen(pairs_NX[own_B, :D], kept_BnR, there_Bn)
+        positions_N = at.positions_B[request_N] - back_N
+        arrived = Arrived(hidden_TD[row_N], ids_N, at.slots_B[request_N], at.requests_B[request_N], positions_N, own_B)
+        return fused.look_back(ring, arrived, at)
 
     def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
         now = time.perf_counter()
@@ -332,7 +330,9 @@ class MedusaProposer(StockMedusaProposer):
         self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_token_map()
-        fault = next((f"{name} does not read back" for name, value in heads.trainable_views().items() if not _same(value, cast[name])), "")
+        views = heads.trainable_views()
+        sums = zip(views, sums_of_bits(views.values()), sums_of_bits(cast[name] for name in views), strict=True)
+        fault = next((f"{name} does not read back" for name, held, sent in sums if held != sent), "")
         fault = self._probe_swap(cast) or fault  # Always: on tensor-parallel ranks the probe is a meeting of all.
         if not agreed_by_all(not fault):
             raise SwapError(
@@ -366,17 +366,18 @@ class MedusaProposer(StockMedusaProposer):
         return self.version if there else -1
 
 
-def fingerprint(heads: nn.Module) -> tuple[int, ...]:
-    """A sum over the bits of each parameter, taken where it is: enough to notice that memory was thrown away."""
-    return tuple(_sum_of_bits(p.detach().reshape(-1)) for p in heads.parameters())
+def fingerprint(heads: nn.Module) -> list[int]:
+    """Enough to notice that memory was thrown away."""
+    return sums_of_bits(p.detach() for p in heads.parameters())
 
 
-def _sum_of_bits(values_N: torch.Tensor) -> int:
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A sum over the bits of each tensor, taken where it is; only the sums come to the host, all at once."""
+    return torch.stack([_sum_of_bits(tensor.reshape(-1)) for tensor in tensors]).tolist()
+
+
+def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
     """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
     size = values_N.element_size()
     words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
-    return int(values_N.view(words).sum(dtype=torch.int64))
-
-
-def _same(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(value.cpu(), expected)
+    return values_N.view(words).sum(dtype=torch.int64)

@@ -5,7 +5,7 @@ temperature: ours are log q times the temperature, so whatever shaped q (draft t
 is -inf but for the draft itself is a one-hot draft, which is right for any draft: so are those of requests with a grammar (vLLM cuts them
 by their own values), and what stands in a slot before its request has drafted.
 
-Imported only where V2 is asked for. Shape letters: B requests, S slots, K drafts, D hidden, V vocabulary.
+Imported only where V2 is asked for. Shape letters: B requests, T rows of a step, S slots, K drafts, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
+from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, Sampling
 from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
@@ -33,8 +34,26 @@ class HeldHeads(MedusaProposer):
     def _use_vocabulary(self) -> None:
         self._core.use_vocabulary(None, None)
 
-    def draft(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling: Sampling | None = None) -> Drafted:
-        return self._core.draft(hidden_BD, last_ids_B, count, sampling)
+    def draft(
+        self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling: Sampling | None = None, seen: Seen | None = None
+    ) -> Drafted:
+        return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen)
+
+    def look_back(
+        self,
+        hidden_TD: torch.Tensor,
+        ids_T: torch.Tensor,
+        rows_B: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        sampled_B: torch.Tensor,
+        at: Standing,
+    ) -> Seen | None:
+        """What requests attend to after a step (`Arrived.of_step`); None for heads without a context."""
+        ring, fused = self._ring, self._core.fused
+        if ring is None or not isinstance(fused, ContextHeads):
+            return None
+        most = min(self.num_speculative_tokens + 1, ring.pairs)
+        return fused.look_back(ring, Arrived.of_step(hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most), at)
 
     def configure(self, settings: Drafting) -> Drafting:
         for name in ("choose", "draft_vocab"):
@@ -67,6 +86,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         self.states: Any = None
         self.count = 0
         self._grammar_S = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
+        self._requests_S = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self._admitted = 0
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.drafter.load_model(target_model)
@@ -81,7 +102,8 @@ class MedusaSpeculator(DraftModelSpeculator):
     def admit(self, slot: int, grammar: bool, states: Any) -> None:
         """A request has come, or come back: whatever stands in its slot is another's. V2 has token 0 where nothing was drafted."""
         self.states = states
-        self._grammar_S[slot] = grammar
+        self._admitted += 1
+        self._requests_S[slot], self._grammar_S[slot] = self._admitted, grammar
         self._kept_SKV[slot] = -torch.inf
         self._kept_SKV[slot, :, 0] = 0.0
 
@@ -112,14 +134,18 @@ class MedusaSpeculator(DraftModelSpeculator):
             return ids_BK
         slots_B = input_batch.idx_mapping[:batch].long()
         rows_B = (input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]).long()  # Of each request's last accepted token.
-        hidden_BD, last_ids_B = last_hidden_states[rows_B], last_sampled[slots_B].view(-1)
+        hidden_BD, last_ids_B, seen = last_hidden_states[rows_B], last_sampled[slots_B].view(-1), None
+        positions_B = input_batch.positions[rows_B].long()
+        if not dummy_run:
+            at = Standing(slots_B, self._requests_S[slots_B], positions_B)
+            seen = drafter.look_back(last_hidden_states, input_batch.input_ids, rows_B, last_ids_B, num_sampled[:batch], at)
         if not drafter.sampled or dummy_run:
-            drafted, temperature_B = drafter.draft(hidden_BD, last_ids_B, count), None
+            drafted, temperature_B = drafter.draft(hidden_BD, last_ids_B, count, seen=seen), None
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
-            noise_BK = uniforms(input_batch.positions[rows_B].long(), keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
+            noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
             cuts = (None, None) if self.states is None else self.states.get_top_k_top_p(slots_B, input_batch.idx_mapping_np[:batch])
-            drafted = drafter.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts))
+            drafted = drafter.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts), seen)
         ids_BK[:, :count] = drafted.ids_BK
         if not dummy_run:
             self._keep(slots_B, drafted, temperature_B)

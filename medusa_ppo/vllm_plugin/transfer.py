@@ -100,9 +100,8 @@ def send(group: Group, stream: ActorStream) -> str:
     with ThreadPoolExecutor(1, thread_name_prefix="medusa-ppo-sums") as thread:
         for bucket in _buckets(stream):
             frame = _frame(bucket, stream.entries, group.device)
-            tensors = dict(_views(frame.cpu(), list(bucket), stream.entries))
-            require_finite(tensors, "the actor's weights")
-            sums = thread.submit(_digests, tensors)
+            require_finite(dict(_views(frame, list(bucket), stream.entries)), "the actor's weights")
+            sums = thread.submit(_digests, frame, list(bucket), stream.entries)
             _share_frame(group, frame, {"names": list(bucket)})
             digests |= sums.result()
     if digests.keys() != stream.entries.keys():
@@ -112,8 +111,9 @@ def send(group: Group, stream: ActorStream) -> str:
     return checksum
 
 
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+def _digests(frame: Tensor, names: Sequence[str], entries: Entries) -> dict[str, str]:
+    """A hash needs the host: a GPU's frame is copied there while it is on its way to the engines."""
+    return {name: tensor_digest(name, tensor) for name, tensor in _views(frame.cpu(), names, entries)}
 
 
 def _buckets(stream: ActorStream) -> Iterator[dict[str, Tensor]]:

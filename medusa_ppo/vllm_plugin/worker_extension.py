@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
@@ -166,10 +167,12 @@ class MedusaWorker:
 
     def _medusa_check_entries(self, given: Header, source: str) -> list[str]:
         """Names to load, after comparing names, shapes and kinds of numbers with the model folder's own files."""
-        model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
+        model = self._medusa_model_folder()
         expected: Header = {}
-        for part in sorted(model.glob("*.safetensors")) if model.is_dir() else []:
+        for part in sorted(model.glob("*.safetensors")) if model else []:
             expected.update(read_header(part))
+        if not expected:
+            logger.warning("The actor's names and shapes are not checked: no safetensors of %s here.", self.vllm_config.model_config.model)  # type: ignore[attr-defined]
         tied = self._medusa_tied()
         missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD_KEY)]
         unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD_KEY)]
@@ -184,12 +187,21 @@ class MedusaWorker:
         # A tied lm_head is the embedding; loading it a second time would only hide a mismatch.
         return [name for name in given if not (tied and name == LM_HEAD_KEY)]
 
+    def _medusa_model_folder(self) -> Path | None:
+        """The folder that vLLM loaded; of a hub name that in the hub's cache."""
+        model, load = self.vllm_config.model_config, self.vllm_config.load_config  # type: ignore[attr-defined]
+        try:
+            found = cached_file(model.model, "config.json", revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+        except OSError:
+            return None
+        return Path(found).parent if found else None
+
     def _medusa_tied(self) -> bool:
         return bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
 
     def _medusa_check_lm_head(self, weight_V2: torch.Tensor, source: str) -> None:
         """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
-        prepacked copy does not."""
+        prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed."""
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
         processor = getattr(model, "logits_processor", None)
@@ -199,7 +211,7 @@ class MedusaWorker:
             width = runner.model_config.get_hidden_size()
             served_2V = model.compute_logits(torch.eye(2, width, dtype=runner.dtype, device=self.device)).float()  # type: ignore[attr-defined]
             expected_2V = weight_V2.to(served_2V.device, runner.dtype).T.float()
-        if not torch.allclose(served_2V, expected_2V[:, : served_2V.shape[1]], rtol=1e-2, atol=1e-3):
+        if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
             raise SwapError(
                 "The engine still serves the old lm_head after the sync.", given=source, expected="the new one", do="Restart the engine."
             )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING, context_rows
-from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
+from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import DraftingCore, Sampling
 
 D, V, K, n = 8, 12, 3, 4
@@ -94,3 +94,28 @@ def test_pairs_from_before_a_swap_are_missing() -> None:
     ring.forget()
     rollout.serve(ring, [3])
     rollout.check(4, rollout.serve(ring, [4]), torch.tensor([MISSING, MISSING, 3, 4]))
+
+
+def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
+    """As V2 hands them over: three requests' rows in one tensor, rejected drafts behind the accepted ones, a prompt that isn't finished."""
+    rollout, ring, DRAFTS = Rollout(), PairRing(3, n, 2 * D, torch.float32, CPU), 3
+    fused = rollout.core.fused
+    assert isinstance(fused, ContextHeads)
+    rows_Tn = context_rows(torch.zeros(10, dtype=torch.int64), n)
+    begun = 0  # Positions of the response that are behind us; the prompt was seven tokens long.
+    for accepted in (1, 3, 2, 4):
+        before, rejected = torch.randn(2, D), DRAFTS + 1 - accepted
+        states_TD = torch.cat([before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D)])
+        # What each row read: the token before, and the drafts behind it; what the last accepted row gave is nobody's input yet.
+        read_T = torch.randint(V, (len(states_TD),), dtype=torch.int32)
+        read_T[3 : 2 + accepted] = rollout.ids_T[begun : begun + accepted - 1].int()
+        at = begun + accepted - 1
+        standing = Standing(torch.tensor([2, 1, 0]), torch.tensor([4, 9, 7]), torch.tensor([1, 7 + at, 3]))
+        rows_B, last_B = torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1]), torch.tensor([3, int(rollout.ids_T[at]), 0])
+        arrived = Arrived.of_step(
+            states_TD, read_T, rows_B, last_B, torch.tensor([1, accepted, 0]), standing, ring.spare, min(DRAFTS + 1, ring.pairs)
+        )
+        seen = fused.look_back(ring, arrived, standing)
+        assert seen.there_Bn[0].tolist() == [False] * (n - 1) + [True] and seen.there_Bn[2].tolist() == [False] * (n - 1) + [True]
+        rollout.check(at, Seen(seen.query_BD[1:2], seen.kept_BnR[1:2], seen.there_Bn[1:2]), rows_Tn[at])
+        begun += accepted

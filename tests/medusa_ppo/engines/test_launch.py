@@ -169,11 +169,9 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedVersionError, match="CPU build"):
         runner(runner="v2")
     monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
-    assert (runner(), runner(runner="v2")) == ("v1", "v2")
+    assert (runner(), runner(runner="v2"), runner(context, runner="v2")) == ("v1", "v2", "v2")
     with pytest.raises(ConfigError, match="choose_drafts"):
         runner(runner="v2", choose_drafts=True)
-    with pytest.raises(ConfigError, match="context of 4"):
-        runner(context, runner="v2")
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
     assert runner() == "v1"
     with pytest.raises(UnsupportedVersionError, match=r"0\.26"):

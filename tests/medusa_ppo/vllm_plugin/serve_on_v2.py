@@ -1,22 +1,28 @@
 """An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by itself and reads the JSON that it prints.
 
+    python serve_on_v2.py FOLDER CONTEXT v1|v2
+
 Shape letters: B prompts, T positions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-import interpreter  # noqa: F401  Before vLLM.
+if "v2" in sys.argv:
+    import interpreter  # noqa: F401  Before vLLM.
 import torch
 
 from heads.checkpoint import save_heads, save_state
@@ -24,6 +30,7 @@ from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.drafting.core import Drafted, DraftingCore
 from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, tiny_model
@@ -34,9 +41,9 @@ NEW_TOKENS, GREEDY_TOKENS = 24, 12
 SETTINGS = {"plain": Sampling(1.0), "top-p": Sampling(0.7, top_p=0.9), "top-k": Sampling(1.2, top_k=9)}
 
 
-def random_heads(seed: int) -> MedusaHeads:
+def random_heads(seed: int, context: int) -> MedusaHeads:
     torch.manual_seed(seed)
-    heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra")).requires_grad_(False)
+    heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra", context=context)).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.1)
     return heads
@@ -50,15 +57,37 @@ def greedy(model: Any, asked: list[list[int]]) -> list[list[int]]:
     return ids_BT[:, len(asked[0]) :].tolist()
 
 
-def main(folder: Path) -> None:
+@contextlib.contextmanager
+def drafts_noted() -> Iterator[list[list[int]]]:
+    """Each request's last token and the drafts behind it, of every drafting call of the block."""
+    noted: list[list[int]] = []
+    original = DraftingCore.draft
+
+    def draft(self: DraftingCore, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, *args: Any, **kwargs: Any) -> Drafted:
+        drafted = original(self, hidden_BD, last_ids_B, *args, **kwargs)
+        noted.extend(torch.cat([last_ids_B.unsqueeze(1), drafted.ids_BK], dim=1).tolist())
+        return drafted
+
+    with mock.patch.object(DraftingCore, "draft", draft):
+        yield noted
+
+
+def main(folder: Path, context: int, kind: str) -> None:
     model = tiny_model(folder / "model")
-    save_heads(folder / "heads", random_heads(1), lm_head_VD=model.lm_head.weight)
-    save_state(folder / "new-heads", random_heads(2).trainable_state())
+    save_heads(folder / "heads", random_heads(1, context), lm_head_VD=model.lm_head.weight)
+    save_state(folder / "new-heads", random_heads(2, context).trainable_state())
     asked = torch.randint(VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)).tolist()
-    config = EngineConfig(dtype="float32", max_num_seqs=PROMPTS, max_model_len=64, threads=1, memory_fraction=0.02, runner="v2")
+    config = EngineConfig(
+        dtype="float32", max_num_seqs=PROMPTS, max_model_len=64, threads=1, memory_fraction=0.02, runner=kind, enforce_eager=True
+    )
     with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
         runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
         tell(runner=type(runner).__module__, report=engine.plugin_report())
+        with drafts_noted() as noted:
+            engine.generate(asked, Sampling(0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True))
+        tell(drafted=sorted(noted))
+        if kind == "v1":
+            return
         exact, asked_greedily = greedy(model, asked[:4]), Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
         for count in range(HEADS, -1, -1):
             engine.configure(num_drafts=count)
@@ -95,4 +124,4 @@ def tell(**found: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
