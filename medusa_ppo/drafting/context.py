@@ -108,7 +108,8 @@ class Arrived:
         positions_Bn = (at.positions_B.unsqueeze(1) - back_n).clamp_min(0)
         requests_Bn = at.requests_B.unsqueeze(1).expand_as(rows_Bn)
         own_B = torch.arange(len(rows_B), device=rows_B.device) * most
-        return cls(hidden_TD[rows_Bn.flatten()], *(each.flatten() for each in (ids_Bn, slots_Bn, requests_Bn, positions_Bn)), own_B)
+        hidden_ND = hidden_TD[rows_Bn.flatten()]
+        return cls(hidden_ND, ids_Bn.flatten(), slots_Bn.flatten(), requests_Bn.flatten(), positions_Bn.flatten(), own_B)
 
 
 @dataclass(frozen=True)
