@@ -1,6 +1,7 @@
 """The same TRL script with and without draft heads: seconds of generation, rewards, acceptance. One process for each run.
 
     python benchmarks/trl_pairs.py pairs --seeds 5 --steps 12 --out pairs/     (both arms of each seed in turn, then the comparison)
+    python benchmarks/trl_pairs.py pairs --seeds 3 --steps 30 --processes 2 --form fsdp2 --out pairs/     (trainings on two processes)
     python benchmarks/trl_pairs.py compare --out pairs/
 
 The plain arm is TRL's own GRPOTrainer. On vLLM's CPU build its weight sync does not work, so there (and only there) the plain arm reloads
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -45,6 +47,29 @@ def set_dtype(dtype: str) -> None:
             super().__init__(**{"dtype": dtype, **settings})
 
     vllm_generation.LLM = TypedLLM
+
+
+def cut_by_fsdp2() -> None:
+    """Cut both arms' actor over the processes with FSDP2. Accelerate does so on GPUs only: here what it would do there, on a CPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from trl import GRPOTrainer
+
+    create = GRPOTrainer.create_optimizer
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        assert all(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        self.accelerator.prepare_model = lambda model, **_: model
+        self.vllm_generation._dist.fsdp_version = 2
+        return create(self, *args, **kwargs)
+
+    GRPOTrainer.create_optimizer = create_optimizer
 
 
 def clocked(owner: Any, name: str, parts: dict[str, float]) -> None:
@@ -90,6 +115,8 @@ def run(options: argparse.Namespace) -> None:
     if arm == "plain" and is_cpu_build():
         mend_cpu_sync()
     set_dtype(options.dtype)
+    if options.form == "fsdp2":
+        cut_by_fsdp2()
     generations: list[dict[str, Any]] = []
     clock_generations(generations)
     example = runpy.run_path(str(EXAMPLE))
@@ -104,6 +131,7 @@ def run(options: argparse.Namespace) -> None:
     record = {
         "arm": arm,
         "seed": seed,
+        "form": options.form if options.processes > 1 else "",
         "wall_s": time.perf_counter() - began,
         "generations": generations,
         "rewards": [row["reward"] for row in history],
@@ -111,16 +139,21 @@ def run(options: argparse.Namespace) -> None:
         "serving": [row.get("medusa/replay_mal_serving") for row in history],
         "frozen": [row.get("medusa/replay_mal_frozen") for row in history],
     }
-    (out / f"{arm}-{seed}.json").write_text(json.dumps(record), encoding="utf-8")
+    if trainer.accelerator.is_main_process:
+        (out / f"{arm}-{seed}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
 def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
     """Both arms of every seed, each in a process of its own; who begins changes from seed to seed."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.processes)] if options.processes > 1 else []
+    environment = os.environ | ({"ACCELERATE_USE_CPU": "true", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch else {})
     for seed in range(options.seeds):
         for arm in ("plain", "medusa") if seed % 2 else ("medusa", "plain"):
-            command = [sys.executable, __file__, "run", *arguments, "--arm", arm, "--seed", str(seed)]
+            if (options.out / f"{arm}-{seed}.json").exists():
+                continue  # An earlier call made it.
+            command = [sys.executable, *launch, __file__, "run", *arguments, "--arm", arm, "--seed", str(seed)]
             with open(options.out / f"{arm}-{seed}.log", "wb") as log:
-                subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+                subprocess.run(command, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT)
 
 
 def per_token(record: dict[str, Any], part: str) -> float:
@@ -176,6 +209,8 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="draft with all heads in every step, instead of choosing the number")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON: arguments of GRPOConfig in the place of the example's")
     parser.add_argument("--medusa", type=json.loads, default={}, help="JSON: sections of the plugin's settings, over the example's")
+    parser.add_argument("--processes", type=int, default=1, help="processes of each training")
+    parser.add_argument("--form", choices=("ddp", "fsdp2"), default="ddp", help="how several processes hold the actor")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+CHAIN_WIDTH = 64
 
 # Must stand before anything imports vLLM or Ray: engines in this process, no token file, no calls home.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -31,6 +32,37 @@ def shared_dir() -> Path:
     folder = ROOT.parent / "shared"
     if not (folder / "actors" / "gsm8k-4m").is_dir():
         pytest.skip("needs the shared actors and data beside the checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An actor whose next token mostly follows from the last one by a fixed permutation: heads have something to learn at once."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from medusa_ppo.demo.task import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": CHAIN_WIDTH,
+        "intermediate_size": 2 * CHAIN_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    end = tokenizer.eos_token_id
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end, tie_word_embeddings=False)
+    )
+    embedding = torch.nn.functional.normalize(torch.randn(len(tokenizer), CHAIN_WIDTH), dim=1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.copy_(1.5 * embedding[torch.randperm(len(tokenizer))])
+    folder = tmp_path_factory.mktemp("actor")
+    model.float().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-STANDS_IN_FOR_CUDA = {
-    "flash_attn": (),
-    "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
-    "flash_attn.utils": (),
-    "flash_attn.utils.distributed": ("all_gather",),
-}
+if importlib.util.find_spec("openrlhf") is not None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import openrlhf_on_cpu
 
-if importlib.util.find_spec("openrlhf") is not None and importlib.util.find_spec("flash_attn") is None:
-    # OpenRLHF imports flash-attn at the top of its modules; it can't be built without CUDA. Nothing here calls it.
-    for module_name, names in STANDS_IN_FOR_CUDA.items():
-        stand_in = types.ModuleType(module_name)
-        stand_in.__spec__ = importlib.util.spec_from_loader(module_name, None)
-        for attribute in names:
-            setattr(stand_in, attribute, None)
-        sys.modules[module_name] = stand_in
+    openrlhf_on_cpu.without_flash_attn()
 
 
 @pytest.fixture(scope="session")

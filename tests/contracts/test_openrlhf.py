@@ -247,7 +247,8 @@ def test_openrlhfs_own_vllm_actor_takes_our_heads(small_actor: Path, tmp_path: P
     attachment.attach(lambda method, args: ours.call_all([engine], method, args), lambda: ours.sum_counters([engine]))
     assert attachment.engine is not None and attachment.engine.max_drafts == 2
 
-    state = {name: torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
+    torch.manual_seed(0)
+    state = {name: 0.1 * torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
     save_state(tmp_path / "new.safetensors", state)
     assert attachment.engine.swap_heads(tmp_path / "new.safetensors", 1).checksum == checksum(state)
     attachment.weights_synced(lost_heads=False)

@@ -1,19 +1,15 @@
-"""Fixtures of several modules: a small local Ray for each module of tests that needs one, and an actor that heads can learn from."""
+"""Fixtures of several modules: a small local Ray for each module of tests that needs one, and workers that meet."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from medusa_ppo.meeting import LOOPBACK, Meeting
-
-CHAIN_WIDTH = 64
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +31,6 @@ def ray_session() -> Iterator[None]:
     yield
     if started:
         ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An actor whose next token mostly follows from the last one by a fixed permutation: heads have something to learn at once."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from medusa_ppo.demo.task import build_tokenizer
-
-    tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": CHAIN_WIDTH,
-        "intermediate_size": 2 * CHAIN_WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    end = tokenizer.eos_token_id
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end, tie_word_embeddings=False)
-    )
-    embedding = torch.nn.functional.normalize(torch.randn(len(tokenizer), CHAIN_WIDTH), dim=1)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(embedding)
-        model.lm_head.weight.copy_(1.5 * embedding[torch.randperm(len(tokenizer))])
-    folder = tmp_path_factory.mktemp("actor")
-    model.float().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import importlib.abc
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -20,11 +20,14 @@ AFTER = "verl.trainer.ppo.v1.trainer_sync"
 OURS = "medusa_ppo.loops.verl.verl_trainer"
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Imports our trainer right after verl's."""
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Does something right after a module was imported, in the place of importing it now."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then = module, then
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != AFTER:
+        if name != self._module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -35,7 +38,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 sys.modules[name] = module
-                _bring_ours()
+                self._then()
 
             loader.exec_module = exec_module
         return spec
@@ -49,4 +52,4 @@ def _bring_ours() -> None:
         logger.error("medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and can't be imported: %s", error)
 
 
-sys.meta_path.insert(0, _AfterImport())
+sys.meta_path.insert(0, AfterImport(AFTER, _bring_ours))

@@ -1,0 +1,140 @@
+"""What stands in for CUDA in a training with the real OpenRLHF on a CPU. Each replacement is named here, in REPLACED, and nowhere else.
+
+    python openrlhf_on_cpu.py --medusa heads.yaml ...     (OpenRLHF's own arguments behind it; tests/contracts/test_openrlhf_training.py)
+
+Ray calls `prepare` in each of its processes; vLLM's worker, which is none of them, comes by the name of its extension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+
+REPLACED = {
+    "flash_attn": "imported by OpenRLHF at the top of its modules and never called here: empty modules",
+    "torch.cuda.current_device, set_device, synchronize, current_stream": "the CPU, and nothing to wait for",
+    "openrlhf.utils.deepspeed.deepspeed.init_device_mesh": "a mesh of device cpu, where OpenRLHF asks for cuda",
+    "vllm...pynccl.PyNcclCommunicator": "the tensors go through the store of vLLM's StatelessProcessGroup, which OpenRLHF opens",
+    "openrlhf...WorkerWrap.update_weight": "no cuda buffer; loaded by vLLM's reload_weights, because its CPU build packs its weights",
+    "deepspeed FusedAdam": "DeepSpeed's own torch_adam switch: its fused kernel would have to be compiled",
+    "GPUs": "Ray is told of GPUs that are not there",
+}
+FLASH_ATTN = {
+    "flash_attn": (),
+    "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
+    "flash_attn.utils": (),
+    "flash_attn.utils.distributed": ("all_gather",),
+}
+
+
+class Cpu(str):
+    """Goes wherever OpenRLHF puts `torch.cuda.current_device()`: into `.to()`, and behind "cuda:" in a device that nothing is moved to."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+class StoreBroadcast:
+    """In the place of PyNcclCommunicator."""
+
+    def __init__(self, group: Any, device: Any = None) -> None:
+        self._group = group
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        came = self._group.broadcast_obj(tensor.detach() if self._group.rank == src else None, src)
+        if self._group.rank != src:
+            tensor.copy_(came)
+
+
+class CpuWorker:
+    """Joined with the worker extension in vLLM, before OpenRLHF's: see REPLACED."""
+
+    def update_weight(self: Any, name: str, dtype: torch.dtype, shape: Any, empty_cache: bool = False) -> None:
+        assert dtype == self.model_config.dtype, f"mismatch dtype: src {dtype}, dst {self.model_config.dtype}"
+        weight = torch.empty(shape, dtype=dtype)
+        self._model_update_group.broadcast(weight, src=0)
+        came = self.__dict__.setdefault("_came", {})
+        came[name] = weight
+        if empty_cache:  # The last one: OpenRLHF says so.
+            with torch.inference_mode():
+                self.reload_weights(weights_iterator=iter(self.__dict__.pop("_came").items()))
+
+
+def __getattr__(name: str) -> type[Any]:
+    """`CpuOpenRLHFWorker`, when vLLM's worker looks for it by name."""
+    if name != "CpuOpenRLHFWorker":
+        raise AttributeError(name)
+    prepare()
+    from medusa_ppo.loops.openrlhf import MedusaOpenRLHFWorker
+
+    return type(name, (CpuWorker, MedusaOpenRLHFWorker), {"__module__": __name__})
+
+
+def without_flash_attn() -> None:
+    """OpenRLHF's modules can be imported; flash-attn can't be built without CUDA."""
+    if importlib.util.find_spec("flash_attn") is None:
+        for module_name, names in FLASH_ATTN.items():
+            stand_in = types.ModuleType(module_name)
+            stand_in.__spec__ = importlib.util.spec_from_loader(module_name, None)
+            for attribute in names:
+                setattr(stand_in, attribute, None)
+            sys.modules[module_name] = stand_in
+
+
+def prepare() -> None:
+    """Put everything that REPLACED names into this process."""
+    without_flash_attn()
+    torch.cuda.current_device = lambda: Cpu("cpu")  # type: ignore[assignment, return-value]
+    for name in ("set_device", "synchronize", "current_stream"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    from vllm.distributed.device_communicators import pynccl
+
+    pynccl.PyNcclCommunicator = StoreBroadcast  # type: ignore[misc, assignment]
+    import deepspeed
+    from openrlhf.utils.deepspeed import deepspeed as strategy
+    from torch.distributed.device_mesh import init_device_mesh
+
+    strategy.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
+    if not hasattr(deepspeed, "medusa_initialize"):
+        deepspeed.medusa_initialize = deepspeed.initialize
+        deepspeed.initialize = _initialize
+
+
+def _initialize(*args: Any, config: dict[str, Any], **kwargs: Any) -> Any:
+    import deepspeed
+
+    if "optimizer" in config:
+        config["optimizer"]["params"]["torch_adam"] = True
+    return deepspeed.medusa_initialize(*args, config=config, **kwargs)
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+    """OpenRLHF's own form of a reward: how many different words an answer has."""
+    rewards = torch.tensor([len(set(query[len(prompt) :].split())) / 8 for query, prompt in zip(queries, prompts, strict=True)])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
+
+
+def main() -> None:
+    import openrlhf_on_cpu  # By its name, which Ray's other processes can import.
+    import ray
+
+    from medusa_ppo.loops import openrlhf
+
+    prepare()
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=2,
+        include_dashboard=False,
+        object_store_memory=256 * 1024**2,
+        runtime_env={"worker_process_setup_hook": openrlhf_on_cpu.prepare},
+    )
+    openrlhf.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A training with the real OpenRLHF on a CPU: its command, its trainer, its DeepSpeed workers, its vLLM actors with our heads in them.
+
+What needs CUDA is replaced by tests/contracts/openrlhf_on_cpu.py, which names each replacement. Never run here: sleep, CUDA IPC, NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts")
+
+from safetensors.torch import load_file
+
+from medusa_ppo import metrics as names
+from medusa_ppo.reports.store import read_run
+
+HERE = Path(__file__).resolve().parent
+STEPS, PROMPTS, RESPONSES, TOKENS = 10, 8, 4, 24
+MEDUSA = f"""
+heads: {{num_heads: 2}}
+companion: {{learning_rate: 0.01, epochs: 8, batch_positions: 256, wait: true}}
+engine:
+  extra: {{worker_extension_cls: openrlhf_on_cpu.CpuOpenRLHFWorker, kv_cache_memory_bytes: {64 * 1024**2}, max_num_seqs: 16}}
+"""
+
+
+def arguments(actor: Path, out: Path) -> list[str]:
+    """OpenRLHF's command line: GRPO of the tiny actor, one DeepSpeed worker and one engine."""
+    settings = {
+        "actor.model_name_or_path": actor,
+        "actor.num_gpus_per_node": 1,
+        "actor.adam.lr": 1e-3,
+        "actor.lr_scheduler": "constant",
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0,
+        "ckpt.output_dir": out / "run",
+        "data.prompt_dataset": out / "prompts.jsonl",
+        "data.input_key": "prompt",
+        "data.max_len": 64,
+        "ds.attn_implementation": "sdpa",
+        "ds.zero_stage": 2,
+        "logger.tensorboard_dir": out / "board",
+        "reward.remote_url": HERE / "openrlhf_on_cpu.py",
+        "rollout.batch_size": PROMPTS,
+        "rollout.n_samples_per_prompt": RESPONSES,
+        "rollout.max_new_tokens": TOKENS,
+        "rollout.micro_batch_size": 8,
+        "train.batch_size": PROMPTS * RESPONSES,
+        "train.micro_batch_size": 8,
+        "vllm.num_engines": 1,
+        "vllm.tensor_parallel_size": 1,
+        "vllm.sync_backend": "gloo",
+    }
+    return [*(word for key, value in settings.items() for word in (f"--{key}", str(value))), "--vllm.enforce_eager"]
+
+
+@pytest.fixture
+def session() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes whose whole session is ended with the test: Ray starts many."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_openrlhf_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, session: list[subprocess.Popen[bytes]]) -> None:
+    words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 42)]
+    assert len(words) == STEPS * PROMPTS
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in words))
+    (tmp_path / "heads.yaml").write_text(MEDUSA)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    command = [sys.executable, str(HERE / "openrlhf_on_cpu.py"), "--medusa", str(tmp_path / "heads.yaml")]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(
+            [*command, *arguments(chain_actor, tmp_path)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        session.append(process)
+        code = process.wait(timeout=800)
+    assert code == 0, (tmp_path / "log").read_text(errors="replace")[-6000:]
+
+    run = read_run(tmp_path / "run" / "medusa")
+    first, last = run.steps[0], run.steps[-1]
+    assert len(run.steps) == STEPS
+    assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING]
+    assert sum(step[names.ACCEPTED] for step in run.steps) > 0 and all(step[names.DRAFTS] > 0 for step in run.steps)
+    assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0
+    start, end = (load_file(folder / "model.safetensors") for folder in (chain_actor, tmp_path / "run"))
+    assert any(not torch.equal(start[name].float(), end[name].float()) for name in start), "the actor has not changed"

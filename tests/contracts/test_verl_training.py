@@ -1,0 +1,158 @@
+"""A training with the real verl on a CPU: its command, its trainer, its Ray workers with FSDP2, its vLLM server with our heads in it.
+
+What needs CUDA is replaced by tests/contracts/verl_on_cpu.py, which names each replacement. Never run here: sleep, CUDA IPC, NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
+
+from safetensors.torch import load_file
+
+from medusa_ppo import metrics as names
+from medusa_ppo.reports.store import read_run
+
+HERE = Path(__file__).resolve().parent
+STEPS, PROMPTS, RESPONSES, TOKENS = 10, 8, 4, 24
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
+    """verl's command line: the tiny actor, GRPO, and the lines that a CPU needs."""
+    return {
+        "trainer.v1.trainer_mode": "medusa_sync",
+        "+medusa.heads.num_heads": 2,
+        "+medusa.companion.learning_rate": 0.01,
+        "+medusa.companion.epochs": 8,
+        "+medusa.companion.batch_positions": 256,
+        "+medusa.companion.wait": True,
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": out / "prompts.json",
+        "data.val_files": out / "prompts.json",
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": 32,
+        "data.max_response_length": TOKENS,
+        "data.dataloader_num_workers": 0,
+        "reward.num_workers": 1,
+        "reward.custom_reward_function.path": HERE / "verl_on_cpu.py",
+        "actor_rollout_ref.model.path": actor,
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.model.custom_chat_template": json.dumps(TEMPLATE),
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.strategy": "fsdp2",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "fp32",
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.n": RESPONSES,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.rollout.enforce_eager": True,
+        "actor_rollout_ref.rollout.ignore_eos": True,
+        "actor_rollout_ref.rollout.max_model_len": 64,
+        "actor_rollout_ref.rollout.max_num_seqs": 16,
+        "actor_rollout_ref.rollout.load_format": "auto",
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 64 * 1024**2,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "trainer.device": "cpu",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": ranks,
+        "trainer.logger": '["file"]',
+        "trainer.val_before_train": False,
+        "trainer.resume_mode": "disable",
+        "trainer.save_freq": STEPS,
+        "actor_rollout_ref.actor.checkpoint.save_contents": "[hf_model]",
+        "trainer.total_epochs": 1,
+        "trainer.total_training_steps": STEPS,
+        "trainer.default_local_dir": out / "run",
+        "ray_kwargs.ray_init.num_cpus": 16,
+        "+ray_kwargs.ray_init.num_gpus": ranks,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+        "+ray_kwargs.ray_init.object_store_memory": 256 * 1024**2,
+        "+ray_kwargs.ray_init._temp_dir": f"/tmp/vmed{os.getpid()}",
+    }
+
+
+@pytest.fixture
+def session() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes whose whole session is ended with the test: Ray starts many."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def train(actor: Path, out: Path, ranks: int, session: list[subprocess.Popen[bytes]]) -> str:
+    """verl's own command; what it wrote."""
+    words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 12)]
+    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "x", "reward_model": {"ground_truth": ""}} for text in words * 4]
+    (out / "prompts.json").write_text("\n".join(json.dumps(row) for row in rows))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
+        "VERL_PLATFORM": "medusa-test-cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings(actor, out, ranks).items())]
+    with open(out / "log", "wb") as log:
+        process = subprocess.Popen(command, cwd=out, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        session.append(process)
+        code = process.wait(timeout=900)
+    said = (out / "log").read_text(errors="replace")
+    assert code == 0, said[-6000:]
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(1000)
+def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, session: list[subprocess.Popen[bytes]]) -> None:
+    train(chain_actor, tmp_path, 1, session)
+
+    theirs = [json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()]
+    assert len(theirs) == STEPS and all(f"medusa/{names.MAL_SERVING}" in step for step in theirs)
+    # The engine sampled from the policy that verl scored, in every step: its sync works here, and drafts change no distribution.
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-3 for step in theirs)
+
+    run = read_run(tmp_path / "run" / "medusa")
+    first, last = run.steps[0], run.steps[-1]
+    assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(STEPS))
+    assert all(step[names.DRAFTS] > 0 for step in run.steps)
+    assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
+    # Every step's rows reached the companion, a quarter of their prompts for the holdout; it trained on each batch before the next.
+    tokens = (STEPS - 1) * PROMPTS * RESPONSES * TOKENS
+    assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0.5 * tokens
+
+    start, (end,) = load_file(chain_actor / "model.safetensors"), list((tmp_path / "run").rglob("huggingface"))
+    trained = load_file(end / "model.safetensors")
+    assert trained.keys() == start.keys() and not any(torch.equal(trained[name].float(), start[name].float()) for name in start)
