@@ -244,11 +244,17 @@ class Handler(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
+class Server(ThreadingHTTPServer):
+    """With room for all requests of a rollout that connect at once; of more than that the system resets some."""
+
+    request_queue_size = 128
+
+
 def serve(port: int, model_path: str, orders: Path) -> None:
     end_with_parent()
     Handler.writer = Writer(model_path)
     Handler.workers, Handler.orders, Handler.token = Workers(Handler.writer), orders, os.environ.get("TOKEN", "")
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 if __name__ == "__main__":
