@@ -21,7 +21,7 @@ DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-contracts test-vllm check docs format lock wheel audit clean
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-chaos test-contracts test-vllm check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,11 @@ test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 
 test-gpu: setup  ## The tests that need a CUDA device
 	@$(BIN)/pytest -m gpu
+
+TIMES ?= 1
+
+test-chaos: setup  ## A run under 32 kinds of faults, each TIMES=1 times: 15 to 20 minutes on two cores
+	@PYTHONPATH=$$PWD $(BIN)/python benchmarks/chaos.py --times $(TIMES)
 
 # What has to hold with every vLLM that we allow.
 RUNNER ?= v1

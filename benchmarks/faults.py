@@ -32,7 +32,8 @@ from watched import TINY, WatchedRun, small_run
 from medusa_ppo import metrics as names
 
 START_S, RECOVER_S = 600.0, 300.0
-HANG_S = 5.0
+HANG_S = "from medusa_ppo.companion.client import CompanionClient as c; c.__init__.__kwdefaults__['hang_s'] = 5.0"
+"""A run gives its companion 300 s; here nobody waits for so long."""
 STOPPED = 130  # Exit code of a run that was asked to stop.
 ENDLESS = 1_000_000
 
@@ -131,8 +132,7 @@ def run_faults(
     schedule = [kind for kind in KINDS for _ in range(counts.get(kind.name, 0))]
     generator.shuffle(schedule)
     config = small_run(model, folder, ENDLESS, seed)
-    config["companion"]["hang_s"] = HANG_S
-    with WatchedRun(config, folder) as run:
+    with WatchedRun(config, folder, HANG_S) as run:
         if not run.wait_for(lambda: any(step[names.HEADS_VERSION] > 0 for step in run.steps()), START_S):
             return [], [f"no heads were served within {START_S:.0f} s:\n{run.tail()}"], 0
         records = []

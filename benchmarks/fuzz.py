@@ -3,16 +3,19 @@
     python benchmarks/fuzz.py --cases 2000                       # of each target; a slow one has its share
     python benchmarks/fuzz.py --cases 100000 --only pt http --seed 3 --json fuzz.json
 
-hypothesis draws the cases (part of the dev extra). A case is plain JSON; what breaks something is made small and printed as a line for
+hypothesis draws cases (part of the dev extra), and each is then changed at random MUTATIONS times over, which costs less than drawing. A
+case is plain JSON; what breaks something is made small where hypothesis drew it, and printed as a line for
 tests/benchmarks/fuzz_found.jsonl, which a test replays without hypothesis. Exit code 1 when something was found.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import logging
+import random
 import resource
 import shutil
 import signal
@@ -23,6 +26,7 @@ import traceback
 import warnings
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +59,29 @@ Case = Any
 LIMIT_S, SPARE_BYTES, LONGEST_MESSAGE = 10.0, 1 << 30, 30_000
 SLOW = {"config": 0.2, "report": 0.03, "data_file": 0.01, "http": 0.2, "heads": 0.5, "foreign": 0.5}
 """Share of the cases that a target gets whose cases take milliseconds."""
-MOST_FOUND = 8
+MOST_FOUND, MUTATIONS = 8, 15
+HARNESS = Path(__file__).name
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    255,
+    65_535,
+    1 << 31,
+    1 << 64,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "null",
+    "<script>alert(1)</script>",
+    [],
+    {},
+)
+"""What a mutation puts in the place of something."""
 NODE = Hardware(0, False, 2, "made up")
 
 
@@ -285,6 +311,56 @@ def attempt(bench: Bench, target: str, case: Case) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+def mutated(case: Case, generator: random.Random) -> Case:
+    """The same case with one to three of its values replaced, removed, put in twice, or moved to another place."""
+    case = copy.deepcopy(case)
+    for _ in range(generator.randint(1, 3)):
+        places = list(_places(case))
+        if not places:
+            return case
+        node, key = generator.choice(places)
+        value, how = node[key], generator.random()
+        if isinstance(value, int) and not isinstance(value, bool) and how < 0.5:
+            node[key] = value + generator.choice((-1, 1, 256, generator.randrange(1 << 16)))
+        elif isinstance(value, str) and value and how < 0.5:
+            at = generator.randrange(len(value))
+            node[key] = value[:at] + generator.choice(("", "\0", "9", "{", value)) + value[at + generator.randrange(2) :]
+        elif isinstance(node, list) and how < 0.7:
+            node.insert(generator.randrange(len(node) + 1), copy.deepcopy(value))
+        elif isinstance(node, list) and how < 0.8:
+            del node[key]
+        else:
+            other, place = generator.choice(places)
+            node[key] = copy.deepcopy(generator.choice((*ODD, other[place] if _has(other, place) else None)))
+    return case
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a tree with every key or index in it; names of files stay, they are no input."""
+    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        if key not in ("file", "ending"):
+            yield node, key
+        yield from _places(node[key])
+
+
+def _has(node: Any, key: Any) -> bool:
+    return key in node if isinstance(node, dict) else key < len(node)
+
+
+def try_mutants(bench: Bench, target: str, case: Case, seed: int, found: list[dict[str, Any]]) -> None:
+    """MUTATIONS changed forms of a case; what they break is added to `found`, once for each place."""
+    generator = random.Random(seed)
+    for _ in range(MUTATIONS):
+        mutant = mutated(case, generator)
+        try:
+            attempt(bench, target, mutant)
+        except (Exception, Hang) as error:
+            what = place(error)
+            if not what.endswith(HARNESS) and all(entry["what"] != what for entry in found):  # Else the case is none for this target.
+                found.append({"target": target, "what": what, "case": mutant})
+                say(f"  {target}: {what}")
+
+
 def hunt(bench: Bench, target: str, cases: int, seed: int) -> tuple[int, list[dict[str, Any]]]:
     """Number of cases tried, and what was found: what happened, and the smallest case."""
     import hypothesis  # Not needed to replay what was found.
@@ -296,12 +372,15 @@ def hunt(bench: Bench, target: str, cases: int, seed: int) -> tuple[int, list[di
     while tried < cases and len(found) < MOST_FOUND:
         last.clear()
 
-        @hypothesis.settings(max_examples=cases - tried, suppress_health_check=list(hypothesis.HealthCheck), **settings)
+        @hypothesis.settings(
+            max_examples=1 + (cases - tried) // (1 + MUTATIONS), suppress_health_check=list(hypothesis.HealthCheck), **settings
+        )
         @hypothesis.seed(seed + len(found))
         @hypothesis.given(strategies()[target])
         def one(case: Case) -> None:
             nonlocal tried
-            tried += 1
+            tried += 1 + MUTATIONS
+            try_mutants(bench, target, case, seed + tried, found)
             try:
                 attempt(bench, target, case)
             except (Exception, Hang) as error:
@@ -328,12 +407,11 @@ class Breach(Exception):
 
 
 def place(error: BaseException) -> str:
-    """Kind and place of an error: the last of our own lines that it went through."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if "/heads/" in frame.filename or "/medusa_ppo/" in frame.filename
-    ]
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "fuzz.py"
-    return f"{type(error).__name__} at {where}"
+    """Kind and place of an error: the last of our own lines that it went through, this script's included."""
+    ours = ("/heads/", "/medusa_ppo/", Path(__file__).name)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if any(part in frame.filename for part in ours)]
+    name = Path(frames[-1].filename).name if frames else HARNESS
+    return f"{type(error).__name__} at {HARNESS if name == HARNESS else f'{name}:{frames[-1].lineno}'}"
 
 
 def main() -> int:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import psutil
 
 EVERY_S = 0.2
 RAY = ("raylet", "gcs_server", "ray::", "log_monitor", "dashboard")
-LOOPBACK = ("127.0.0.1", "::1")
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 def listeners(root: psutil.Process) -> set[tuple[int, str, str, int]]:
@@ -52,8 +52,11 @@ def main() -> int:
         rays = len(sockets) if any(part in name for part in RAY[:2] + RAY[3:]) or "ray/" in name else 1
         extra = max(0, len(sockets) - rays)
         ours += extra
-        write(f"{pid:>8}  {name:<60}  outside of loopback: {len(sockets)} (Ray's: {len(sockets) - extra}, others: {extra})\n")
-    write(f"{len(seen)} listening sockets; outside of loopback and not Ray's: {ours}\n")
+        where = ", ".join(f"{address}:{port}" for address, port in sorted(sockets))
+        write(f"{pid:>8}  {name:<60}  outside of loopback: {where} (Ray's: {len(sockets) - extra}, others: {extra})\n")
+    owners = Counter(name.split()[0].rpartition("/")[2] for _, name, address, _ in seen if address in LOOPBACK)
+    write(f"on loopback: {', '.join(f'{name} {count}' for name, count in sorted(owners.items())) or 'nothing'}\n")
+    write(f"{len(seen)} listening sockets, {sum(map(len, wide.values()))} outside of loopback, {ours} of them not Ray's\n")
     return run.returncode or bool(ours)
 
 

@@ -81,7 +81,8 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
 class WatchedRun:
     """Use as a context manager: whatever the run started is ended with it."""
 
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+    def __init__(self, config: dict[str, Any], folder: Path, before: str = "") -> None:
+        """`before`: Python that the process runs before anything else."""
         self.run_dir = Path(config["out"]) / config["name"]
         self.log = folder / "run.log"
         self._temporary = folder / "t"  # Short, as is the folder's name: Ray's sockets are in it.
@@ -93,7 +94,7 @@ class WatchedRun:
         with self.log.open("ab") as log:
             # A name of its own for the group: a stop key at the terminal is this script's, which then stops the run.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", str(file)],
+                [sys.executable, "-c", f"{before}\nfrom medusa_ppo.cli import main; main()", "ppo", "--config", str(file)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -71,8 +71,12 @@ class StateWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.new-", dir=self.path.parent)
         self._file = os.fdopen(handle, "wb")
-        self._file.write(self._header)
-        self._file.truncate(self.nbytes)
+        try:
+            self._file.write(self._header)
+            self._file.truncate(self.nbytes)
+        except OSError:  # No room even for this.
+            Path(self._temporary).unlink()
+            raise
         return self
 
     def put(self, name: str, tensor: torch.Tensor) -> None:

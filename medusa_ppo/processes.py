@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 1024**2
 START_ATTEMPTS = 3
+CLUSTERS = "ENABLE_RAY_CLUSTER"
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -88,20 +90,21 @@ def local_ray(*, cpus: int = 2, queue_bytes: int = 0) -> Iterator[None]:
 def _start(folder: Path, cpus: int, store_bytes: int) -> None:
     """Start a local Ray. Ray gives its node 30 s, which a busy machine may miss. Raises RunError.
 
-    Ray listens on all of the machine's addresses, and whoever it listens to runs code in it: here only who has this process's token.
+    Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has this process's token.
     """
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Else Ray writes one into the home folder.
     for left in reversed(range(START_ATTEMPTS)):
         try:
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=store_bytes,
-                _temp_dir=str(folder),
-            )
+            with _on_loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=store_bytes,
+                    _temp_dir=str(folder),
+                )
             return
         except Exception as error:  # Ray raises a bare Exception here, and ValueError and OSError for what it is given
             ray.shutdown()
@@ -110,6 +113,17 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
                 do = "Free memory or cores and try again; Ray's logs say more."
                 raise RunError("Ray did not start.", given=given, expected="a local Ray within 30 s", do=do) from error
             logger.warning("Ray did not start; trying once more: %s", error)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started in the block listens on 127.0.0.1, as it does by itself where it supports no clusters (Windows, macOS)."""
+    before = getattr(ray_constants, CLUSTERS, None)
+    setattr(ray_constants, CLUSTERS, False)
+    try:
+        yield
+    finally:
+        setattr(ray_constants, CLUSTERS, before)
 
 
 def _object_store_bytes(queue_bytes: int) -> int:

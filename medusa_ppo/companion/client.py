@@ -85,8 +85,7 @@ class CompanionClient:
         self._step_s, self._last_came, self._position_s, self._left_out = 0.0, time.monotonic(), 0.0, 0
         self._group = _room(config)
         folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
-        self._publish_dir = folder.path
-        self._pace = Pace(folder.path)
+        self._publish_dir, self._pace = folder.path, Pace(folder.path)
         self.shared = self._shares()
         run, published, resumed = (str(Path(path).resolve()) if path else "" for path in (run_dir, folder.path, resume_from))
         arguments = ServiceArguments(heads, config, seed, pack(initial_state), run, published, resumed, hang_s=hang_s, **served)
@@ -102,10 +101,8 @@ class CompanionClient:
         self._poll_since = self._grace_until = 0.0
         self._held = 0  # Bytes of batches that the companion says it holds.
         self._sent = self._sent_before_poll = self._lost = self._restarts = 0
-        self._last = CompanionStatus()
-        self._error = ""
+        self._last, self._error, self._closed = CompanionStatus(), "", False
         self._told: set[str] = set()
-        self._closed = False
 
     def _started(self, folder: OwnedFolder) -> str:
         """Wait for the first answer: which incarnation of the companion it is."""
@@ -216,8 +213,7 @@ class CompanionClient:
                     trained = self._last.trained_tokens - before.trained_tokens
                     self._position_s = max(0.0, self._last.train_s - before.train_s) / max(1, trained)
                 self._error = ""
-                if not self._last.error:
-                    self._told.clear()
+                self._tell(self._last.error)
                 return self._with_own_counts(self._last)
         return self._with_own_counts(dataclasses.replace(self._last, alive=False, error=self._error or "closed"))
 
@@ -312,8 +308,7 @@ class CompanionClient:
             return
         refs = [ref for ref, _ in self._flying]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        done = set(ready)
-        self._flying = deque(entry for entry in self._flying if entry[0] not in done)
+        self._flying = deque(entry for entry in self._flying if entry[0] not in ready)
         for ref in ready:
             with self._guard("lost a batch"):
                 self._held = ray.get(ref)
@@ -342,10 +337,14 @@ class CompanionClient:
         except RayError as error:
             self._fail(f"The companion {what}: {_reason(error)}")
 
-    def _fail(self, error: str) -> None:
-        if error not in self._told:
+    def _tell(self, error: str) -> None:
+        """Each error once, until there is none again."""
+        if error and error not in self._told:
             logger.warning("Companion: %s", error)
-            self._told.add(error)
+        self._told = self._told | {error} if error else set()
+
+    def _fail(self, error: str) -> None:
+        self._tell(error)
         self._error = error
         if self._config.on_error == "raise":
             raise CompanionError(

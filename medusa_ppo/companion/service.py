@@ -14,15 +14,19 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from heads.checkpoint import checksum, load_state, save_heads, save_state
+from heads.errors import CheckpointError
+from heads.tensorfile import crc
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.handover import Answer, BatchQueue, Pace, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config import CompanionConfig
+from medusa_ppo.files import write_atomic
 from medusa_ppo.hardware import companion_threads
 from medusa_ppo.types import CompanionStatus, PublishedHeads
 
@@ -181,7 +185,8 @@ class CompanionService:
                     self._use_tables()
                     report = self._learn(batch)
                 self._error, self._note = "", report.problem
-                self._checkpoint()  # Before the version is shown to anybody: a crash in between must not lose it.
+                # Before the version is shown to anybody: a crash in between must not lose it. A full disk keeps no heads from the engine.
+                self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
                     self._publish()
                 self._rest()
@@ -233,22 +238,37 @@ class CompanionService:
     def _publish(self) -> None:
         """The serving heads as a file in shared memory for the engine to swap in, and as a native checkpoint in the run's folder."""
         cycle = self._cycle
-        heads, state, version = cycle.serving, cycle.serving.trainable_state(), cycle.version
+        state, version = cycle.serving.trainable_state(), cycle.version
         row = cycle.rows.get("candidate" if cycle.fresh else "serving")
         length = row.mean_acceptance_length if row else math.nan
         path = self._publish_dir / f"heads-{version:06d}.safetensors"
         save_state(path, state)
-        if self._run_dir is not None:
-            metadata: dict[str, object] = {
-                "policy_version": cycle.published_policy_version,
-                "trained_tokens": cycle.trainer.trained_tokens,
-                "replay_mean_acceptance_length": length if row else None,
-            }
-            lm_head_VD = cycle.trainer.lm_head_VD if heads.config.lm_head == "shared" else None
-            save_heads(self._run_dir / "heads" / f"v{version:06d}", heads, lm_head_VD=lm_head_VD, metadata=metadata, version=version)
-            forget_oldest(self._run_dir / "heads", "v[0-9]*")
-        forget_oldest(self._publish_dir, "heads-*.safetensors")
+        forget_oldest(path, "heads-*.safetensors")
         self._published = PublishedHeads(version, str(path), checksum(state), cycle.published_policy_version, length)
+        self._tried("The new heads could not be written into the run's folder", lambda: self._keep_heads(length if row else None))
+
+    def _keep_heads(self, length: float | None) -> None:
+        """The serving heads as a native checkpoint. `length`: what replay says of them."""
+        if self._run_dir is None:
+            return
+        cycle, heads = self._cycle, self._cycle.serving
+        metadata = {
+            "policy_version": cycle.published_policy_version,
+            "trained_tokens": cycle.trainer.trained_tokens,
+            "replay_mean_acceptance_length": length,
+        }
+        folder = self._run_dir / "heads" / f"v{cycle.version:06d}"
+        lm_head_VD = cycle.trainer.lm_head_VD if heads.config.lm_head == "shared" else None
+        save_heads(folder, heads, lm_head_VD=lm_head_VD, metadata=metadata, version=cycle.version)
+        forget_oldest(folder, "v[0-9]*")
+
+    def _tried(self, what: str, write: Callable[[], None]) -> None:
+        """A file that can't be written (a full or a read-only disk) is told in the status; training goes on."""
+        try:
+            write()
+        except OSError as error:
+            self._note = f"{what}: {error}"
+            logger.warning("%s; training goes on.", self._note)
 
     def _checkpoint(self) -> None:
         if self._run_dir is not None:
@@ -265,17 +285,38 @@ class CompanionService:
             if self._run_dir is not None and (self._run_dir / "companion" / STATE_FILE).is_file():
                 folder = self._run_dir / "companion"
         if folder is not None:
-            self._take_over(load_state(folder / STATE_FILE))
+            self._take_over_saved(folder / STATE_FILE, again)
         if not again:
-            self._own_saved_state(resumed=folder is not None)
-        files = sorted(self._publish_dir.glob("heads-*.safetensors"))
-        newest = int(files[-1].stem.split("-")[1]) if files else 0
-        if newest > self._cycle.version:
-            self._cycle.adopt(newest, load_state(files[-1]))
+            self._tried("The companion's state could not be saved", lambda: self._own_saved_state(resumed=folder is not None))
+        self._adopt_newest()
         if self._cycle.version > 0:
             self._publish()
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(arguments.publish_dir)
+        self._tried("The companion could not mark its start", lambda: write_atomic(marker, arguments.publish_dir))
+
+    def _take_over_saved(self, file: Path, again: bool) -> None:
+        """The last saved state. After a crash a damaged one is passed over: the heads that were published are there all the same.
+
+        Raises:
+            CheckpointError: a run that is resumed would begin with other heads than it ended with.
+        """
+        try:
+            self._take_over(load_state(file))
+        except CheckpointError as error:
+            if not again:
+                raise
+            self._note = f"The companion's saved state is damaged; it goes on from the last published heads. {error}"
+            logger.warning(self._note)
+
+    def _adopt_newest(self) -> None:
+        """Versions never go back: what was published last is served, if its file is whole."""
+        for file in sorted(self._publish_dir.glob("heads-*.safetensors"), reverse=True):
+            version = int(file.stem.split("-")[1])
+            if version <= self._cycle.version:
+                return
+            try:
+                return self._cycle.adopt(version, load_state(file))
+            except CheckpointError as error:
+                logger.warning("Published heads are damaged; those before are taken. %s", error)
 
     def _own_saved_state(self, resumed: bool) -> None:
         """What an earlier run, or the part of this one that is done again, left here must not be what a crash goes back to."""
@@ -288,10 +329,15 @@ class CompanionService:
 
     def _state(self) -> dict[str, torch.Tensor]:
         own = [float(self._received), float(self._dropped_before + self._queue.dropped), self._train_s]
-        return self._cycle.state_dict() | {"service": torch.tensor(own, dtype=torch.float64)}
+        state = self._cycle.state_dict()
+        return state | {"service": torch.tensor(own, dtype=torch.float64), "crc": torch.tensor(crc(state))}
 
     def _take_over(self, state: dict[str, torch.Tensor]) -> None:
         received, dropped, self._train_s = state.pop("service", torch.zeros(3)).tolist()
+        said = state.pop("crc", None)  # Releases before 0.3 wrote none.
+        if said is not None and int(said) != crc(state):
+            do = "Start without --resume, or copy the file from elsewhere."
+            raise CheckpointError("The companion's saved state has other bytes than were written.", given="its CRC-32", do=do)
         self._received, self._dropped_before = int(received), int(dropped)
         self._cycle.load_state_dict(state)
 
@@ -318,10 +364,18 @@ def _ends_process(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
 
 
-def forget_oldest(folder: Path, pattern: str) -> None:
-    """Keep the last few versions, so that an engine that still reads an older one finds it."""
-    # By age: an earlier run in this folder may have left higher numbers.
-    for old in sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))[:-KEPT_VERSIONS]:
+def forget_oldest(newest: Path, pattern: str) -> None:
+    """Keep `newest` and the few versions before it, so that an engine that still reads an older one finds it."""
+    written = newest.stat().st_mtime_ns
+
+    def age(path: Path) -> tuple[bool, int, str]:
+        # Not by number: an earlier run in this folder may have left higher ones. What is newer than the newest was written before the
+        # clock was put back.
+        modified = path.stat().st_mtime_ns
+        return modified <= written, modified, path.name
+
+    others = sorted((path for path in newest.parent.glob(pattern) if path != newest), key=age)
+    for old in others[: 1 - KEPT_VERSIONS]:
         if old.is_dir():
             shutil.rmtree(old, ignore_errors=True)
         else:

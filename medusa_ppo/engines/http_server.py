@@ -77,9 +77,7 @@ class ServerEngine(base.WorkerEngine):
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
         count = len(prompts) * repeat
-
-        # Requests beyond max_num_seqs wait for a turn.
-        longest_s = CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, self._workers // 2))
+        longest_s = patience_s(count, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
             return self._complete(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i), sampling, longest_s)
@@ -124,7 +122,8 @@ class ServerEngine(base.WorkerEngine):
             except subprocess.TimeoutExpired:
                 logger.debug("the server ignored %s", sign.name)
         process.wait()
-        self._log.unlink(missing_ok=True)
+        if self._log.is_file():  # Not the device that stands for no log: root could remove it.
+            self._log.unlink()
 
     # ---- the process ------------------------------------------------------------------------------------------------------
 
@@ -228,6 +227,11 @@ class ServerEngine(base.WorkerEngine):
             given = f"{verb} {path}: {answer.status_code} {answer.text[:500]}"
             raise EngineError("The vLLM server refused a request.", given=given, expected="200", do=do)
         return answer
+
+
+def patience_s(count: int, sampling: Sampling, slots: int) -> float:
+    """Seconds after which an engine that still answers so many requests counts as hanging; those beyond its slots wait for a turn."""
+    return CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, slots))
 
 
 def free_port() -> int:

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import COLOCATED, EngineConfig
+from medusa_ppo.engines import http_server
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -28,7 +29,7 @@ from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
 from medusa_ppo.hardware import settled_engine
 from medusa_ppo.processes import TOKEN, bundle, in_bundle, ray_errors, release, reserve
-from medusa_ppo.types import Checked, SwapReceipt
+from medusa_ppo.types import Checked, Rollouts, Sampling, SwapReceipt
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
@@ -140,13 +141,17 @@ class RayEngine(base.RolloutEngine):
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config, seed, given)
+        self._slots = config.max_num_seqs or 1
         try:
             self.elsewhere = self._ask("starting", "start", timeout=START_TIMEOUT_S) != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise
 
-    generate = _forwarded("generate")
+    def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
+        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
+        return self._ask("calling generate", "call", "generate", prompts, sampling, timeout=longest_s)
+
     check_actor = _forwarded("check_actor")
     join_transfer = _forwarded("join_transfer")
     receive_actor = _forwarded("receive_actor")
@@ -176,7 +181,7 @@ class RayEngine(base.RolloutEngine):
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._ask(f"calling {method}", "call", method, *args, **kwargs)
+        return self._ask(f"calling {method}", "call", method, *args, timeout=http_server.CALL_TIMEOUT_S, **kwargs)
 
     def _send(self, method: str, path: str, version: int, checked: Checked | None) -> Any:
         """Call a method that reads a file, wherever the engine is."""
@@ -184,10 +189,11 @@ class RayEngine(base.RolloutEngine):
             return self._call(method, path, version, checked)
         status, session = os.stat(path), ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
-        return self._ask(f"calling {method}", "call_with_bytes", method, content, version, checked)
+        timeout_s = http_server.CALL_TIMEOUT_S
+        return self._ask(f"calling {method}", "call_with_bytes", method, content, version, checked, timeout=timeout_s)
 
     def _ask(self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """What a method of `EngineHost` answers; Ray's failures as EngineError."""
+        """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for `timeout` seconds too."""
         if self._host is None:
             raise EngineError("The engine is closed.", given=f"{doing} after close()", expected="a running engine", do="Start a new one.")
         with ray_errors(EngineError, f"The engine's process, {doing},", "Read the log of Ray's worker, and mind the memory."):

@@ -5,6 +5,7 @@ checkpoint/
   actor.safetensors            the actor's weights          critic.safetensors            the critic's
   actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
   shaping.json                 the KL coefficient and the scale of the rewards
+  metrics.jsonl                a copy of the run's step lines so far
   companion/                   the companion's own last state, if there is one
 checkpoints/step-N/            the last saves, each as checkpoint/ (ppo.keep_checkpoints)
 best/                          the actor that did best in an evaluation, for transformers, with evaluation.json
@@ -38,7 +39,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, known_keys
 from medusa_ppo.config_file import merged, unknown
 from medusa_ppo.ppo.learner import PPOLearner
-from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER
+from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
 from medusa_ppo.reports.store import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, c
     with fresh_folder(run_dir / FOLDER) as folder:
         learner.save(folder)
         _take_companion(run_dir / COMPANION_FOLDER, folder / COMPANION_FOLDER)
+        if (run_dir / METRICS_FILE).is_file():
+            shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
         state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": _plain(config)}
         write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:

@@ -32,6 +32,7 @@ from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
 from medusa_ppo.processes import StopSignals, local_ray
+from medusa_ppo.reports import METRICS_FILE
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 
@@ -87,11 +88,15 @@ class RunSession:
         tokenizer = load_tokenizer(actor_path)
         streams = self._streams(tokenizer)
         learner = self._learner(actor_path)
+        lines = None
         if resume:
-            learner.load(run_state.saved_folder(config.run_dir))
+            saved = run_state.saved_folder(config.run_dir)
+            learner.load(saved)
+            lines = saved / METRICS_FILE
         actor = learner.actor
         heads_path = self._prepare_heads(actor)
-        self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=position.next_step if resume else None)
+        next_step = position.next_step if resume else None
+        self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines)
         if config.model.path in RECIPES:
             self._writer.add(actor_note=actor_note(Path(actor_path)))
         self._start_ray()
@@ -199,7 +204,8 @@ class RunSession:
         assert self._writer is not None
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Ray turns a signal during its start into SystemExit
         if not stopped:
-            logger.error("The run failed; what was finished is in %s", self._config.run_dir)
+            first_line = next(iter(str(error).splitlines()), "")
+            logger.error("The run failed (%s: %s); what was finished is in %s", type(error).__name__, first_line, self._config.run_dir)
         try:
             self._writer.finish("interrupted" if stopped else "failed", None if stopped else {"error": str(error)})
         except (OSError, MedusaError) as problem:

@@ -22,6 +22,8 @@ LOGPROB_GAP_NATS = 0.05
 IMPORTANCE_CUT_SHARE = 0.01
 """Share of tokens that are far likelier to the actor than to the engine: above this the update learns from another policy's tokens."""
 EXPOSED_SHARE = 0.1
+MOST_EVENTS = 10
+"""Logged warnings that a report shows."""
 KL_UPDATE_NATS = 0.05
 TRUNCATED_SHARE = 0.5
 COLLAPSED_ENTROPY_SHARE = 0.2
@@ -47,7 +49,9 @@ Summary = dict[str, Any]
 def find(run: Run, summary: Summary) -> list[Finding]:
     """All findings of a run, the gravest first."""
     return [
-        finding for check in (_of_the_run, _of_swaps, _of_worth, _of_heads, _of_the_companion, _of_ppo) for finding in check(run, summary)
+        finding
+        for check in (_of_the_run, _of_swaps, _of_worth, _of_heads, _of_the_companion, _of_ppo, _logged)
+        for finding in check(run, summary)
     ]
 
 
@@ -181,6 +185,17 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
     if first is not None and recent is not None and recent > LENGTH_GROWTH * first:
         text = f"Responses grew from {first:.0f} to {recent:.0f} tokens: the reward may pay for length."
         yield Finding("longer_responses", text, "Read some responses of the last steps.")
+
+
+def _logged(run: Run, _: Summary) -> Iterator[Finding]:
+    """What our own code warned of while the run went on."""
+    events = run.meta.get("events")
+    events = [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    for event in events[:MOST_EVENTS]:
+        times = f" ({event['times']} times)" if event.get("times", 1) != 1 else ""
+        yield Finding("event", f"Step {event.get('step')}{times}: {event.get('text')}", "See docs/faults.md for what a run does then.")
+    if len(events) > MOST_EVENTS:
+        yield Finding("events", f"{len(events) - MOST_EVENTS} more warning(s) were logged.", "They are in run.json, under events.")
 
 
 def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:

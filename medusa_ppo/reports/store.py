@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -36,6 +37,7 @@ from medusa_ppo.reports import (
     read_steps,
     start_ticks,
 )
+from medusa_ppo.reports.events import Events
 from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
 from medusa_ppo.reports.tables import flatten
 
@@ -144,26 +146,32 @@ class RunWriter:
         run_dir: folder of the run; made when missing. What an earlier run left in it moves to `earlier/`.
         config: the run's configuration as plain data; stored in run.json.
         resume_step: go on with this step: lines of this and later steps are cut, earlier ones stay.
+        copy: a copy of metrics.jsonl as it was before that step; a line that the file has lost is taken from it.
 
     Raises:
         UsageError: `resume_step` is given but the folder holds no run.
         RunError: another living process writes into this folder, or run.json is damaged.
     """
 
-    def __init__(self, run_dir: Path | str, config: dict[str, Any], *, resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path | str, config: dict[str, Any], *, resume_step: int | None = None, copy: Path | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = -1
         old = read_meta(self.run_dir / META_FILE)
         self._refuse_second_writer(old)
-        if resume_step is None:
-            self._move_earlier(old)
-            self.meta = self._new_meta(config)
-        else:
-            self._cut(resume_step)
-            self.meta = self._resumed_meta(old, config, resume_step)
-        self._write_meta()
-        self._stream = open(self.run_dir / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._events = Events(resume_step or 0, old.get("events") if resume_step is not None else [], without_secrets)
+        try:
+            if resume_step is None:
+                self._move_earlier(old)
+                self.meta = self._new_meta(config)
+            else:
+                self._cut(resume_step, copy)
+                self.meta = self._resumed_meta(old, config, resume_step)
+            self._write_meta()
+            self._stream = open(self.run_dir / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        except BaseException:
+            self._events.close()
+            raise
         self._waiting = b""
 
     def step(self, values: dict[str, Any]) -> None:
@@ -195,6 +203,11 @@ class RunWriter:
             self._write_waiting()
         except OSError as error:
             logger.error("Step %d could not be written, and is kept in memory until it can: %s", step, error)
+        self._events.next_step = step + 1
+        if self._events.fresh:  # Who kills the run later takes only what comes after.
+            self._events.fresh = False
+            with contextlib.suppress(OSError):
+                self._write_meta()
 
     def add(self, **sections: Any) -> None:
         """Put more sections into run.json, in the place of those of the same name."""
@@ -222,6 +235,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Close the file; more steps can't follow. Calling it twice is fine. OSError when lines are left that can't be written."""
+        self._events.close()
         try:
             if not self._stream.closed:
                 self._write_waiting()
@@ -266,14 +280,20 @@ class RunWriter:
             os.replace(path, target / path.name)
         logger.info("The folder held an earlier run; it moved to %s", target)
 
-    def _cut(self, resume_step: int) -> None:
+    def _cut(self, resume_step: int, copy: Path | None) -> None:
         path = self.run_dir / METRICS_FILE
-        if not path.is_file():
+        files = [file for file in (copy, path) if file is not None and file.is_file()]
+        if not files:
             raise UsageError(
                 "There is no run to go on with.", given=self.run_dir, expected=f"a folder with {METRICS_FILE}", do="Start without resume."
             )
-        steps, _ = read_steps(path)
-        kept = [step for step in steps if step[metrics.STEP] < resume_step]
+        steps: dict[int, dict[str, Any]] = {}
+        for file in files:
+            try:
+                steps |= {step[metrics.STEP]: step for step in read_steps(file)[0]}
+            except RunError as error:
+                logger.warning("%s is damaged. %s", file, error)
+        kept = [steps[number] for number in sorted(steps) if number < resume_step]
         if len(kept) < resume_step:
             logger.warning(
                 "%s holds %d of the %d steps before the checkpoint; the report will lack the others", path, len(kept), resume_step
@@ -294,6 +314,7 @@ class RunWriter:
             "versions": {**package_versions(), "medusa-ppo": __version__},
             "hardware": hardware(),
             "process": {"pid": os.getpid(), **_started(), "host": platform.node()},
+            "events": self._events.told,
         }
 
     def _resumed_meta(self, old: dict[str, Any], config: dict[str, Any], resume_step: int) -> dict[str, Any]:

@@ -158,6 +158,7 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
     lines += ["", "## Warnings", ""]
     lines += [f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)] or ["None."]
     lines += ["", "## Ran on", "", f"{_cell(', '.join(map(str, machine)))}, started {summary['started_at'] or 'at an unknown time'}."]
+    lines += [f"\nResumed {_cell(value)}." for name, value in machine_rows(run) if name == "resumed"]
     lines += ["", "| package | version |", "|---|---|"]
     lines += [f"| {_cell(name)} | {_cell(version)} |" for name, version in summary["versions"].items()]
     return "\n".join([*lines, ""])

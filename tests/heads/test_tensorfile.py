@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,15 @@ def test_the_quick_sum_sees_every_byte_and_the_order_of_tensors() -> None:
         changed[name][-1] += 1
         assert crc(changed) != crc(base)
     assert crc({"x": base["y"], "y": base["x"]}) != crc(base)
+
+
+@pytest.mark.parametrize("limit", [0, 10, 200])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, limit: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        with pytest.raises(OSError):
+            save_state(tmp_path / "state", STATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []

@@ -103,22 +103,26 @@ def test_ray_gets_more_than_one_chance_to_start(failures: int, starts: bool, mon
 
 HOST_AND_STRANGERS = """
 import os, subprocess, sys
-import ray
+import psutil, ray
 from medusa_ppo.processes import local_ray
 
 join = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL')"
 with local_ray():
+    on_loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Else Ray looks for itself at the machine's own address.
     for environment in (os.environ, {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}):
         command = [sys.executable, "-c", join, ray.get_runtime_context().gcs_address]
-        print(subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, timeout=120).returncode)
+        print(subprocess.run(command, env={**environment, **on_loopback}, stderr=subprocess.DEVNULL, timeout=120).returncode)
+    sockets = [s for p in [psutil.Process(), *psutil.Process().children(recursive=True)] for s in p.net_connections("tcp")]
+    listening = [s.laddr for s in sockets if s.status == psutil.CONN_LISTEN]
+    print(len(listening) > 3, [where for where in listening if not where.ip.removeprefix("::ffff:").startswith(("127.", "::1"))])
 """
 
 
-def test_a_local_ray_lets_in_only_who_has_its_token():
-    """Ray listens on every address of the machine: another user of the network must not run code in it."""
+def test_a_local_ray_lets_in_only_who_is_on_this_machine_and_has_its_token():
+    """Another user of the network or of the machine must not run code in it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ran = subprocess.run([sys.executable, "-c", HOST_AND_STRANGERS], env=environment, capture_output=True, text=True, check=False)
-    assert ran.stdout.split() == ["0", "1"], ran.stderr[-1000:]
+    assert ran.stdout.split() == ["0", "1", "True", "[]"], ran.stdout + ran.stderr[-1000:]
 
 
 def test_one_line_is_left_out_of_stderr_and_the_others_come(capfd: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import threading
 import time
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from heads.checkpoint import checksum, load_heads, load_state
+from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.handover import ServiceArguments, pack, unpack
-from medusa_ppo.companion.service import HOST, STATE_FILE, CompanionService
+from medusa_ppo.companion.service import HOST, STATE_FILE, CompanionService, forget_oldest
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
@@ -393,3 +396,83 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
         assert service.status().train_s > first > 0
     service.drain(60)
     service.close()
+
+
+# ---- disks and clocks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cut", "flip"])
+def test_a_crash_that_left_a_damaged_state_goes_on_from_the_published_heads(chain, tmp_path: Path, how: str) -> None:
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    first = CompanionService(arguments, tables_of(task))
+    run_batches(first, [task.batch() for _ in range(6)])
+    published = first.newest(0).published
+    first._queue.close()
+    file = tmp_path / "a" / "run" / "companion" / STATE_FILE
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1  # Of a tensor: only the sum can tell.
+    file.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+    second = CompanionService(arguments, tables_of(task))
+    again = second.newest(0).published
+    assert (again.version, again.checksum) == (published.version, published.checksum)
+    assert "saved state is damaged" in second.status().error
+    run_batches(second, [task.batch()])
+    assert second.status().batches_trained == 1 and second.status().error == ""
+    second.close()
+    resumed = dataclasses.replace(arguments, resume_from=str(file.parent), publish_dir=str(tmp_path / "fresh"))
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError):
+        CompanionService(resumed, tables_of(task))
+
+
+def test_damaged_published_heads_are_passed_over_after_a_crash(chain, tmp_path: Path) -> None:
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    first = CompanionService(arguments, tables_of(task))
+    run_batches(first, [task.batch() for _ in range(12)])
+    version = first.newest(0).published.version
+    first._queue.close()
+    (tmp_path / "a" / "run" / "companion" / STATE_FILE).unlink()
+    newest = tmp_path / "a" / "shm" / f"heads-{version:06d}.safetensors"
+    newest.write_bytes(newest.read_bytes()[:50])
+    second = CompanionService(arguments, tables_of(task))
+    assert second.newest(0).published.version == version - 1
+    second.close()
+
+
+def test_a_full_disk_keeps_no_heads_from_the_engine(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    save, heads = service_module.save_state, service_module.save_heads
+    full = OSError(28, "No space left on device")
+
+    def save_state(path: Path, state: Any) -> None:
+        if "run" in path.parts:
+            raise full
+        save(path, state)
+
+    def save_heads(*args: Any, **kwargs: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(service_module, "save_state", save_state)
+    monkeypatch.setattr(service_module, "save_heads", save_heads)
+    run_batches(service, [task.batch() for _ in range(8)])
+    published = service.newest(0).published
+    assert published is not None and checksum(load_state(published.path)) == published.checksum
+    assert service.newest(0).error == "" and "No space left" in service.status().error
+    monkeypatch.setattr(service_module, "save_state", save)
+    monkeypatch.setattr(service_module, "save_heads", heads)
+    run_batches(service, [task.batch()])
+    assert service.status().error == "" and (tmp_path / "a" / "run" / "companion" / STATE_FILE).is_file()
+    service.close()
+
+
+def test_the_newest_heads_stay_when_the_clock_was_put_back(tmp_path: Path) -> None:
+    files = [tmp_path / f"heads-{number:06d}.safetensors" for number in range(6)]
+    for number, file in enumerate(files):
+        file.touch()
+        later = 10**9 if number < 4 else 0  # Those before were written when the clock was years ahead.
+        os.utime(file, (10**9 + later + number, 10**9 + later + number))
+        forget_oldest(file, "heads-*.safetensors")
+    assert sorted(tmp_path.iterdir()) == files[3:]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -263,3 +264,14 @@ def test_a_refusal_says_what_to_do(ask, status: str, says: str) -> None:
     with pytest.raises(EngineError, match=says):
         engine.plugin_report()
     engine.close()
+
+
+def test_a_closed_engine_removes_its_log_and_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "device")  # As a device is, no regular file.
+    (tmp_path / "log").touch()
+    for name, left in (("device", True), ("log", False)):
+        engine = ServerEngine.__new__(ServerEngine)
+        engine._client, engine._log = httpx.Client(), tmp_path / name
+        engine._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        engine.close()
+        assert (tmp_path / name).exists() == left

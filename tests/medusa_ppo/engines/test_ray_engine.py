@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from heads.errors import CheckpointError, ConfigError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.types import Sampling
@@ -117,3 +119,22 @@ def test_without_ray(actor: Actor, engine_config: EngineConfig, monkeypatch: pyt
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(EngineError, match=r"ray\.init"):
         RayEngine(actor.path, actor.heads_path, engine_config)
+
+
+class Mute:
+    """In the place of EngineHost: a process that is there and says nothing."""
+
+    def call(self, *args: object) -> None:
+        time.sleep(60)
+
+
+def test_an_engine_that_says_nothing_is_an_error_in_time(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_server, "TOKEN_S", 0.01)
+    monkeypatch.setattr(ray_engine, "CLOSE_TIMEOUT_S", 0.2)
+    engine = RayEngine.__new__(RayEngine)
+    engine._host, engine._slots = ray.remote(num_cpus=0)(Mute).remote(), 4
+    for ask in (engine.counters, lambda: engine.generate([[1]] * 8, Sampling(max_new_tokens=10))):
+        with pytest.raises(EngineError, match="did not answer in time"):
+            ask()
+    engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -210,3 +211,61 @@ def test_steps_missing_before_a_checkpoint_are_said(tmp_path: Path, caplog: pyte
     (tmp_path / "metrics.jsonl").write_bytes(data.replace(b'"step": 1', b'"st\x00p": 1'))
     RunWriter(tmp_path, {}, resume_step=3).close()
     assert "of the 3 steps before the checkpoint" in caplog.text
+
+
+def test_lines_that_are_lost_come_back_from_the_checkpoints_copy(tmp_path: Path) -> None:
+    first = RunWriter(tmp_path, {})
+    write_steps(first, 0, 1, 2, 3)
+    first.close()
+    data = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "copy").write_bytes(b"".join(data.splitlines(keepends=True)[:3]))
+    for damaged in (data.replace(b'"step": 1', b'"st\x00p": 1'), b"", b"\x00" * 50 + b"\n", None):
+        (tmp_path / "metrics.jsonl").unlink()
+        if damaged is not None:
+            (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        RunWriter(tmp_path, {}, resume_step=3, copy=tmp_path / "copy").close()
+        assert read_run(tmp_path).column("entropy") == [0.0, 1.0, 2.0], damaged
+
+
+def test_warnings_of_our_own_code_are_in_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("medusa_ppo.anything")
+    logger.warning("before the run")
+    writer = RunWriter(tmp_path, {})
+    write_steps(writer, 0)
+    for _ in range(3):
+        logger.warning("The disk is %s, hf_abcdefgh.", "slow")
+    logger.info("no warning")
+    logging.getLogger("somebody").warning("not ours")
+    write_steps(writer, 1)
+    assert read_run(tmp_path).meta["events"] == [{"step": 1, "text": "The disk is slow, ***.", "times": 3}], "also if it is killed now"
+    writer.finish("failed")
+    second = RunWriter(tmp_path, {}, resume_step=1)
+    logger.error("<script>alert(1)</script>")
+    write_steps(second, 1)
+    second.finish()
+    logger.warning("after the run")
+    report = (tmp_path / "report.md").read_text()
+    assert "Step 1 (3 times): The disk is slow, \\*\\*\\*." in report or "Step 1 (3 times): The disk is slow, ***." in report
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;script&gt;alert(1)" in page and "the run" not in report.split("## ")[1]
+    assert [event["text"] for event in read_run(tmp_path).meta["events"]] == ["The disk is slow, ***.", "<script>alert(1)</script>"]
+
+
+def test_a_thousand_warnings_stay_few(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, {})
+    write_steps(writer, 0)
+    for number in range(1000):
+        logging.getLogger("heads").warning("%d " + "x" * 9000, number)
+    writer.finish()
+    run = read_run(tmp_path)
+    assert len(run.meta["events"]) == 50 and len((tmp_path / "run.json").read_text()) < 60_000
+    assert "40 more warning(s) were logged" in (tmp_path / "report.md").read_text()
+
+
+def test_who_set_up_no_logging_still_sees_warnings() -> None:
+    code = (
+        "import logging, tempfile; from medusa_ppo.reports.store import RunWriter; w = RunWriter(tempfile.mkdtemp(), {});"
+        "logging.getLogger('medusa_ppo.x').warning('seen'); w.close(); logging.getLogger('medusa_ppo.x').warning('seen')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("seen") == 2
