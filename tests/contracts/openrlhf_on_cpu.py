@@ -7,12 +7,16 @@ Ray calls `prepare` in each of its processes; vLLM's worker, which is none of th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from medusa_ppo.loops.verl import AfterImport
 
 REPLACED = {
     "flash_attn": "imported by OpenRLHF at the top of its modules and never called here: empty modules",
@@ -91,25 +95,35 @@ def prepare() -> None:
     torch.cuda.current_device = lambda: Cpu("cpu")  # type: ignore[assignment, return-value]
     for name in ("set_device", "synchronize", "current_stream"):
         setattr(torch.cuda, name, lambda *_, **__: None)
-    from vllm.distributed.device_communicators import pynccl
+    _once_imported("vllm.distributed.device_communicators.pynccl", _broadcast_over_store)
+    _once_imported("openrlhf.utils.deepspeed.deepspeed", _strategy_on_cpu)
 
-    pynccl.PyNcclCommunicator = StoreBroadcast  # type: ignore[misc, assignment]
+
+def _once_imported(module: str, then: Callable[[], None]) -> None:
+    """Most of Ray's processes never import these, which take long."""
+    if module in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, AfterImport(module, then))
+
+
+def _broadcast_over_store() -> None:
+    sys.modules["vllm.distributed.device_communicators.pynccl"].PyNcclCommunicator = StoreBroadcast
+
+
+def _strategy_on_cpu() -> None:
     import deepspeed
-    from openrlhf.utils.deepspeed import deepspeed as strategy
     from torch.distributed.device_mesh import init_device_mesh
 
+    strategy = sys.modules["openrlhf.utils.deepspeed.deepspeed"]
     strategy.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
-    if not hasattr(deepspeed, "medusa_initialize"):
-        deepspeed.medusa_initialize = deepspeed.initialize
-        deepspeed.initialize = _initialize
+    deepspeed.initialize = functools.partial(_initialize, deepspeed.initialize)
 
 
-def _initialize(*args: Any, config: dict[str, Any], **kwargs: Any) -> Any:
-    import deepspeed
-
+def _initialize(initialize: Callable[..., Any], *args: Any, config: dict[str, Any], **kwargs: Any) -> Any:
     if "optimizer" in config:
         config["optimizer"]["params"]["torch_adam"] = True
-    return deepspeed.medusa_initialize(*args, config=config, **kwargs)
+    return initialize(*args, config=config, **kwargs)
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
@@ -133,6 +147,7 @@ def main() -> None:
         object_store_memory=256 * 1024**2,
         runtime_env={"worker_process_setup_hook": openrlhf_on_cpu.prepare},
     )
+    openrlhf.WORKER_EXTENSION = "openrlhf_on_cpu.CpuOpenRLHFWorker"
     openrlhf.main(sys.argv[1:])
 
 

@@ -29,7 +29,7 @@ MEDUSA = f"""
 heads: {{num_heads: 2}}
 companion: {{learning_rate: 0.01, epochs: 8, batch_positions: 256, wait: true}}
 engine:
-  extra: {{worker_extension_cls: openrlhf_on_cpu.CpuOpenRLHFWorker, kv_cache_memory_bytes: {64 * 1024**2}, max_num_seqs: 16}}
+  extra: {{kv_cache_memory_bytes: {64 * 1024**2}, max_num_seqs: 16}}
 """
 
 
@@ -48,7 +48,6 @@ def arguments(actor: Path, out: Path) -> list[str]:
         "data.max_len": 64,
         "ds.attn_implementation": "sdpa",
         "ds.zero_stage": 2,
-        "logger.tensorboard_dir": out / "board",
         "reward.remote_url": HERE / "openrlhf_on_cpu.py",
         "rollout.batch_size": PROMPTS,
         "rollout.n_samples_per_prompt": RESPONSES,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from medusa_ppo.reports.store import read_run
 
 HERE = Path(__file__).resolve().parent
 STEPS, PROMPTS, RESPONSES, TOKENS = 10, 8, 4, 24
+RAY_FOLDER = Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"  # Short: a socket's path may have 107 characters.
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -92,7 +95,7 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
         "+ray_kwargs.ray_init.num_gpus": ranks,
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init.object_store_memory": 256 * 1024**2,
-        "+ray_kwargs.ray_init._temp_dir": f"/tmp/vmed{os.getpid()}",
+        "+ray_kwargs.ray_init._temp_dir": RAY_FOLDER,
     }
 
 
@@ -105,6 +108,7 @@ def session() -> Iterator[list[subprocess.Popen[bytes]]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    shutil.rmtree(RAY_FOLDER, ignore_errors=True)
 
 
 def train(actor: Path, out: Path, ranks: int, session: list[subprocess.Popen[bytes]]) -> str:
