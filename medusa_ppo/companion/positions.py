@@ -251,6 +251,8 @@ class ReplayBuffer:
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
-            tensors: dict[str, Any] = {name: state.get(f"{index}.{name}") for name in FIELDS}
+            found = {name: state.get(f"{index}.{name}") for name in FIELDS}
+            # Where a tensor lies in a file decides how its products are rounded; a copy lies as it did at first.
+            tensors: dict[str, Any] = {name: None if value is None else value.clone() for name, value in found.items()}
             how = {"policy_version": int(version), "temperature": temperature, "top_k": int(top_k), "top_p": top_p}
             self._batches.append(RolloutBatch(**tensors, **how))
