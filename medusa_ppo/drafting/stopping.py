@@ -79,7 +79,7 @@ class Ending:
         self._top_B, self._sampled_B = q_BW.amax(1), sampled_B1.squeeze(1)
         self._bin_B = (self._top_B * TOPS).long().clamp(0, TOPS - 1)
         chance_B = self._reached_B * self._owner._of_next_T[self._bin_B]
-        self._goes_on_B = self._goes_on_B & ((chance_B >= self._least) | ~self._sampled_B)
+        self._goes_on_B = self._goes_on_B & ((chance_B >= self._least) | self._sampled_B.logical_not())
         self.lengths_B += self._goes_on_B
 
     def follow(self, k: int, drawn_q_B: torch.Tensor) -> None:

@@ -113,9 +113,9 @@ def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("medusa", {}),
+        ("medusa", {"wait": True}),  # Without it what is kept for replay is not saved.
         ("hydra", {"replay_versions": 2, "wait": True}),
-        ("medusa", {"position_share": 0.9}),
+        ("medusa", {"position_share": 0.9, "replay_versions": 0}),
     ],
 )
 def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, settings: dict, tmp_path) -> None:

@@ -18,8 +18,10 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
 from medusa_ppo.drafting.core import DraftingCore, Sampling
+from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
 from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
+from medusa_ppo.drafting.stopping import Stopping
 
 D, V, K, B, W = 8, 12, 4, 5, 6
 
@@ -113,3 +115,27 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
             assert kept.rows(rows_B.unsqueeze(1)).shape == (B, width)
             assert slots.whole_rows(kept, rows_B, rows_B, rows_B, V).shape == (B, V)
             uniforms(rows_B, None, None, ACCEPT_LANE, K)
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_a_memory_and_an_early_end_stay_on_the_device(vocabulary: bool) -> None:
+    with FakeTensorMode(), Indexing():
+        with torch.device("cuda"):
+            heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra")).requires_grad_(False)
+            lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
+            ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
+            rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
+            texts_BX, weight_BP = torch.zeros(B, SUFFIX + 9, dtype=torch.int32), torch.ones(B, 9)
+            noise_BK = torch.zeros(B, K, dtype=torch.float64)
+        core = DraftingCore(heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD))
+        if ids_W is not None:
+            core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
+        slots = DraftSlots(8, K, W if vocabulary else V, rows_B.device, ids_W)
+        trust, waiting, stopping = Trust(rows_B.device), Waiting(8, K, rows_B.device), Stopping(0.1, 8, K, rows_B.device)
+        with NoCopies():
+            recall = Recall(texts_BX, weight_BP, texts_BX[:, :SUFFIX], trust, rows_B, waiting)
+            ending = stopping.begin(rows_B)
+            drafted = core.draft(hidden_BD, rows_B, K, Sampling(share_B, noise_BK), None, slots, recall, ending)
+            assert drafted.lengths_B is not None and drafted.lengths_B.device.type == "cuda"
+            trust.learn(Drawn(rows_B, share_B, share_B, share_B, share_B), share_B, share_B)
+            stopping.settle(rows_B, rows_B, rows_B)
