@@ -111,33 +111,6 @@ def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Pa
     check_nothing_left(before, children)
 
 
-@pytest.mark.slow
-def test_pieces_and_rollouts_written_ahead_on_real_parts(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Three short runs. Each sequence is computed alone, so pieces change no bit: not of the actor, and not of the heads."""
-    (tmp_path / "even_reward.py").write_text(REWARD)
-    monkeypatch.chdir(tmp_path)
-    before, children, found = leftovers(), set(psutil.Process().children(recursive=True)), {}
-    for name, more in {"whole": {}, "pieces": {"piece_prompts": 2}, "ahead": {"staleness": 1, "importance_bound": 2.0}}.items():
-        config = settings(chain_actor, tmp_path, steps=3)
-        ppo = config.ppo.model_copy(update={"micro_batch_size": 1, "checkpoint_every": None, **more})
-        report = config.report.model_copy(update={"speed_every": None})
-        config = build_config(config.model_copy(update={"name": name, "ppo": ppo, "report": report}).model_dump())
-        run_ppo(config)
-        found[name] = read_run(config.run_dir).steps
-    whole, pieces = (
-        [{key: value for key, value in step.items() if not key.endswith(("_s", "idle_frac", "_gib"))} for step in steps]
-        for steps in (found["whole"], found["pieces"])
-    )
-    assert whole == pieces and len(whole[0]) > 30
-    assert all(len(step[names.SPANS]["actor"]) == 4 for step in found["pieces"])
-    ahead = found["ahead"]
-    assert [step[names.POLICY_LAG] for step in ahead] == [0, 1, 1] and [step[names.POLICY_VERSION] for step in ahead] == [0, 0, 1]
-    gaps = [step[names.LOGPROB_GAP] for step in ahead]
-    assert gaps[0] < 1e-3 < min(gaps[1:]), "an update lies between who wrote and who learns"
-    assert ahead[2][names.COMPANION_TRAINED_TOKENS] > 500
-    check_nothing_left(before, children)
-
-
 def check_results(config: RunConfig, start: Path) -> None:
     trained, first = (AutoModelForCausalLM.from_pretrained(path) for path in (config.run_dir / "actor", start))
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
