@@ -208,7 +208,7 @@ class CompanionConfig(Section):
     is more than half of it a sample is taken; when it is full the oldest that waits goes and is counted."""
     wait: bool = False
     """Wait for the companion before each generation: repeatable, also after --resume, but its time is no longer hidden."""
-    replay_versions: int = Field(4, ge=0)
+    replay_versions: int = Field(0, ge=0)
     """Policy versions for which a batch is trained on again beside newer ones, by half as much with each."""
     gate_confidence: float = Field(0.9, gt=0.5, lt=1)
     """How sure (one-sided) a candidate must be better on the holdout than the serving heads before it is published."""

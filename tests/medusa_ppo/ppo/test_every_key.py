@@ -113,7 +113,7 @@ ROWS: dict[str, Row] = {
     "companion.position_share": (0.5, "learned", {}),
     "companion.queue_bytes": (2**28, "plan", {}),
     "companion.wait": (True, "learned", REPLAYED),
-    "companion.replay_versions": (0, "learned", {}),
+    "companion.replay_versions": (2, "learned", {}),
     "companion.gate_confidence": (0.51, "learned", {"companion": {"learning_rate": 3e-3, "loss": "ce_tv"}}),
     "companion.upper_mark_every": (1, "learned", {}),
     "companion.cores": ([0], "process", {}),
