@@ -99,7 +99,7 @@ def score(actor: MegatronActor, batch: Batch, forward: Any, mask_BT: torch.Tenso
             forward()
         return {"reports": False}
     companion = Companion()
-    plugin = MedusaPlugin(SimpleNamespace(), companion)  # type: ignore[arg-type]
+    plugin = MedusaPlugin(SimpleNamespace(), companion, choices=False)  # type: ignore[arg-type]
     plugin.rollout_ready(batch.rollouts)
     with plugin.actor_forward(actor, batch.mask_BT if mask_BT is None else mask_BT, range(4)):
         forward()
