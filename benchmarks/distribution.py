@@ -49,7 +49,7 @@ from medusa_ppo.vllm_plugin.rpc import Drafting
 SEED = 20261122
 NEW_TOKENS = 96
 AT_ONCE = 256
-"""Requests that are handed to the engine together."""
+"""Responses that are asked of the engine together."""
 STALE_TOKENS = 5_000
 EVERY_SWAP, EVERY_SYNC = 23, 61
 """Engine steps between two swaps of the heads, and between two syncs of the actor."""
@@ -201,26 +201,32 @@ class Sampler:
 
     def _round(self, count: int) -> list[Answer]:
         asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
-        for _ in range(count):
+        responses = 0
+        while responses < count:
             self._serial += 1
             prompt = [*(self.stage.preamble if self.setting.preamble else ()), *self._rng.choice(self.stage.prompts)]
             wanted = {"temperature": 1.0, **self.setting.asked(self._rng)}
             asked[str(self._serial)] = (prompt, wanted)
+            responses += wanted.get("n", 1)
             self._llm.add_request(str(self._serial), {"prompt_token_ids": prompt}, _params(wanted))
         lengths: dict[str, int] = dict.fromkeys(asked, 0)
         versions: dict[str, list[tuple[int, int]]] = {key: [(0, self._actor)] for key in asked}
-        answers: list[Answer] = []
+        # A step tells of the one response that moved, also the step that ends a request for several. To take what that step tells would
+        # leave the response that took the most steps, whose drafts were refused most often: a sample of another distribution.
+        answers: dict[tuple[str, int], Answer] = {}
         while self._llm.has_unfinished_requests():
             for output in self._llm.step():
-                lengths[output.request_id] = len(output.outputs[0].token_ids)
+                prompt, wanted = asked[output.request_id]
+                for one in output.outputs:
+                    lengths[output.request_id] = len(one.token_ids)
+                    ids = list(one.token_ids)
+                    answers[output.request_id, one.index] = Answer(prompt, ids, wanted, versions[output.request_id])
                 if output.finished:
-                    prompt, wanted = asked[output.request_id]
                     self.seen["cached prompt tokens"] += output.num_cached_tokens or 0
-                    answers += [Answer(prompt, list(one.token_ids), wanted, versions[output.request_id]) for one in output.outputs]
             self._steps += 1
             if self.setting.in_flight:
                 self._interfere(lengths, versions)
-        return answers
+        return list(answers.values())
 
     def _interfere(self, lengths: dict[str, int], versions: dict[str, list[tuple[int, int]]]) -> None:
         if self._steps % EVERY_SWAP == 0:
