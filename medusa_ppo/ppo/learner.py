@@ -66,7 +66,7 @@ class PPOLearner(ABC):
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
-        if config.recompute and critic is not None:
+        if config.recompute is True and critic is not None:
             models.recompute_layers(critic)
 
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
