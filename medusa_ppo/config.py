@@ -335,7 +335,7 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
     if config.actor.sequence_parallel and config.actor.tensor_parallel == 1:
         keys, do = ("actor.sequence_parallel", "actor.tensor_parallel"), "Raise the second, or leave the first out."
         yield "Tokens are shared by the ranks that share a layer.", keys, "actor.tensor_parallel above 1", do
-    if config.actor.context_parallel > 1 and (config.sampling.top_k > 0 or config.sampling.top_p < 1):
+    if config.actor.context_parallel > 1 and (config.sampling.top_k or config.sampling.top_p < 1):
         keys, do = (
             ("actor.context_parallel", "sampling.top_k", "sampling.top_p"),
             "Set actor.context_parallel=1, or sample from all tokens.",

@@ -5,7 +5,7 @@ FOLDER/iter_0000100/.metadata                which tensors there are, and in whi
 FOLDER/iter_0000100/*.distcp                 the parts, whatever ranks wrote them
 config.json, tokenizer                       in either folder, as transformers has them: Megatron's own settings are not read
 
-`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it. Parts are read by torch's loader of weights.
+`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else is left blank. Parts are read by torch's loader of weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,18 +176,32 @@ class Stored:
         return part
 
 
+class _Blank:
+    """In the place of whatever else an index names, Megatron's plans of saving among it: made of anything, and does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+    def extend(self, values: Any) -> None:
+        pass
+
+
 class _Records(pickle.Unpickler):
     """Looks up nothing but the records of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.split(".")[0] == "pathlib" and name == "PosixPath":
-            return PurePosixPath
-        found = _RECORDS.get((module, name))
-        if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return found
+        return _RECORDS.get((module, name), _Blank)
 
 
 def _names_in_file(name: str) -> Iterator[tuple[str, int | None]]:

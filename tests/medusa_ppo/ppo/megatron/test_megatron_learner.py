@@ -201,14 +201,14 @@ def check_resumed(pair: Pair, make_rollouts: Callable[..., Any], sampling: Sampl
 
 
 def test_pieces_of_a_batch_are_scored_one_after_the_other(pair: Pair, make_rollouts) -> None:
-    rollouts = make_rollouts(9, seed=5, vocab=VOCAB)
+    rollouts = make_rollouts(10, seed=5, vocab=VOCAB)
     batch, pieces = PPOBatch(rollouts), []
-    whole = pair.ranked.conclude(batch, (pair.ranked.begin_batch(SAMPLING), pair.ranked.measure(batch, SAMPLING))[1], torch.ones(9))
+    whole = pair.ranked.conclude(batch, (pair.ranked.begin_batch(SAMPLING), pair.ranked.measure(batch, SAMPLING))[1], torch.ones(10))
     pair.ranked.begin_batch(SAMPLING)
-    for first, end in ((6, 9), (0, 6)):  # As they end, not as they stand.
+    for first, end in ((6, 10), (0, 6)):  # As they end, not as they stand.
         piece = PPOBatch(replace(rollouts, responses=rollouts.responses[first:end]), first=first)
         pieces.append((first, pair.ranked.measure(piece, SAMPLING)))
-    scores, report = pair.ranked.conclude(batch, Measured.join(batch, pieces), torch.ones(9))
+    scores, report = pair.ranked.conclude(batch, Measured.join(batch, pieces), torch.ones(10))
     for name in ("logprobs_SR", "reference_SR", "values_SR"):
         torch.testing.assert_close(getattr(scores, name), getattr(whole[0], name), **CLOSE)
     assert report == pytest.approx(whole[1], rel=1e-3, abs=1e-5)
