@@ -336,11 +336,9 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         keys, do = ("actor.sequence_parallel", "actor.tensor_parallel"), "Raise the second, or leave the first out."
         yield "Tokens are shared by the ranks that share a layer.", keys, "actor.tensor_parallel above 1", do
     if config.actor.context_parallel > 1 and (config.sampling.top_k or config.sampling.top_p < 1):
-        keys, do = (
-            ("actor.context_parallel", "sampling.top_k", "sampling.top_p"),
-            "Set actor.context_parallel=1, or sample from all tokens.",
-        )
-        yield "No rank has the whole of a sequence, and so knows which tokens a cut left.", keys, "one of the two", do
+        keys = ("actor.context_parallel", "sampling.top_k", "sampling.top_p")
+        do = "Set actor.context_parallel=1, or sample from all tokens."
+        yield "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.", keys, "one of the two", do
     if config.actor.distributed_optimizer and not megatron:
         keys, do = ("actor.distributed_optimizer", "actor.backend"), "Set actor.backend=megatron, or leave the first out."
         yield "One process has nobody to share its optimizer with.", keys, "actor.backend=megatron", do

@@ -5,7 +5,8 @@ FOLDER/iter_0000100/.metadata                which tensors there are, and in whi
 FOLDER/iter_0000100/*.distcp                 the parts, whatever ranks wrote them
 config.json, tokenizer                       in either folder, as transformers has them: Megatron's own settings are not read
 
-`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else is left blank. Parts are read by torch's loader of weights.
+`.metadata` is a pickle: nothing but the records that describe tensors is looked up for it, all else is left blank. Parts are read by
+torch's loader of weights.
 """
 
 from __future__ import annotations
