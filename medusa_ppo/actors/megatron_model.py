@@ -344,8 +344,8 @@ class ContextAttention(nn.Module):
         places = [context_positions(rank, ranks, ranks * share) for rank in range(ranks)]
         allowed = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
         repeats = query_PBNW.shape[2] // key.shape[2]
-        whole = [_AllTokens.apply(part, self._group).repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3) for part in (key, value)]
-        out_BNPW = F.scaled_dot_product_attention(query_PBNW.permute(1, 2, 0, 3), *whole, attn_mask=allowed.to(query_PBNW.device))
+        keys, values = (_AllTokens.apply(part, self._group).repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3) for part in (key, value))
+        out_BNPW = F.scaled_dot_product_attention(query_PBNW.permute(1, 2, 0, 3), keys, values, allowed.to(query_PBNW.device))
         return out_BNPW.permute(2, 0, 1, 3).flatten(2)
 
 
