@@ -41,8 +41,8 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config import EngineConfig, HeadsSection
 from medusa_ppo.data import load_rows, render_prompts
-from medusa_ppo.drafting.uniformity import Uniformity
 from medusa_ppo.engines import launch
+from medusa_ppo.engines.probe import Uniformity
 from medusa_ppo.types import Sampling
 from medusa_ppo.vllm_plugin.rpc import Drafting
 

@@ -156,8 +156,8 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
     """
     from medusa_ppo.actors.hf import load_actor, load_tokenizer
     from medusa_ppo.demo import RECIPES, ensure_demo_actor
-    from medusa_ppo.drafting.uniformity import sentence
     from medusa_ppo.engines import probe
+    from medusa_ppo.engines.probe import sentence
     from medusa_ppo.hardware import settled
     from medusa_ppo.plugin import MedusaPlugin
     from medusa_ppo.ppo.generation import PromptStream

@@ -19,12 +19,11 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server, ray_engine
-from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.types import Response, Sampling
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor
+    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
 
 pytestmark = pytest.mark.engine
 

@@ -31,9 +31,8 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.drafting.core import Drafted, DraftingCore
-from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.engines.probe import HIDDEN, VOCAB, tiny_model
+from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
 from medusa_ppo.types import Sampling
 
 HEADS, PROMPTS = 2, 32
