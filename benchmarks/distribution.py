@@ -44,7 +44,7 @@ from medusa_ppo.data import load_rows, render_prompts
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.probe import Uniformity
 from medusa_ppo.types import Sampling
-from medusa_ppo.vllm_plugin.rpc import Drafting
+from medusa_ppo.vllm_plugin import Drafting
 
 SEED = 20261122
 NEW_TOKENS = 96

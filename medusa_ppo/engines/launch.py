@@ -20,6 +20,7 @@ from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, U
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.hardware import settled_engine
+from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION
 from medusa_ppo.vllm_plugin.registration import (
     FIRST_V2,
     V2_SWITCH,
@@ -30,10 +31,9 @@ from medusa_ppo.vllm_plugin.registration import (
     v2_asked,
     vllm_version,
 )
-from medusa_ppo.vllm_plugin.rpc import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION
 
 if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
-    from medusa_ppo.vllm_plugin.rpc import Drafting
+    from medusa_ppo.vllm_plugin import Drafting
 
 logger = logging.getLogger(__name__)
 

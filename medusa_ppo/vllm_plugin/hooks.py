@@ -28,10 +28,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.drafting.draft_vocabulary import LINEAR, plain_linear
+from medusa_ppo.vllm_plugin import TRANSFER
 from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
 from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older
 from medusa_ppo.vllm_plugin.registration import TESTED, can_transfer, drafter_of, has_v2, release, require_vllm, v2_asked, vllm_version
-from medusa_ppo.vllm_plugin.rpc import TRANSFER
 
 V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
 """Where our speculator's module has put something in its place (`Installed.places`)."""

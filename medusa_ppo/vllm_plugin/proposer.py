@@ -29,6 +29,7 @@ from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Trait
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.types import Checked
+from medusa_ppo.vllm_plugin import SAMPLED, Drafting
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
     check_finite,
@@ -49,7 +50,6 @@ from medusa_ppo.vllm_plugin.hooks import (
     packed_linear,
     packs_8_bit,
 )
-from medusa_ppo.vllm_plugin.rpc import SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 

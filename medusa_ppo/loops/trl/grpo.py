@@ -31,8 +31,8 @@ from medusa_ppo.loops.passes import Generated  # noqa: E402
 from medusa_ppo.loops.ranks import Ranks  # noqa: E402
 from medusa_ppo.loops.trl import replaced  # noqa: E402
 from medusa_ppo.types import Sampling  # noqa: E402
+from medusa_ppo.vllm_plugin import token_header  # noqa: E402
 from medusa_ppo.vllm_plugin.registration import is_cpu_build  # noqa: E402
-from medusa_ppo.vllm_plugin.rpc import token_header  # noqa: E402
 
 __all__ = ["MedusaCallback", "MedusaGRPOTrainer", "MedusaMixin", "MedusaRLOOTrainer"]
 
