@@ -24,8 +24,8 @@ from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.types import Counters, Sampling
-from medusa_ppo.vllm_plugin import registration as versions
 from medusa_ppo.vllm_plugin import first_of, raise_reported, reports_errors
+from medusa_ppo.vllm_plugin import registration as versions
 
 
 @pytest.fixture
