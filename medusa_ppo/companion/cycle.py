@@ -14,8 +14,20 @@ from heads.acceptance import ReplayResult
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.running_mean import WARM, RunningMean, under
-from medusa_ppo.companion.gate import Evidence, Served, Verdict, equal, extra_tokens, find_fault, judge, replay, replay_row
+from medusa_ppo.companion.gate import (
+    WARM,
+    Evidence,
+    RunningMean,
+    Served,
+    Verdict,
+    equal,
+    extra_tokens,
+    find_fault,
+    judge,
+    replay,
+    replay_row,
+    under,
+)
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
