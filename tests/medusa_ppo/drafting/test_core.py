@@ -12,10 +12,9 @@ from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
-from medusa_ppo.drafting import context, fused
+from medusa_ppo.drafting import DRAFT_LANE, context, fused, keys_of, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
 from medusa_ppo.drafting.draft_vocabulary import plain_linear
-from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
 D, V, K, B = 8, 12, 4, 5
