@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.cli.model_sizes import BFLOAT16, ModelSizes
 from medusa_ppo.drafting import DRAFT_LANE, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling
 from medusa_ppo.drafting.draft_vocabulary import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.hardware import BFLOAT16, ModelSizes
 
 SEQUENCES = (1, 4, 16, 64, 256)
 FLOAT32 = 4

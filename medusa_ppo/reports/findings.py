@@ -206,12 +206,12 @@ def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 class Events(logging.Handler):
-    """What our own code warns of while a run goes on: kept in run.json. Each event has its `step`, its `text`, and how many `times` it was said.
+    """What our own code warns of while a run goes on, kept in run.json.
 
     Attributes:
         fresh: something came since this was last set to False.
         next_step: the step that goes on.
-        told: the events.
+        told: the events: `step`, `text`, and how many `times` it was said.
     """
 
     LOGGERS = ("heads", "medusa_ppo")
