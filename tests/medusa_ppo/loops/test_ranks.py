@@ -161,7 +161,7 @@ def test_a_process_that_dies_is_an_error_for_the_other_at_once(dies: int):
 
 
 class Engine:
-    """In the place of the vLLM in each process (tests/medusa_ppo/loops/trl/test_grpo_ranks.py has the real ones): what it holds."""
+    """In the place of the vLLM in each process (tests/medusa_ppo/loops/test_trl_grpo_ranks.py has the real ones): what it holds."""
 
     def __init__(self) -> None:
         self.version, self.heads, self.drafts = 0, "", 0
