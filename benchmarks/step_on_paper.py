@@ -30,7 +30,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting import DRAFT_LANE, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling
-from medusa_ppo.drafting.draft_vocabulary import plain_linear
+from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.hardware import BFLOAT16, ModelSizes
 

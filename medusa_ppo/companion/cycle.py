@@ -31,7 +31,7 @@ from medusa_ppo.companion.gate import (
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
-from medusa_ppo.drafting.draft_vocabulary import most_frequent
+from medusa_ppo.drafting.products import most_frequent
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 

@@ -25,7 +25,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, load_state
 from medusa_ppo.drafting.core import Drafted, Sampling
-from medusa_ppo.drafting.draft_vocabulary import spread
+from medusa_ppo.drafting.products import spread
 from medusa_ppo.types import Checked
 
 ROWS = 4

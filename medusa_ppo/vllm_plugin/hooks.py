@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.drafting.draft_vocabulary import LINEAR, plain_linear
+from medusa_ppo.drafting.products import LINEAR, plain_linear
 from medusa_ppo.vllm_plugin import TRANSFER
 from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
 from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older

@@ -17,8 +17,8 @@ from heads.targets import MISSING
 pytest.importorskip("vllm")
 
 from medusa_ppo.drafting.core import DraftingCore, Sampling
-from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.memory import prompt_key
+from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
