@@ -41,7 +41,6 @@ ROWS_AT_ONCE = 256
 ROWS_TRIED = 4
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
-
 TABLE_ENTRIES = 1 << 24
 """Most numbers in the tables of what tokens add: memory, and the time that every sync takes to make them."""
 TABLE_ROWS_AT_ONCE = 4096

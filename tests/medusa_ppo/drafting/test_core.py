@@ -12,7 +12,7 @@ from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
-from medusa_ppo.drafting import DRAFT_LANE, context, keys_of, uniforms
+from medusa_ppo.drafting import DRAFT_LANE, context, keys_of, products, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
