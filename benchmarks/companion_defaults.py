@@ -33,9 +33,9 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import UsageError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config, load_config
 from medusa_ppo.demo import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync

@@ -29,8 +29,8 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.companion.schedule import Account, Decision, StepSeen
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.launch import draft_vocabulary

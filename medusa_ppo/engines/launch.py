@@ -14,13 +14,13 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.hardware import settled_engine
-from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION
+from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION, Drafting
 from medusa_ppo.vllm_plugin.registration import (
     FIRST_V2,
     V2_SWITCH,
@@ -31,9 +31,6 @@ from medusa_ppo.vllm_plugin.registration import (
     v2_asked,
     vllm_version,
 )
-
-if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
-    from medusa_ppo.vllm_plugin import Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from medusa_ppo import metrics as m
-from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
@@ -260,7 +259,7 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(reason, steps, what it means) of the companion's schedule, the most frequent first."""
-    return [(reason, w.whole(steps), REASONS.get(reason, "")) for reason, steps in summary["companion"]["reasons"] or []]
+    return [(reason, w.whole(steps), m.REASONS.get(reason, "")) for reason, steps in summary["companion"]["reasons"] or []]
 
 
 def version_rows(run: Run) -> list[VersionRow]:

@@ -22,8 +22,8 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import MedusaPlugin, initial_heads

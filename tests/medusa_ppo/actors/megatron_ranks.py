@@ -28,7 +28,7 @@ from heads.modules import MedusaHeads
 from heads.parallel import ParallelHeads
 from medusa_ppo.actors.hf import HiddenTap
 from medusa_ppo.actors.megatron import MegatronActor
-from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 

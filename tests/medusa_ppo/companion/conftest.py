@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import HANG_S
 from medusa_ppo.companion.client import CompanionClient
-from medusa_ppo.companion.handover import HANG_S
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 

@@ -17,9 +17,9 @@ import torch
 from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import Answer
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.handover import Answer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
 

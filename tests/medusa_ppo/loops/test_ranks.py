@@ -28,7 +28,7 @@ from heads.checkpoint import checksum, load_heads, load_state, save_state
 from heads.errors import ConfigError, EngineError, MedusaError
 from medusa_ppo import plugin as plugin_module
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.config import build_config
 from medusa_ppo.loops import attachment as attachment_module
 from medusa_ppo.loops import ranks as module

@@ -14,7 +14,7 @@ import torch
 
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
