@@ -35,8 +35,8 @@ if "v2" in sys.argv and not os.path.exists("/dev/nvidia0"):
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, save_heads, save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config import EngineConfig, HeadsSection

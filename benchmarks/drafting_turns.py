@@ -39,7 +39,7 @@ def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
     import torch
 
     try:
-        from heads.heads_config import HeadsConfig
+        from heads import HeadsConfig
     except ImportError:
         from heads.config import HeadsConfig  # type: ignore[no-redef, import-not-found]
     from heads.modules import MedusaHeads

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
 from medusa_ppo.companion.trainer import TOGETHER
 from medusa_ppo.config import HeadsSection

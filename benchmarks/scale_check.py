@@ -24,8 +24,8 @@ import torch
 from scale import head_flops
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from medusa_ppo.companion.trainer import HeadsTrainer

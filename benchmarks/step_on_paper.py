@@ -26,7 +26,7 @@ from scale import ACTORS, overridden
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting import DRAFT_LANE, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling

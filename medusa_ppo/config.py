@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from heads import HeadsConfig
 from heads.errors import ConfigError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.config_file import (
     Count,
     Section,

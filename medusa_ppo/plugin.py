@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, save_heads
 from heads.errors import DataError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from heads import HeadsConfig
 from heads.errors import DataError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.positions import EarlySample, with_states
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import PublishedHeads, RolloutBatch, Rollouts

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.errors import CheckpointError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import (
     WARM,

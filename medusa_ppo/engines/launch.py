@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heads import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.hardware import settled_engine
 from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION, Drafting

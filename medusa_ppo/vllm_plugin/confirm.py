@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from heads import HeadsConfig
 from heads.errors import CheckpointError, SwapError
-from heads.heads_config import HeadsConfig
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, load_state
 from medusa_ppo.drafting.core import Drafted, Sampling

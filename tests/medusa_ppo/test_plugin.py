@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError, DataError, SwapError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight

@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.losses import LossConfig, head_loss
 from heads.modules import MedusaHeads
 from heads.parallel import ParallelHeads

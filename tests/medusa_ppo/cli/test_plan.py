@@ -12,8 +12,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from heads import HeadsConfig
 from heads.errors import ModelError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
 from medusa_ppo.cli.plan import companion_bytes, heads_parameters, hidden_bytes, lines, make_plan, size_text

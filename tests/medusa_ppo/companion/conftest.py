@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from medusa_ppo.companion import HANG_S
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.config import CompanionConfig

@@ -14,9 +14,9 @@ import pytest
 import ray
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import Answer
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult, replay_probabilities
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 from medusa_ppo.companion import gate

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state, save_state
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.positions import ReplayBuffer
 from medusa_ppo.config import CompanionConfig

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import ServiceArguments, pack, unpack
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle

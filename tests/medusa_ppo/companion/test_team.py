@@ -14,9 +14,9 @@ import pytest
 import ray
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state
 from heads.errors import RunError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config import CompanionConfig

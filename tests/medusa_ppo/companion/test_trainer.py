@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, DataError
-from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
 from heads.modules import SHARED, MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import Served, replay

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heads import HeadsConfig
 from heads.errors import ConfigError
-from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
 from medusa_ppo.drafting import DRAFT_LANE, context, keys_of, products, uniforms

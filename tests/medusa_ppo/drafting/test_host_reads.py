@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting import ACCEPT_LANE, DRAFT_LANE, uniforms
 from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen

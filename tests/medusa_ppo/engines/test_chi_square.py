@@ -14,8 +14,8 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import truncate_logits
 from medusa_ppo.config import EngineConfig

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import launch

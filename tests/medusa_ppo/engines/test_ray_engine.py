@@ -13,9 +13,9 @@ import pytest
 import ray
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads, save_state
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server, ray_engine

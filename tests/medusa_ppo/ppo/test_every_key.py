@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli.plan import make_plan
 from medusa_ppo.companion import client as client_file

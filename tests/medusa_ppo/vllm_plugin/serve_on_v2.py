@@ -25,9 +25,9 @@ if "v2" in sys.argv:
     import interpreter  # noqa: F401  Before vLLM.
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.drafting.core import Drafted, DraftingCore

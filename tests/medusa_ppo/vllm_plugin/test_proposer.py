@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
 
