@@ -98,7 +98,7 @@ def _vllm() -> Check:
 
 def _hooks() -> Iterator[Check]:
     """The names inside vLLM that we rely on, one finding each; looked for in a process of their own, which imports vLLM."""
-    module = "medusa_ppo.vllm_plugin.hook_table"
+    module = "medusa_ppo.vllm_plugin.registration"
     ok, answer = _python("-m", module)
     if not ok:
         yield Check("Hooks", False, answer, f"Run `python -m {module}` and read what it prints.")

@@ -28,6 +28,7 @@ from medusa_ppo.vllm_plugin.registration import (
     is_cpu_build,
     require_transfer,
     require_vllm,
+    text_of,
     v2_asked,
     vllm_version,
 )
@@ -152,7 +153,7 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
     """`engine.runner`. UnsupportedVersionError or ConfigError when it is V2 and something here can't have it."""
     if config.runner == "v1":
         return "v1"
-    version, first = vllm_version(), ".".join(map(str, FIRST_V2))
+    version, first = vllm_version(), text_of(FIRST_V2)
     lacks: list[tuple[type[UnsupportedVersionError | ConfigError], str, str]] = []
     if not has_v2(version):
         lacks.append((UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested"))
