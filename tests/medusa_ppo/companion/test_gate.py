@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -118,15 +117,7 @@ def test_other_sizes_never_pass(chain) -> None:
 
 def test_a_holdout_without_draft_steps_decides_nothing(chain) -> None:
     task = chain()
-    batch = task.batch(4)
-    single = dataclasses.replace(
-        batch,
-        hidden_MD=batch.hidden_MD[:3],
-        response_ids_M=batch.response_ids_M[:3],
-        logprobs_M=batch.logprobs_M[:3],
-        lengths_S=torch.ones(3, dtype=torch.int64),
-    )
-    verdict = judged(trained(task), zero_heads(task), None, task.lm_head_VD, single)
+    verdict = judged(trained(task), zero_heads(task), None, task.lm_head_VD, task.single())
     assert not verdict.publish and not verdict.worse and "no draft step" in verdict.reason
 
 
