@@ -107,7 +107,7 @@ ACCOUNT = (COMPANION_PASSES, COMPANION_REASON, COMPANION_SAVED_S, COMPANION_LOST
 """What a companion that must pay books for a step."""
 
 REASONS = {
-    "fixed": "the schedule is fixed",
+    "fixed": "the loop waits for the companion, or the engine writes ahead",
     "alone": "the companion takes nothing from the loop",
     "behind": "a batch waits already, because training takes longer than a step",
     "start": "the run begins, and no version was published yet",

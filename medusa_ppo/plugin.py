@@ -63,7 +63,7 @@ class MedusaPlugin:
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
-        account: what training costs the loop and saves it, and so how much is trained; None: the schedule is fixed.
+        account: what training costs the loop and saves it, and so how much is trained; None: it is trained on every batch.
         installer: what it has installed in the engine, and how often.
     """
 
@@ -162,7 +162,7 @@ class MedusaPlugin:
                 resume_from=resume_from,
             )
         settings = config.companion
-        passes = float(settings.epochs) if settings.must_pay else None
+        passes = float(settings.epochs) if config.must_pay else None
         wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
         plugin = cls(engine, companion, wait=wait, on_error=on_error, heads=heads, passes=passes, choices=choices)
         plugin._tables = tables_VD

@@ -119,7 +119,7 @@ class Cycle:
         self._seed = seed
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
-        mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
+        mean = RunningMean(self.candidate, steps=0 if first.untrained else WARM)
         self._dtype = getattr(torch, config.dtype) if config.dtype else None
         how: dict[str, Any] = {"embedding_VD": embedding_VD, "device": device, "dtype": self._dtype, "mean": mean}
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, **how)
@@ -247,7 +247,7 @@ class Cycle:
         Fitted on the responses that are not judged. Heads fitted on those that are reach much more, by learning them by heart: what they
         gain there they lose on other responses of the same policy (docs/companion.md has the figures).
         """
-        trainer, mean = self.trainer, RunningMean(_copy(self.candidate), self._config.average, steps=WARM)
+        trainer, mean = self.trainer, RunningMean(_copy(self.candidate), steps=WARM)
         fitted = HeadsTrainer(
             _copy(self.candidate).requires_grad_(True),
             trainer.lm_head_VD,

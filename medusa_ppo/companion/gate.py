@@ -307,6 +307,8 @@ def replay_row(result: ReplayResult) -> ReplayRow:
 
 # ---- the candidate ----------------------------------------------------------------------------------------------------------------
 
+AVERAGE = 0.97
+"""Share of a running mean that stays with each optimizer step (`benchmarks/companion_defaults.py` compares others)."""
 WARM = 1_000_000
 """Steps that heads count as having made which begin trained: their mean keeps its full length from the first step on."""
 
@@ -322,7 +324,7 @@ class RunningMean:
         steps: optimizer steps that it has seen. The first ones weigh more, so that heads that begin at nothing are left behind at once.
     """
 
-    def __init__(self, heads: MedusaHeads, decay: float, *, steps: int = 0) -> None:
+    def __init__(self, heads: MedusaHeads, decay: float = AVERAGE, *, steps: int = 0) -> None:
         """
         Args:
             heads: a copy of what training begins with, changed in place.
