@@ -285,8 +285,8 @@ class RunConfig(Section):
 
     @property
     def must_pay(self) -> bool:
-        """How much the companion trains follows from measured seconds: not where the loop waits for it, since no run repeats them, nor where
-        the engine writes ahead, since they are booked one after the other."""
+        """How much the companion trains follows from measured seconds: not where the loop waits for it, since no run repeats them, nor
+        where the engine writes ahead, since they are booked one after the other."""
         return not (self.companion.wait or self.ppo.staleness)
 
     @model_validator(mode="after")
