@@ -17,7 +17,7 @@ from heads.errors import ConfigError
 from medusa_ppo.bench import PairedRates, RolloutBench, Table, draw_ratios, run_rounds, table_of
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.console import OfflineProgress
-from medusa_ppo.drafting.draft_vocabulary import MIN_TOKENS_PER_ENTRY
+from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
