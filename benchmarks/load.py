@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -204,6 +205,8 @@ async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests:
 
 def percentiles(answers: Sequence[Answer]) -> list[float]:
     """Milliseconds at PERCENTILES."""
+    if len(answers) < 2:
+        return [math.nan] * len(PERCENTILES)
     cuts = statistics.quantiles([1000 * (answer.ended - answer.began) for answer in answers], n=100, method="inclusive")
     return [cuts[percentile - 1] for percentile in PERCENTILES]
 

@@ -15,6 +15,7 @@ from medusa_ppo.cli.model_sizes import BFLOAT16, FLOAT32, ModelSizes
 from medusa_ppo.config import EMBEDDED_ACTORS, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.hardware import Choice, Hardware, applied, choices
+from medusa_ppo.reports.store import without_secrets
 
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
 HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.
@@ -229,7 +230,7 @@ def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {"weights": _element(config) * model.parameters // ranks, "keys and values": cache_bytes(text, section) // ranks}
     if section.addresses:
-        where = f"running servers at {section.backend}"
+        where = f"running servers at {without_secrets(section.backend)}"
     elif section.backend == SERVER:
         where = "a vllm serve process on the PPO loop's node"
     else:

@@ -40,7 +40,7 @@ from medusa_ppo.config import RunConfig, known_keys
 from medusa_ppo.config_file import merged, unknown
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
-from medusa_ppo.reports.store import without_secrets
+from medusa_ppo.reports.trackers import plain
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, c
         _take_companion(run_dir / COMPANION_FOLDER, folder / COMPANION_FOLDER)
         if (run_dir / METRICS_FILE).is_file():
             shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
-        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": _plain(config)}
+        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": plain(config)}
         write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:
         _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
@@ -172,7 +172,7 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         if raw["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
         position = RunPosition(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
-        old, default, now = raw["config"], _plain(RunConfig()), _plain(config)
+        old, default, now = raw["config"], plain(RunConfig()), plain(config)
         if "version" in raw:
             whole = merged(merged(default, BEFORE), old)  # With the keys that are newer than the state.
             was = {key: _look_up(whole, key) for key in keys}
@@ -187,11 +187,6 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
         raise ConfigError("The configuration is not the one that was saved.", given=given, expected="the same values", do=do)
     return position
-
-
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as it stands in a file."""
-    return dict(without_secrets(config.model_dump(mode="json")))
 
 
 def _within(key: str, name: str) -> bool:

@@ -266,6 +266,15 @@ def test_a_refusal_says_what_to_do(ask, status: str, says: str) -> None:
     engine.close()
 
 
+def test_an_error_tells_the_address_without_its_password(ask) -> None:
+    engine, server = ask(lambda c, r: c.close())
+    engine._client = httpx.Client(base_url=server.address.replace("//", "//me:pw@"), limits=http_server.LIMITS)
+    with pytest.raises(EngineError, match=server.address.partition("//")[2]) as caught:
+        engine.plugin_report()
+    assert "pw" not in str(caught.value)
+    engine.close()
+
+
 def test_a_closed_engine_removes_its_log_and_no_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "device")  # As a device is, no regular file.
     (tmp_path / "log").touch()
