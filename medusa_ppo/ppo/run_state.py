@@ -32,7 +32,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from heads.checkpoint import write_json
+from heads.checkpoint import remove_directory, write_json
 from heads.errors import CheckpointError, ConfigError, MedusaError
 from medusa_ppo import __version__
 from medusa_ppo import metrics as names
@@ -91,7 +91,7 @@ def _keep(run_dir: Path, step: int, count: int) -> None:
     with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
         shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
     for old in sorted((run_dir / KEPT_FOLDER).glob("step-*"))[:-count]:
-        shutil.rmtree(old)
+        remove_directory(old)
 
 
 def keep_best(run_dir: Path, figures: Mapping[str, float], learner: PPOLearner, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,12 +120,12 @@ def fresh_folder(target: Path) -> Iterator[Path]:
         yield new
         new.chmod(0o755)  # mkdtemp makes it ours alone.
         _to_disk(new)
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if os.path.lexists(target):
+            remove_directory(old)
             os.rename(target, old)
         os.rename(new, target)
         _to_disk(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        remove_directory(old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

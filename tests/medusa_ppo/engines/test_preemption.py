@@ -83,11 +83,12 @@ def answers(core: Any, prompts: list[list[int]], generator: random.Random, seen:
     others, found = [], {}
     for index, prompt in enumerate(prompts):
         length = {"max_tokens": 96, "ignore_eos": True, "detokenize": False}
-        core.add_request(f"greedy-{index}", {"prompt_token_ids": prompt}, SamplingParams(temperature=0.0, **length))
+        core.add_request(f"greedy-{index}", {"type": "token", "prompt_token_ids": prompt}, SamplingParams(temperature=0.0, **length))
         mixed = {"temperature": generator.choice([0.5, 1.0, 2.0]), "top_k": generator.choice([0, 5]), "top_p": generator.choice([0.8, 1.0])}
         mixed["repetition_penalty"] = generator.choice([1.0, 1.0, 1.2])
         others.append(f"other-{index}")
-        core.add_request(others[-1], {"prompt_token_ids": prompt}, SamplingParams(seed=generator.choice([None, index]), **mixed, **length))
+        settings = SamplingParams(seed=generator.choice([None, index]), **mixed, **length)
+        core.add_request(others[-1], {"type": "token", "prompt_token_ids": prompt}, settings)
     while core.has_unfinished_requests():
         for output in core.step():
             if output.finished:
