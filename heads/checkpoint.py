@@ -174,7 +174,7 @@ def _replace_directory(new: Path, path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a folder with what is in it; of a link to one only the link (which `shutil.rmtree` refuses, so that it would stay for ever)."""
+    """Remove a folder with what is in it; of a link to one only the link, which `shutil.rmtree` would refuse and leave."""
     if path.is_symlink():
         path.unlink()
     else:
