@@ -195,7 +195,9 @@ async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests:
             answers.append(await ask(client, engine, actors.prompts, number, swapper))
 
     headers, limits = dict(engine._client.headers), httpx.Limits(max_connections=at_once)
-    async with httpx.AsyncClient(base_url=engine._client.base_url, headers=headers, limits=limits, timeout=120.0) as client:
+    async with httpx.AsyncClient(
+        base_url=engine._client.base_url, headers=headers, limits=limits, timeout=120.0, trust_env=False
+    ) as client:
         clock = asyncio.create_task(turns())
         await asyncio.gather(*(work(client) for _ in range(at_once)))
         over.set()

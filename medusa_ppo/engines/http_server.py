@@ -62,6 +62,7 @@ class ServerEngine(base.WorkerEngine):
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
+            trust_env=not token,  # A proxy of the environment has no business on loopback, and would be told the token.
         )
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
