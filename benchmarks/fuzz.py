@@ -117,6 +117,7 @@ class Bench:
 
     def config(self, case: Case) -> None:
         """`text` or `values` as YAML, and `overrides`."""
+        possible(all(isinstance(word, str) for word in case["overrides"]))
         file = self._write("run.yaml", case["text"] if case.get("text") is not None else json.dumps(whole(case["values"])))
         settled(load_config(file, case["overrides"]), NODE)
 
@@ -148,6 +149,7 @@ class Bench:
 
     def foreign(self, case: Case) -> None:
         """A folder of another format: names and shapes of tensors, and a configuration."""
+        possible(all(isinstance(name, str) for name, _ in case["tensors"]))
         folder = self.home / "foreign"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -210,6 +212,8 @@ class Bench:
 
     def rows(self, case: Case) -> None:
         """Rows, and the template or column that makes prompts of them."""
+        rows, texts = case["rows"], (case["template"], case["column"])
+        possible(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and all(isinstance(text, str) for text in texts))
         render_prompts(case["rows"], template=case["template"], column=case["column"])
 
     def data_file(self, case: Case) -> None:
@@ -218,6 +222,10 @@ class Bench:
 
     def loop(self, case: Case) -> None:
         """What a foreign loop generated, and what then goes through its model."""
+        for name, rows in case.items():
+            kinds = (int, float, type(None)) if name == "logprobs" else (int,)
+            possible(isinstance(rows, list) and all(isinstance(row, list) for row in rows))
+            possible(all(isinstance(value, kinds) and abs(value or 0) < 1 << 63 for row in rows for value in row))
         rollouts = as_rollouts(Generated(case["prompts"], case["completions"], case["logprobs"]), Sampling())
         ids, mask, positions = (
             torch.tensor(case[name], dtype=torch.int64).reshape(len(case[name]), -1 if case[name] and case[name][0] else 0)
@@ -253,6 +261,15 @@ class Bench:
         path = self.home / name
         path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
         return path
+
+
+class NoCaseError(Exception):
+    """What a change made of a case is nothing that its reader can be given."""
+
+
+def possible(is_so: bool) -> None:
+    if not is_so:
+        raise NoCaseError
 
 
 REMOVE = "REMOVE"
