@@ -38,9 +38,9 @@ import httpx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, load_lm_head, load_state, save_heads, save_state
 from heads.errors import MedusaError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import RunConfig, load_config
 from medusa_ppo.console import say
@@ -225,7 +225,9 @@ class Bench:
         for name, rows in case.items():
             kinds = (int, float, type(None)) if name == "logprobs" else (int,)
             possible(isinstance(rows, list) and all(isinstance(row, list) for row in rows))
-            possible(all(isinstance(value, kinds) and abs(value or 0) < 1 << 63 for row in rows for value in row))
+            possible(
+                all(isinstance(value, kinds) and (not isinstance(value, int) or abs(value) < 1 << 63) for row in rows for value in row)
+            )
         rollouts = as_rollouts(Generated(case["prompts"], case["completions"], case["logprobs"]), Sampling())
         ids, mask, positions = (
             torch.tensor(case[name], dtype=torch.int64).reshape(len(case[name]), -1 if case[name] and case[name][0] else 0)

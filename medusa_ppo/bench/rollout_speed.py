@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from heads.errors import ConfigError
 from medusa_ppo.bench import PairedRates, RolloutBench, Table, draw_ratios, run_rounds, table_of
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.console import OfflineProgress
-from medusa_ppo.drafting.draft_vocabulary import MIN_TOKENS_PER_ENTRY
+from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -25,10 +26,13 @@ from medusa_ppo.standalone.collect import take_prompts
 from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.types import Counters, Sampling
 
-NONE, STOCK, NGRAM, FIXED, CHOSEN = "none", "stock medusa", "n-gram", "ours, K = {}", "ours, K chosen"
-NGRAM_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
+OTHERS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
+"""vLLM's own ways to draft without a model, by their name there, and their settings."""
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
+LEARNING_ROUNDS = 4
+"""Rounds before those that count in which an engine that chooses K learns what its steps take, as it has after a run's first rollouts."""
 COLUMNS = {
     "sequences": "{batch}",
     "arm": "{arm}",
@@ -64,7 +68,7 @@ def running_arms(
     seed: int,
     scratch: Path,
     *,
-    ngram: bool = True,
+    others: Sequence[str] = ("ngram",),
     fixed: Sequence[int] = (),
 ) -> Iterator[list[Arm]]:
     """All arms, started one after the other; `ray.init` is the caller's. Every engine is closed at the end.
@@ -74,7 +78,7 @@ def running_arms(
         stock_heads: folder of heads of kind medusa for vLLM's own Medusa; empty: that arm is left out.
         config: settings that all engines share; `draft_temperature` and `num_drafts` are of our arms.
         scratch: folder for the stock arm's copy of its heads.
-        ngram: with the n-gram arm.
+        others: of OTHERS, each an arm.
         fixed: numbers of drafts that have arms of their own; none: all heads.
     """
     ours = plan_launch(model, heads, config, seed)
@@ -87,12 +91,29 @@ def running_arms(
         arms = [Arm(NONE, start(plain))]
         if stock_heads:
             arms.append(Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch))))
-        if ngram:
-            settings = {"method": "ngram", "num_speculative_tokens": ours.max_drafts, **NGRAM_LOOKUP}
-            arms.append(Arm(NGRAM, start(_with_speculation(plain, settings))))
+        for name in others:
+            settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
+            arms.append(Arm(name, start(_with_speculation(plain, settings))))
         engine = start(ours)
         most = ours.max_drafts
         yield [*arms, *(Arm(FIXED.format(k), engine, k) for k in fixed or (most,)), Arm(CHOSEN, engine, most, choose=True)]
+
+
+def _others(names: Sequence[str]) -> list[str]:
+    names = [name for name in names if name != NONE]
+    for name in names:
+        if name not in OTHERS:
+            raise ConfigError(
+                "vLLM has no such way to draft.", given=f"others: {name}", expected=", ".join([NONE, *OTHERS]), do="Name one of them."
+            )
+    if "suffix" in names and find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "vLLM's suffix decoding needs a package that is not installed.",
+            given="others: suffix",
+            expected="arctic-inference",
+            do="`pip install arctic-inference`, or leave this arm out.",
+        )
+    return names
 
 
 def _with_speculation(plan: LaunchPlan, settings: dict[str, Any]) -> LaunchPlan:
@@ -122,6 +143,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         ModelError, DataError, CheckpointError, ConfigError: before anything starts.
         EngineError: an engine failed.
     """
+    others = _others(bench.others)
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     config = EngineConfig(
         dtype=None if bench.dtype == "auto" else bench.dtype,
@@ -131,13 +153,14 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         threads=bench.threads,
         draft_temperature=bench.draft_temperature,
         draft_vocab=None if bench.draft_vocab < 0 else bench.draft_vocab,
+        memory_bytes=bench.memory_bytes or None,
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as scratch, local_ray(cpus=bench.threads):
         with (
             running_arms(
-                bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), ngram=bench.ngram, fixed=bench.fixed
+                bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), others=others, fixed=bench.fixed
             ) as arms,
             progress.phase("Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)) as advance,
         ):
@@ -167,7 +190,7 @@ def _run_batch(
         def run(number: int) -> float:
             arm.prepare()
             tokens, seconds = 0, 0.0
-            for group in range(groups):
+            for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
