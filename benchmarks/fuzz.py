@@ -188,6 +188,9 @@ class Bench:
 
     def http(self, case: Case) -> None:
         """Answers of a server: status and body of each path."""
+        answers = case["answers"].values()
+        possible(all(isinstance(pair, list) and len(pair) == 2 for pair in answers))
+        possible(all(isinstance(status, int) and 0 <= status < 1000 for status, _ in answers))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
         engine.max_drafts, engine._workers, engine._process, engine._log = 2, 1, None, Path("/dev/null")
@@ -223,11 +226,10 @@ class Bench:
     def loop(self, case: Case) -> None:
         """What a foreign loop generated, and what then goes through its model."""
         for name, rows in case.items():
-            kinds = (int, float, type(None)) if name == "logprobs" else (int,)
             possible(isinstance(rows, list) and all(isinstance(row, list) for row in rows))
-            possible(
-                all(isinstance(value, kinds) and (not isinstance(value, int) or abs(value) < 1 << 63) for row in rows for value in row)
-            )
+            for value in (value for row in rows for value in row):
+                whole_number = isinstance(value, int) and abs(value) < 1 << 63
+                possible(whole_number or (name == "logprobs" and (value is None or isinstance(value, float))))
         rollouts = as_rollouts(Generated(case["prompts"], case["completions"], case["logprobs"]), Sampling())
         ids, mask, positions = (
             torch.tensor(case[name], dtype=torch.int64).reshape(len(case[name]), -1 if case[name] and case[name][0] else 0)
