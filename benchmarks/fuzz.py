@@ -150,6 +150,8 @@ class Bench:
     def foreign(self, case: Case) -> None:
         """A folder of another format: names and shapes of tensors, and a configuration."""
         possible(all(isinstance(name, str) for name, _ in case["tensors"]))
+        possible(all(isinstance(size, int) and 0 <= size < 1000 for _, shape in case["tensors"] for size in shape))
+        possible(all(len(shape) < 4 for _, shape in case["tensors"]))  # What is written here shall fit into the memory.
         folder = self.home / "foreign"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -380,7 +382,8 @@ def try_mutants(bench: Bench, target: str, case: Case, seed: int, found: list[di
         try_one(bench, target, mutated(case, generator), found)
 
 
-def try_one(bench: Bench, target: str, case: Case, found: list[dict[str, Any]]) -> None:
+def try_one(bench: Bench, target: str, case: Case, found: list[dict[str, Any]]) -> bool:
+    """Whether it is a case of the target at all."""
     try:
         attempt(bench, target, case)
     except (Exception, Hang) as error:
@@ -388,6 +391,8 @@ def try_one(bench: Bench, target: str, case: Case, found: list[dict[str, Any]]) 
         if not what.endswith(HARNESS) and all(entry["what"] != what for entry in found):  # Else the case is none for this target.
             found.append({"target": target, "what": what, "case": case})
             say(f"  {target}: {what}")
+        return not what.endswith(HARNESS)
+    return True
 
 
 class Reached:
@@ -429,7 +434,8 @@ def explore(bench: Bench, target: str, cases: int, seed: int, seeds: list[Case],
     generator, reached, kept = random.Random(seed), Reached(), list[Case]()
 
     def keep(case: Case) -> None:
-        if reached.more_by(lambda: try_one(bench, target, case, found)):
+        is_case: list[bool] = []
+        if reached.more_by(lambda: is_case.append(try_one(bench, target, case, found))) and is_case[0]:
             kept.append(case)
 
     for case in seeds:
