@@ -375,6 +375,8 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         if config.companion.enabled and config.companion.must_pay:
             keys, do = ("ppo.staleness", "companion.schedule"), "Set companion.schedule=fixed."
             yield "The companion's account books generation and learning one after the other.", keys, "companion.schedule=fixed", do
+    if ppo.placement == "shared":
+        yield from _shared_contradictions(config)
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:
@@ -405,6 +407,26 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys = ("actor.backend", "ppo.recompute", "ppo.reference_dtype", "ppo.micro_batch_tokens")
         do = "Set actor.backend=transformers, or leave the other three as they are."
         yield "The ranks of a Megatron actor have their own ways to save memory.", keys, "actor.backend=transformers", do
+
+
+def _shared_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for roles that take turns on one device."""
+    engine, ranks = config.engine, int(config.engine.extra.get("tensor_parallel_size", 1))
+    if engine.sleep_level is None:
+        keys, do = ("ppo.placement", "engine.sleep_level"), "Set engine.sleep_level=1, or ppo.placement=separate."
+        yield "An engine that stays awake leaves no memory to the others.", keys, "engine.sleep_level=1 or 2", do
+    if config.actor.backend == "megatron":
+        keys, do = ("ppo.placement", "actor.backend"), "Set ppo.placement=separate, or actor.backend=transformers."
+        yield "The ranks of a Megatron actor keep their places.", keys, "actor.backend=transformers", do
+    if engine.replicas > 1 or ranks > 1:
+        keys, do = ("ppo.placement", "engine.replicas", "engine.extra"), "Set ppo.placement=separate, or one engine of one rank."
+        yield "The loop's process has one device, and engines have more.", keys, "one engine of one rank", do
+    if engine.transfer == "broadcast":
+        keys, do = ("ppo.placement", "engine.transfer"), "Set engine.transfer=file."
+        yield "Two processes on one device can't broadcast to each other.", keys, "engine.transfer=file", do
+    if config.report.compare_pairs:
+        keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
+        yield "The engine of a comparison would stand beside the run's own.", keys, "one of the two", do
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -26,6 +26,9 @@ class PPOConfig(Section):
     piece_prompts: Count | None = None
     """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
     batch is scored when all have ended."""
+    placement: Literal["separate", "shared"] = "separate"
+    """`separate`: every role keeps its memory; `shared`: actor, critic, reference and reward take turns on the engine's device while it
+    sleeps (`engine.sleep_level`), and wait in host memory while it writes."""
     epochs: Count = 2
     """Passes over each rollout batch."""
     minibatch_size: Count = 32

@@ -28,6 +28,7 @@ from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores
 from medusa_ppo.ppo.models import Critic, Support, TokenStats, load_trained, save_trained, token_stats
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, Turns
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.shaping import GradientNorms, Shaping, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Sampling
@@ -62,10 +63,12 @@ class PPOLearner(ABC):
         """
         self.critic = critic
         self.config = config
-        self.shaping = Shaping(config)
+        self.shaping, self.turns = Shaping(config), Turns(config.placement == "shared")
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
+        if critic is not None:
+            self.turns.add(CRITIC, critic, self.critic_optimizer)
         if config.recompute and critic is not None:
             models.recompute_layers(critic)
 
@@ -95,7 +98,7 @@ class PPOLearner(ABC):
         timeline = timeline or Timeline()
         policy, values_SR = self._begin_scoring(batch, sampling, tap, timeline), torch.zeros(batch.mask_SR.shape)
         if self.critic is not None:
-            with timeline.at_work("critic"):
+            with timeline.at_work("critic"), self.turns.on(CRITIC):
                 for micro in self._micros(batch, range(len(batch))):
                     batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
         return Measured(policy(), values_SR)
@@ -158,9 +161,10 @@ class PPOLearner(ABC):
         if clip_range is not None and config.value_clip_unit == "returns":
             clip_range *= models.masked_deviation(scores.returns_SR, batch.mask_SR)
         set_learning_rate(self._trained_critic()[1], share * config.critic_learning_rate)
-        for sequences in minibatches(scores.sequences, config, self.seed, step):
-            loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
-            tokens += int(batch.lengths_S[sequences].sum())
+        with self.turns.on(CRITIC, training=True):
+            for sequences in minibatches(scores.sequences, config, self.seed, step):
+                loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
+                tokens += int(batch.lengths_S[sequences].sum())
         norms.mean("critic")
         return {names.VALUE_LOSS: loss / max(1, tokens)}, norms.skipped
 
@@ -176,22 +180,26 @@ class PPOLearner(ABC):
             total += value_loss.item()
         if norms.sound(torch.nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()):
             optimizer.step()
+        self.turns.report(CRITIC)
         optimizer.zero_grad(set_to_none=True)
         return total
 
     def save(self, folder: Path) -> None:
         """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors)."""
-        self._save_policy(folder)
         self.shaping.save(folder)
-        if self.critic is not None:
-            save_trained(folder, "critic", *self._trained_critic())
+        with self.turns.aside(ACTOR, CRITIC):
+            self._save_policy(folder)
+            if self.critic is not None:
+                save_trained(folder, "critic", *self._trained_critic())
 
     def load(self, folder: Path) -> None:
         """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or does not fit."""
-        self._load_policy(folder)
+        with self.turns.on(ACTOR, training=True):
+            self._load_policy(folder)
         self.shaping.load(folder)
         if self.critic is not None:
-            load_trained(folder, "critic", *self._trained_critic())
+            with self.turns.on(CRITIC, training=True):
+                load_trained(folder, "critic", *self._trained_critic())
 
     @abstractmethod
     def save_actor(self, folder: Path) -> None:
@@ -237,6 +245,8 @@ class Learner(PPOLearner):
             models.recompute_layers(self.actor)
         self.device = next(self.actor.parameters()).device
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
+        self.turns.add(ACTOR, self.actor, self.actor_optimizer)
+        self.turns.add(REFERENCE, self.reference)
         self._support = Support(Sampling())  # Of the batch that was scored last.
 
     def begin_batch(self, sampling: Sampling) -> None:
@@ -244,12 +254,13 @@ class Learner(PPOLearner):
 
     def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
         found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
-        with timeline.at_work("actor"):  # First: whoever taps it can start while reference and critic still run.
+        # First: whoever taps it can start while reference and critic still run.
+        with timeline.at_work("actor"), self.turns.on(ACTOR):
             for micro in micros:
                 with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
                     stats = token_stats(self.actor, micro, sampling, entropy=True, support=self._support, autocast=self.autocast)
                 found.put(batch, micro, stats)
-        with timeline.at_work("reference"):
+        with timeline.at_work("reference"), self.turns.on(REFERENCE):
             for micro in micros:
                 stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
                 batch.unpack(stats.logprobs_M, micro, found.reference_SR)
@@ -258,6 +269,11 @@ class Learner(PPOLearner):
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
+        with self.turns.on(ACTOR, training=True):
+            totals = self._update_actor(batch, scores, sampling, step, texts)
+        return lambda: totals
+
+    def _update_actor(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None) -> UpdateTotals:
         config, totals = self.config, UpdateTotals()
         set_learning_rate(self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
@@ -276,8 +292,9 @@ class Learner(PPOLearner):
             norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()
+            self.turns.report(ACTOR)
             self.actor_optimizer.zero_grad(set_to_none=True)
-        return lambda: totals
+        return totals
 
     def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
         """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
@@ -290,7 +307,8 @@ class Learner(PPOLearner):
         return total
 
     def save_actor(self, folder: Path) -> None:
-        self.actor.save_pretrained(folder)
+        with self.turns.aside(ACTOR):
+            self.actor.save_pretrained(folder)
 
     def _save_policy(self, folder: Path) -> None:
         save_trained(folder, "actor", self.actor, self.actor_optimizer)

@@ -20,7 +20,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
@@ -38,7 +38,13 @@ SMALLEST_WIDTH = 8
 
 
 class RewardSource(ABC):
-    """Scores whole responses."""
+    """Scores whole responses.
+
+    Attributes:
+        model: what judges; None where no model does.
+    """
+
+    model: nn.Module | None = None
 
     @abstractmethod
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
@@ -117,17 +123,17 @@ class ModelReward(RewardSource):
         expected = "a token-classification model" if by_steps else "a sequence-classification model"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            self._model = kind.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
+            self.model: Any = kind.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
             first = (str(error).strip().splitlines() or [""])[0]
             given = f"{path} ({type(error).__name__}: {first:.200})"
             do = "Check ppo.reward; a Python function is written as module:function."
             raise ModelError("The reward model can't be loaded.", given=given, expected=expected, do=do) from error
-        labels, allowed = self._model.config.num_labels, (1, 2) if by_steps else (1,)
+        labels, allowed = self.model.config.num_labels, (1, 2) if by_steps else (1,)
         if labels not in allowed:
             given, expected = f"{path}: {labels} labels", " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
             raise ModelError("The reward model has not one output.", given=given, expected=expected, do="Use a reward model.")
-        tokens, rows = len(self._tokenizer), self._model.get_input_embeddings().weight.shape[0]
+        tokens, rows = len(self._tokenizer), self.model.get_input_embeddings().weight.shape[0]
         if tokens > rows:
             raise ModelError(
                 "The reward model's vocabulary is not its training's.",
@@ -137,10 +143,10 @@ class ModelReward(RewardSource):
             )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        if self._model.config.pad_token_id is None:
-            self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        if self.model.config.pad_token_id is None:
+            self.model.config.pad_token_id = self._tokenizer.pad_token_id
         # One less than fits: a batch without padding would be computed in another way.
-        self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1024) - 1
+        self._longest = int(getattr(self.model.config, "max_position_embeddings", 0) or 1024) - 1
 
     @torch.no_grad()
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
@@ -184,8 +190,8 @@ class ModelReward(RewardSource):
                 for row, s in enumerate(filled):
                     ids_BT[row, : len(ids[s])] = torch.tensor(ids[s], dtype=torch.int64)
                     mask_BT[row, : len(ids[s])] = 1
-                inputs = {"input_ids": ids_BT.to(self._model.device), "attention_mask": mask_BT.to(self._model.device)}
-                logits = self._model(**inputs).logits[: len(chosen)].float().cpu()
+                inputs = {"input_ids": ids_BT.to(self.model.device), "attention_mask": mask_BT.to(self.model.device)}
+                logits = self.model(**inputs).logits[: len(chosen)].float().cpu()
                 if not logits[mask_BT[: len(chosen)].bool() if logits.dim() == 3 else ...].isfinite().all():
                     raise _not_finite("the reward model's output", "Check the reward model's weights.")
                 yield chosen, logits

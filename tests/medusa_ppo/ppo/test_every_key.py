@@ -36,6 +36,7 @@ from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sa
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
 from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.placement import Turns
 from medusa_ppo.ppo.rewards import make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint
@@ -124,6 +125,7 @@ ROWS: dict[str, Row] = {
     "ppo.prompts_per_step": (8, "plan", {}),
     "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
     "ppo.piece_prompts": (1, "pieces", {}),
+    "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
@@ -298,7 +300,10 @@ class Places:
         """What the loop asks a reward model."""
         source = make_reward(config.ppo.model_copy(update={"reward": "steps" if config.ppo.step_separator else "judge"}))
         one: Any = SimpleNamespace(
-            config=config, reward=source, tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: ["ab"[i[0] % 2] for i in ids])
+            config=config,
+            reward=source,
+            turns=Turns(),
+            tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: ["ab"[i[0] % 2] for i in ids]),
         )
         prompts: Any = [SimpleNamespace(text="a", row={})] * len(self._rollouts.prompts)
         return loop_file.PPOLoop._rewards(one, self._rollouts, prompts).tolist()
@@ -320,6 +325,7 @@ class Places:
         measured: list[int] = []
         learner: Any = SimpleNamespace(
             device="cpu",
+            turns=Turns(),
             begin_batch=lambda sampling: None,
             measure=lambda batch, *rest: (
                 measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
@@ -343,7 +349,7 @@ class Places:
     def written_ahead(self, config: RunConfig) -> Any:
         """How many steps' prompts the engine has been given when the first step is learned from."""
         asked: list[int] = []
-        learner: Any = SimpleNamespace(device="cpu", update=_enough)
+        learner: Any = SimpleNamespace(device="cpu", turns=Turns(), update=_enough)
         engine: Any = SimpleNamespace(policy_version=0, generate=lambda *_: asked.append(1) or self._rollouts)
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
@@ -376,7 +382,8 @@ class Places:
         self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, config: saved.append(position.next_step))
         self._patch.setattr(loop_file.PPOLoop, "step", lambda self, step: {})
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(("prompts", "tokenizer", "learner", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            **dict.fromkeys(("prompts", "tokenizer", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            learner=SimpleNamespace(turns=Turns()),
             trackers=trackers.TrackerGroup(),
         )
         loop = loop_file.PPOLoop(config, parts, ProgressSink())
