@@ -375,8 +375,7 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         if config.companion.enabled and config.companion.must_pay:
             keys, do = ("ppo.staleness", "companion.schedule"), "Set companion.schedule=fixed."
             yield "The companion's account books generation and learning one after the other.", keys, "companion.schedule=fixed", do
-    if ppo.placement == "shared":
-        yield from _shared_contradictions(config)
+    yield from _place_contradictions(config)
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:
@@ -409,9 +408,17 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         yield "The ranks of a Megatron actor have their own ways to save memory.", keys, "actor.backend=transformers", do
 
 
-def _shared_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """The same for roles that take turns on one device."""
-    engine, ranks = config.engine, int(config.engine.extra.get("tensor_parallel_size", 1))
+def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for where it all happens: processes for rewards, roles that take turns on one device."""
+    engine, ppo, ranks = config.engine, config.ppo, int(config.engine.extra.get("tensor_parallel_size", 1))
+    if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
+        keys, do = ("ppo.reward_timeout_s", "ppo.reward_processes"), "Set ppo.reward_processes=1 or more."
+        yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
+    if ppo.reward_processes is not None and ":" not in ppo.reward:
+        keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
+        yield "A reward model is computed by the loop, not in processes.", keys, "a reward module:function", do
+    if ppo.placement == "separate":
+        return
     if engine.sleep_level is None:
         keys, do = ("ppo.placement", "engine.sleep_level"), "Set engine.sleep_level=1, or ppo.placement=separate."
         yield "An engine that stays awake leaves no memory to the others.", keys, "engine.sleep_level=1 or 2", do

@@ -43,6 +43,7 @@ PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
 
 REWARD_MEAN = "reward_mean"  # Mean reward of the rollouts, KL penalty not included.
 CORRECT_FRAC = "correct_frac"  # Share of responses with the right answer.
+REWARDS_LATE = "rewards_late"  # Rewards so far that took longer than ppo.reward_timeout_s, and are 0.
 KL_REFERENCE = "kl_reference"  # Mean over tokens of log pi - log pi_ref on the rollouts, nats.
 KL_COEFFICIENT = "kl_coefficient"  # Weight of the KL penalty in this step, reward units per nat.
 KL_UPDATE = "kl_update"  # Mean of (ratio - 1) - log ratio over the update, nats.

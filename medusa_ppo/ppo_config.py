@@ -89,6 +89,10 @@ class PPOConfig(Section):
     reward: Text = "medusa_ppo.ppo.rewards:exact_answer"
     """Python callable `module:function`, or the folder or hub name of a reward model. A callable's answers are right from a reward of 1 on,
     or of its attribute `correct_from`."""
+    reward_processes: Count | None = None
+    """Processes beside the loop that call a reward function, one response each at a time; null: it is called in the loop's own thread."""
+    reward_timeout_s: Positive | None = None
+    """Seconds for the reward of one response (with `reward_processes`): then its process is ended, and the reward is 0; null: any."""
     reward_template: Text = "{prompt}{response}"
     """What a reward model reads, as in its training: with its marks and its end token."""
     step_separator: Text | None = None

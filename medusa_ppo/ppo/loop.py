@@ -185,7 +185,8 @@ class PPOLoop:
         rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
         correct_S = self.reward.correct(rewards_S)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
-        return {names.REWARD_MEAN: rewards_S.mean().item(), **known}
+        late = {} if self.config.ppo.reward_timeout_s is None else {names.REWARDS_LATE: self.reward.late}
+        return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **late}
 
 
 def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: bool = False, allow: Sequence[str] = ()) -> dict[str, Any]:

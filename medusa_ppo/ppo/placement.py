@@ -195,6 +195,7 @@ class Turns:
             self._roles[role].changed |= training
         self.report(role)
         yield
+        self.report(role)
 
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:

@@ -6,14 +6,11 @@ Shape letters: S responses, R response positions, B rows of a batch, T tokens.
 from __future__ import annotations
 
 import bisect
-import difflib
-import importlib
-import inspect
+import functools
 import itertools
+import logging
 import math
-import os
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
@@ -26,8 +23,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.data import Row, template_fields
+from medusa_ppo.ppo.reward_pool import RewardFunction, RewardPool, Sample, find_callable
 
-RewardFunction = Callable[[str, str, Row], Any]
+logger = logging.getLogger(__name__)
 
 RIGHT_FROM = 1.0
 """A response counts as right from this reward on, unless the function has an attribute `correct_from`."""
@@ -42,9 +40,11 @@ class RewardSource(ABC):
 
     Attributes:
         model: what judges; None where no model does.
+        late: rewards so far that did not come in time, and are 0.
     """
 
     model: nn.Module | None = None
+    late: int = 0
 
     @abstractmethod
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
@@ -58,38 +58,63 @@ class RewardSource(ABC):
         """bool_S, the response has the right answer; None when the source doesn't know what is right."""
         return None
 
+    def close(self) -> None:  # noqa: B027
+        """End what was started for it; most start nothing."""
+
 
 class CallableReward(RewardSource):
     """`reward(prompt, response, row) -> float`."""
 
-    def __init__(self, function: RewardFunction, name: str, correct_from: float = RIGHT_FROM) -> None:
-        self._function = function
+    def __init__(self, function: RewardFunction, name: str, correct_from: float = RIGHT_FROM, pool: RewardPool | None = None) -> None:
+        """
+        Args:
+            pool: calls the function in its processes; None: it is called here.
+        """
+        self._function, self._pool = function, pool
         self._name = name
         self._correct_from = correct_from
 
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
-        return torch.tensor([self._one(*sample) for sample in zip(prompts, responses, rows, strict=True)], dtype=torch.float32)
+        samples = list(zip(prompts, responses, rows, strict=True))
+        found = [self._called(call, sample[1], lambda given: [float(given)], 1)[0] for sample, call in self._calls(samples)]
+        return torch.tensor(found, dtype=torch.float32)
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
         return scores_S >= self._correct_from
 
     def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
-        return [self._steps(*sample) for sample in zip(prompts, responses, rows, strict=True)]
+        samples = [(prompt, "".join(steps), row) for prompt, steps, row in zip(prompts, responses, rows, strict=True)]
+        return [self._steps(call, steps) for steps, (_, call) in zip(responses, self._calls(samples), strict=True)]
 
-    def _steps(self, prompt: str, steps: Sequence[str], row: Row) -> list[float]:
-        found = self._called(prompt, "".join(steps), row, lambda given: [float(reward) for reward in given])
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _calls(self, samples: Sequence[Sample]) -> list[tuple[Sample, Callable[[], Any] | None]]:
+        """What calls the function for each, or tells of the call in another process; None: that was ended."""
+        if self._pool is None:
+            return [(sample, functools.partial(self._function, *sample)) for sample in samples]
+        outcomes = self._pool.ask(samples)
+        late = sum(outcome.late for outcome in outcomes)
+        self.late += late
+        if late:
+            logger.warning("%s took too long for %d of %d responses: their reward is 0.", self._name, late, len(samples))
+        return [(sample, None if outcome.late else outcome.take) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def _steps(self, call: Callable[[], Any] | None, steps: Sequence[str]) -> list[float]:
+        found = self._called(call, "".join(steps), lambda given: [float(reward) for reward in given], len(steps))
         if len(found) != len(steps):
             do = "Split the response at ppo.step_separator, leave out what is blank, and give one reward for each part."
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
             raise RunError("Process rewards of another number of steps.", given=given, expected=f"{len(steps)} rewards", do=do)
         return found
 
-    def _one(self, prompt: str, response: str, row: Row) -> float:
-        return self._called(prompt, response, row, lambda given: [float(given)])[0]
-
-    def _called(self, prompt: str, response: str, row: Row, read: Callable[[Any], list[float]]) -> list[float]:
+    def _called(self, call: Callable[[], Any] | None, response: str, read: Callable[[Any], list[float]], count: int) -> list[float]:
+        """The call's rewards; so many zeros where there is none."""
+        if call is None:
+            return [0.0] * count
         try:
-            values = read(self._function(prompt, response, row))
+            values = read(call())
         except MedusaError:
             raise
         except Exception as error:  # the user's own code
@@ -275,56 +300,16 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
     """
     if is_model(config.reward):
         return ModelReward(config.reward, device, config.reward_template, by_steps=config.step_separator is not None)
-    function = find_callable(config.reward)
-    return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM))
+    function, pool = find_callable(config.reward), None
+    if config.reward_processes is not None:
+        pool = RewardPool(config.reward, config.reward_processes, config.reward_timeout_s)
+        pool.start()
+    return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM), pool)
 
 
 def is_model(reward: str) -> bool:
     """A reward model judges, and no function that could read a reference answer."""
     return ":" not in reward
-
-
-def find_callable(name: str) -> RewardFunction:
-    """Import `module:function`; modules in the working directory are found as well."""
-    module_name, mark, function_name = name.partition(":")
-    if not mark or not module_name or not function_name:
-        raise ConfigError(
-            "ppo.reward must be module:function.", given=name, expected="e.g. medusa_ppo.ppo.rewards:exact_answer", do="Correct ppo.reward."
-        )
-    module = _import(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(function_name, known, n=1)
-        do = f"Did you mean {module_name}:{near[0]}?" if near else "Correct ppo.reward."
-        raise ConfigError("The module has no such reward function.", given=name, expected=", ".join(known) or "a function in it", do=do)
-    try:
-        inspect.signature(function).bind("prompt", "response", {})
-    except TypeError:
-        given = f"{name}{inspect.signature(function)}"
-        raise ConfigError(
-            "The reward function takes other arguments.", given=given, expected="(prompt, response, row)", do="Change it."
-        ) from None
-    return function
-
-
-def _import(name: str) -> Any:
-    here = os.getcwd()
-    # A console script does not have the working directory on its path, where people keep their reward functions.
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.append(here)
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        given = f"{name}: {error}"
-        do = "Run from the folder that holds the module, or install it."
-        raise ConfigError(
-            "The module of the reward function can't be imported.", given=given, expected="an importable module", do=do
-        ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 ANSWER_COLUMN = "answer"

@@ -87,6 +87,7 @@ class RunSession:
         torch.set_num_threads(config.ppo.threads or 1)
         position = run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
         reward = make_reward(config.ppo, _device())
+        self._stack.callback(reward.close)
         actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
         streams = self._streams(tokenizer)

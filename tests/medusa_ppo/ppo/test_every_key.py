@@ -155,6 +155,8 @@ ROWS: dict[str, Row] = {
     "ppo.cut_responses": ("mask", "updated", {}),
     "ppo.ptx_coefficient": (0.7, "updated", {"ppo": {"ptx_coefficient": 0.1}, "data": {"ptx_path": "other.txt"}}),
     "ppo.reward": ("long_responses:longer", "reward", {}),
+    "ppo.reward_processes": (2, "reward_processes", {}),
+    "ppo.reward_timeout_s": (0.01, "reward_processes", {"ppo": {"reward_processes": 1}}),
     "ppo.reward_template": ("{prompt}a{response}", "judged", {}),
     "ppo.step_separator": ("b", "judged", {}),
     "ppo.eval_every": (1, "evaluated", {}),
@@ -176,6 +178,15 @@ def longer(prompt, response, row):
 
 
 longer.correct_from = 2.0
+"""
+
+SLOW_REWARD = """
+import os, time
+
+
+def pid(prompt, response, row):
+    time.sleep(0.3)
+    return os.getpid()
 """
 
 
@@ -376,6 +387,18 @@ class Places:
         source = make_reward(config.ppo)
         scores_S = source.score(["1", "1"], ["#### 2", "a long response"], [{"answer": "2"}] * 2)
         return scores_S.tolist(), source.correct(scores_S).tolist()
+
+    def reward_processes(self, config: RunConfig) -> Any:
+        """In how many processes a slow function is called, and what of it comes in time."""
+        (self._folder / "slow_rewards.py").write_text(
+            "import os, time\n\n\ndef pid(*_):\n    time.sleep(0.3)\n    return float(os.getpid())\n"
+        )
+        source = make_reward(config.ppo.model_copy(update={"reward": "slow_rewards:pid"}))
+        try:
+            pids = source.score(["a"] * 4, ["b"] * 4, [{}] * 4).tolist()
+        finally:
+            source.close()
+        return len({pid for pid in pids if pid}), float(os.getpid()) in pids
 
     def loop(self, config: RunConfig) -> Any:
         saved: list[int] = []

@@ -144,14 +144,13 @@ def test_who_comes_takes_the_place_of_who_leaves():
 
 def test_what_nobody_changed_is_not_copied_again():
     turns, first, _ = pair()
-    turns.take()
-    moved = []
+    moved, before = [], turns._moved
     for training in (False, True):
         with turns.on(CRITIC, training=training):
             if training:
                 first.weight.data.add_(1.0)
         turns.clear()
-        moved.append(turns._moved)
+        moved.append(turns._moved - before)
     assert moved == [4 * 72, 4 * 72 * 3], "once there; once there and once back"
     with turns.aside(CRITIC):
         assert torch.equal(first.weight, linear(0).weight + 1.0), "read where it waits"
