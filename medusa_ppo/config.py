@@ -417,6 +417,9 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
     if ppo.reward_processes is not None and ":" not in ppo.reward:
         keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
         yield "A reward model is computed by the loop, not in processes.", keys, "a reward module:function", do
+    if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
+        keys, do = ("ppo.side_by_side", "ppo.placement", "actor.backend"), "Set ppo.side_by_side=false."
+        yield "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.", keys, "two of them at their defaults", do
     if ppo.placement == "separate":
         return
     if engine.sleep_level is None:

@@ -29,6 +29,8 @@ class PPOConfig(Section):
     placement: Literal["separate", "shared"] = "separate"
     """`separate`: every role keeps its memory; `shared`: actor, critic, reference and reward take turns on the engine's device while it
     sleeps (`engine.sleep_level`), and wait in host memory while it writes."""
+    side_by_side: bool = False
+    """The reference scores beside actor and critic, and the critic learns beside the actor, in a thread with `threads` of its own."""
     epochs: Count = 2
     """Passes over each rollout batch."""
     minibatch_size: Count = 32

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -126,6 +127,7 @@ ROWS: dict[str, Row] = {
     "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
     "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
+    "ppo.side_by_side": (True, "beside", {}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
@@ -301,6 +303,15 @@ class Places:
         actor.model.layers[0].input_layernorm.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
         learner.update(batch, scores, Sampling(), 0)
         return rows
+
+    def beside(self, config: RunConfig) -> Any:
+        """Which threads the reference's passes are in."""
+        actor, found = self._tiny_actor(), set[bool]()
+        learner = Learner(actor, Critic(actor), config.ppo)
+        here = threading.current_thread()
+        learner.reference.model.register_forward_hook(lambda *_: found.add(threading.current_thread() is here))
+        learner.score(PPOBatch(self._rollouts), torch.zeros(len(self._rollouts.responses)), Sampling())
+        return found
 
     def streams(self, config: RunConfig) -> Any:
         """What is evaluated on, and what is learned by heart."""
