@@ -186,6 +186,7 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
         f"First and last figures are means over {window} step{'' if window == 1 else 's'}. Acceptance is vLLM's own count; "
         "trained and frozen heads are compared by replay on the same rollouts. docs/metrics.md explains every number.",
     ]
+    lines += ["", text] if (text := advice(run, summary)) else []
     lines += ["", "## Warnings", ""]
     lines += [f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)] or ["None."]
     lines += ["", "## Ran on", "", f"{_cell(', '.join(map(str, machine)))}, started {summary['started_at'] or 'at an unknown time'}."]
@@ -238,7 +239,7 @@ class ChoiceRow(NamedTuple):
     running: str
     steps: int
     shares: list[float]
-    speedup: str
+    speedup: float | None
 
 
 def choice_rows(run: Run) -> list[ChoiceRow]:
@@ -252,7 +253,7 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
     rows = []
     for running, counts in sorted(steps.items()):
         label, total = "1" if running == 1 else f"{running} to {2 * running - 1}", sum(counts)
-        rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], w.ratio(speedup[running])))
+        rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], number(speedup[running])))
     return rows
 
 
@@ -271,6 +272,31 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
             seconds = [w.exact_seconds(median(side)) for side in zip(*both, strict=True)]
             rows.append((what, *seconds, w.ratio(median(ratios)), w.span(min(ratios), max(ratios)), w.whole(len(both))))
     return rows
+
+
+def advice(run: Run, summary: dict[str, Any]) -> str:
+    """Is drafting worth it here, with how many sequences, and what would change that; empty where no rollouts were timed."""
+    speed, accepted, steps = summary["rollout_speedup"], summary["mean_acceptance_length"]["serving"], summary["step_pairs"]
+    if speed is None or accepted is None:
+        return ""
+    most = run.setting("engine", "max_num_seqs")
+    where = f"of this run, with at most {most} sequences at once" if most else "of this run"
+    text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
+    text += f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above {w.length(accepted / speed)}."
+    rows = [row for row in choice_rows(run) if row.speedup is not None]
+    for verb, running in (
+        ("pays", [row.running for row in rows if row.speedup >= 1]),
+        ("does not pay", [row.running for row in rows if row.speedup < 1]),
+    ):
+        text += f" By the engine's own clock it {verb} with {', '.join(running)} running." if running else ""
+    if not (steps["count"] and all(steps[name] is not None for name in ("generate_with_s", "generate_without_s"))):
+        return text + " Fewer sequences at once and surer policies make it more."
+    rest = steps["with_s"] - steps["generate_with_s"]
+    others = steps["without_s"] - steps["generate_without_s"]
+    share = steps["generate_without_s"] / steps["without_s"]
+    twice = (rest + 2 * steps["generate_with_s"]) / (others + 2 * steps["generate_without_s"])
+    text += f" Generation is {w.percent(share)} of a step without the plugin; if responses took twice as long, a step would take "
+    return f"{text}{w.more_time(twice)} instead of {w.more_time(summary['step_ratio'])} (by arithmetic)."
 
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:

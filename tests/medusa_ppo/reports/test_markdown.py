@@ -8,7 +8,7 @@ import pytest
 
 from medusa_ppo.reports import Run, read_run, wording
 from medusa_ppo.reports.summary import build_summary
-from medusa_ppo.reports.tables import render_markdown, summary_rows, verdict
+from medusa_ppo.reports.tables import advice, render_markdown, summary_rows, verdict
 
 
 def test_the_report_has_each_figure_with_its_pair(runs: Path) -> None:
@@ -48,6 +48,23 @@ def test_a_loop_that_is_slower_with_the_plugin_is_called_that() -> None:
     text = render_markdown(run, summary)
     assert "11.0 s / 10.0 s: 10 % more time" in text and "The loop as a whole is slower with the plugin than without it" in text
     assert [wording.more_time(ratio) for ratio in (0.9, 1.001, 1.25)] == ["10 % less time", "the same time", "25 % more time"]
+
+
+def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
+    choices = [{"running": 1, "steps": [0, 9], "speedup": 1.4}, {"running": 8, "steps": [9, 0], "speedup": 0.9}]
+    step = {"step": 0, "drafts": 10, "accepted": 16, "draft_choices": choices, "pair_speedup": 1.3}
+    alone = Run(Path("r"), (step,), {"config": {"engine": {"max_num_seqs": 8}}})
+    text = advice(alone, build_summary(alone))
+    assert text.startswith("Worth it for rollouts of this run, with at most 8 sequences at once: \N{MULTIPLICATION SIGN}1.30 at 2.60")
+    assert "it pays above 2.00." in text and "it pays with 1 running." in text and "it does not pay with 8 to 15 running." in text
+    steps = [{"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}}]
+    whole = Run(Path("r"), (step,), {"comparison": {"rollouts": [{"pair_speedup": 0.9}], "steps": steps}})
+    text = advice(whole, build_summary(whole))
+    assert text.startswith("Not worth it for rollouts of this run: ") and "it pays above 2.89." in text
+    assert "Generation is 40 % of a step without the plugin" in text
+    assert "a step would take the same time instead of 10 % more time (by arithmetic)." in text
+    assert text in render_markdown(whole, build_summary(whole))
+    assert advice(Run(Path("r"), ({"step": 0},)), build_summary(Run(Path("r"), ({"step": 0},)))) == ""
 
 
 def test_names_can_not_break_the_table() -> None:
