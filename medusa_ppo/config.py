@@ -411,6 +411,7 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
 def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """The same for where it all happens: processes for rewards, roles that take turns on one device."""
     engine, ppo, ranks = config.engine, config.ppo, int(config.engine.extra.get("tensor_parallel_size", 1))
+    keys: tuple[str, ...]
     if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
         keys, do = ("ppo.reward_timeout_s", "ppo.reward_processes"), "Set ppo.reward_processes=1 or more."
         yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
