@@ -175,6 +175,20 @@ def _ledger(run: Run, window: int) -> dict[str, Any]:
     }
 
 
+def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Rows of the report; none for runs without a ledger."""
+    if ledger is None or ledger["peak_gib"] is None:
+        return []
+    roles = ", ".join(f"{role} {w.plain(gib)}" for role in LEDGER if (gib := ledger[f"{role}_gib"]) is not None)
+    rows = [("Most that all roles had on devices at once, and each, GiB", f"{w.plain(ledger['peak_gib'])}; {roles}")]
+    if ledger["offload_s"] is not None:
+        figure = f"{w.exact_seconds(ledger['offload_s'])} ({w.plain((ledger['offload_bytes'] or 0) / 1024**2)} MiB)"
+        rows.append(("Roles to host memory and back, in each step", figure))
+    if ledger["wake_s"] is not None:
+        rows.append(("The engine asleep and awake again, in each step", w.exact_seconds(ledger["wake_s"])))
+    return rows
+
+
 def window_steps(steps: int) -> int:
     """How many steps the `first` and `last` figures of a run of this length are taken over."""
     return min(WINDOW_MOST, max(1, steps // WINDOW_SHARE)) if steps else 0

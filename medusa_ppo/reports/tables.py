@@ -13,7 +13,7 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.summary import LEDGER, STEP_S, mean, mean_acceptance_length, replay_pairs, speed_pairs, step_pairs
+from medusa_ppo.reports.summary import STEP_S, ledger_rows, mean, mean_acceptance_length, replay_pairs, speed_pairs, step_pairs
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
@@ -58,7 +58,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *_account_rows(companion),
         *_generate_score_rows(summary.get("generate_score")),
         *_memory_rows(summary.get("memory_peak_gib") or {}),
-        *_ledger_rows(summary.get("ledger")),
+        *ledger_rows(summary.get("ledger")),
         *_sync_rows(summary.get("actor_sync")),
     ]
 
@@ -95,20 +95,6 @@ def _memory_rows(peaks: dict[str, float | None]) -> list[tuple[str, str]]:
     """Nothing for runs that don't count it."""
     known = [f"{phase} {w.plain(gib)}" for phase, gib in peaks.items() if gib is not None]
     return [("Most memory of the loop's process by phase, GiB", ", ".join(known))] if known else []
-
-
-def _ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Nothing for runs without a ledger."""
-    if ledger is None or ledger["peak_gib"] is None:
-        return []
-    roles = ", ".join(f"{role} {w.plain(gib)}" for role in LEDGER if (gib := ledger[f"{role}_gib"]) is not None)
-    rows = [("Most that all roles had on devices at once, and each, GiB", f"{w.plain(ledger['peak_gib'])}; {roles}")]
-    if ledger["offload_s"] is not None:
-        figure = f"{w.exact_seconds(ledger['offload_s'])} ({w.plain((ledger['offload_bytes'] or 0) / MIB)} MiB)"
-        rows.append(("Roles to host memory and back, in each step", figure))
-    if ledger["wake_s"] is not None:
-        rows.append(("The engine asleep and awake again, in each step", w.exact_seconds(ledger["wake_s"])))
-    return rows
 
 
 def _sync_rows(sync: dict[str, Any] | None) -> list[tuple[str, str]]:

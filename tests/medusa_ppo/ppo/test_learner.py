@@ -370,7 +370,7 @@ def test_side_by_side_is_at_once(tiny_actor, make_rollouts):
     one = learner(tiny_actor(), side_by_side=True)
     seen = {"reference": threading.Event(), "actor": threading.Event()}
     one.reference.model.register_forward_hook(lambda *_: seen["reference"].set())
-    waits = one.actor.model.register_forward_hook(lambda *_: seen["reference"].wait(30) or pytest.fail("the reference waits for the actor"))
+    waits = one.actor.model.register_forward_hook(lambda *_: None if seen["reference"].wait(30) else pytest.fail("the reference waits"))
     batch = PPOBatch(make_rollouts(8))
     scores, _ = one.score(batch, torch.arange(8) / 4, Sampling())
     waits.remove()
