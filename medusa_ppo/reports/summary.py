@@ -13,6 +13,7 @@ from typing import Any
 
 from medusa_ppo import metrics as m
 from medusa_ppo.reports import Run, number, numbers
+from medusa_ppo.reports import wording as w
 
 WINDOW_SHARE = 4
 """The first and the last 1/4 of the steps ..."""

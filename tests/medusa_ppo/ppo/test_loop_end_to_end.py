@@ -32,7 +32,7 @@ def even(prompt, response, row):
 
 WAYS = {
     "pieces": {"ppo": {"piece_prompts": 2}},
-    "ahead": {"ppo": {"staleness": 2, "importance_bound": 2.0}, "companion": {"schedule": "fixed"}},
+    "ahead": {"ppo": {"staleness": 2, "importance_bound": 2.0}},
     "shared": {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}},
 }
 
