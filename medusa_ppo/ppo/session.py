@@ -199,7 +199,8 @@ class RunSession:
                 parts.learner.save_actor(folder)
                 parts.tokenizer.save_pretrained(folder)
             if parts.plugin is not None:
-                parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+                with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
+                    parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
         """Let `measure` have the same parts without the plugin, with an engine that is started for it: no speculation, compiled, vLLM's

@@ -137,8 +137,8 @@ def test_each_way_through_a_step_on_a_real_engine(chain_actor: Path, tmp_path: P
     assert steps[-1][names.HEADS_VERSION] >= 1, "heads trained in the run were swapped in"
     lags = [s[names.POLICY_LAG] for s in steps]
     if way == "ahead":
-        assert max(lags) in (1, 2) and min(lags) == 0
-        assert all((s[names.LOGPROB_GAP] < 1e-3) == (s[names.POLICY_LAG] == 0) for s in steps), "an older actor wrote them"
+        assert max(lags) in (1, 2), lags
+        assert max(s[names.LOGPROB_GAP] for s in steps if not s[names.POLICY_LAG]) < 1e-3
     else:
         assert lags == [0] * 4 and max(s[names.LOGPROB_GAP] for s in steps) < 1e-3
     if way == "pieces":
