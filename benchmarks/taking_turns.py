@@ -23,11 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from heads.checkpoint import checksum
 from medusa_ppo import metrics as names
-from medusa_ppo.cli.model_sizes import ModelSizes
 from medusa_ppo.cli.plan import kept_bytes, turn_moves
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.launch import cache_bytes
-from medusa_ppo.hardware import settled
+from medusa_ppo.hardware import ModelSizes, settled
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
@@ -123,7 +122,7 @@ def say(text: str) -> None:
 
 
 def on_paper(name: str, sizes: tuple[int, ...]) -> None:
-    model = ModelSizes(*sizes)
+    model = ModelSizes(*sizes, tied=True)
     config = build_config({"ppo": {"placement": "shared", "reference_dtype": "bfloat16"}, "engine": {"sleep_level": 1}})
     moved, slept = sum(move.total for move in turn_moves(config, model)), 2 * 2 * model.parameters
     say(
