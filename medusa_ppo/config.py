@@ -377,6 +377,7 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         if ppo.staleness > 1 and config.engine.choose_drafts:
             keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
             yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    yield from _place_contradictions(config)
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:
@@ -407,6 +408,38 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys = ("actor.backend", "ppo.recompute", "ppo.reference_dtype", "ppo.micro_batch_tokens")
         do = "Set actor.backend=transformers, or leave the other three as they are."
         yield "The ranks of a Megatron actor have their own ways to save memory.", keys, "actor.backend=transformers", do
+
+
+def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for where it all happens: processes for rewards, roles that take turns on one device."""
+    engine, ppo, ranks = config.engine, config.ppo, int(config.engine.extra.get("tensor_parallel_size", 1))
+    keys: tuple[str, ...]
+    if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
+        keys, do = ("ppo.reward_timeout_s", "ppo.reward_processes"), "Set ppo.reward_processes=1 or more."
+        yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
+    if ppo.reward_processes is not None and ":" not in ppo.reward:
+        keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
+        yield "A reward model is computed by the loop, not in processes.", keys, "a reward module:function", do
+    if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
+        keys, do = ("ppo.side_by_side", "ppo.placement", "actor.backend"), "Set ppo.side_by_side=false."
+        yield "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.", keys, "two of them at their defaults", do
+    if ppo.placement == "separate":
+        return
+    if engine.sleep_level is None:
+        keys, do = ("ppo.placement", "engine.sleep_level"), "Set engine.sleep_level=1, or ppo.placement=separate."
+        yield "An engine that stays awake leaves no memory to the others.", keys, "engine.sleep_level=1 or 2", do
+    if config.actor.backend == "megatron":
+        keys, do = ("ppo.placement", "actor.backend"), "Set ppo.placement=separate, or actor.backend=transformers."
+        yield "The ranks of a Megatron actor keep their places.", keys, "actor.backend=transformers", do
+    if engine.replicas > 1 or ranks > 1:
+        keys, do = ("ppo.placement", "engine.replicas", "engine.extra"), "Set ppo.placement=separate, or one engine of one rank."
+        yield "The loop's process has one device, and engines have more.", keys, "one engine of one rank", do
+    if engine.transfer == "broadcast":
+        keys, do = ("ppo.placement", "engine.transfer"), "Set engine.transfer=file."
+        yield "Two processes on one device can't broadcast to each other.", keys, "engine.transfer=file", do
+    if config.report.compare_pairs:
+        keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
+        yield "The engine of a comparison would stand beside the run's own.", keys, "one of the two", do
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:

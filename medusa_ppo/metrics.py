@@ -43,6 +43,7 @@ PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
 
 REWARD_MEAN = "reward_mean"  # Mean reward of the rollouts, KL penalty not included.
 CORRECT_FRAC = "correct_frac"  # Share of responses with the right answer.
+REWARDS_LATE = "rewards_late"  # Rewards so far that took longer than ppo.reward_timeout_s, and are 0.
 KL_REFERENCE = "kl_reference"  # Mean over tokens of log pi - log pi_ref on the rollouts, nats.
 KL_COEFFICIENT = "kl_coefficient"  # Weight of the KL penalty in this step, reward units per nat.
 KL_UPDATE = "kl_update"  # Mean of (ratio - 1) - log ratio over the update, nats.
@@ -75,6 +76,11 @@ GENERATE_PEAK = "generate_peak_gib"  # Most memory of the loop's process in the 
 SCORE_PEAK = "score_peak_gib"  # The same while it scores.
 UPDATE_PEAK = "update_peak_gib"  # The same in the update.
 SYNC_PEAK = "sync_peak_gib"  # The same in the sync.
+LEDGER_PEAK = "ledger_peak_gib"  # Most bytes that all roles had on devices at once: weights, gradients, moments, keys and values.
+LEDGER_ROLES = "ledger_roles_gib"  # The most of each role.
+OFFLOAD_S = "offload_s"  # Seconds of carrying roles to host memory and back (ppo.placement=shared).
+OFFLOAD_BYTES = "offload_bytes"  # Bytes that were copied for it.
+ENGINE_WAKE_S = "engine_wake_s"  # Seconds that the engine took to fall asleep and to wake up.
 EVALUATE_S = "evaluate_s"  # Seconds of the evaluation (some steps only).
 SYNC_COLLECT_S = "sync_collect_s"  # Of these, seconds until its weights were collected and written; in a broadcast, of waiting for them.
 SYNC_BYTES = "sync_bytes"  # Bytes of the actor's weights that each engine read.

@@ -176,10 +176,10 @@ class RolloutMaker:
             if tap is not None and work.held is not None:
                 work.held.hand_over(self._learner.actor, tap)
         else:  # In one go; after an engine was lost other responses may have come than those that were scored.
-            with self.timeline.at_work("reward"):
-                rewards = self._rewards(rollouts, work.prompts)
             self._learner.begin_batch(work.sampling)
             measured = self._learner.measure(batch, work.sampling, tap, self.timeline)
+            with self.timeline.at_work("reward"):  # After the critic, in whose place a reward model stands where roles take turns.
+                rewards = self._rewards(rollouts, work.prompts)
         return batch, rewards, *self._learner.conclude(batch, measured, rewards)
 
     def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:

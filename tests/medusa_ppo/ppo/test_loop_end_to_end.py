@@ -30,6 +30,13 @@ def even(prompt, response, row):
 """
 
 
+WAYS = {
+    "pieces": {"ppo": {"piece_prompts": 2}},
+    "ahead": {"ppo": {"staleness": 2, "importance_bound": 2.0}},
+    "shared": {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}},
+}
+
+
 def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = None) -> RunConfig:
     return build_config(
         {
@@ -108,6 +115,39 @@ def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Pa
     )
     assert steps[6][names.KL_REFERENCE] != 0.0, "the reference is still the actor of the beginning"
     assert not ray.is_initialized()
+    check_nothing_left(before, children)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_through_a_step_on_a_real_engine(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str):
+    """Four steps, heads and companion included; what each way promises of its engine."""
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    before, children = leftovers(), set(psutil.Process().children(recursive=True))
+    values = settings(chain_actor, tmp_path, steps=4).model_dump(mode="json") | {"report": {}}
+    for section, more in WAYS[way].items():
+        values[section] |= more
+    config = build_config(values)
+
+    run_ppo(config)
+
+    steps = read_run(config.run_dir).steps
+    assert [s[names.STEP] for s in steps] == list(range(4)) and all(s[names.DRAFTS] > 0 for s in steps)
+    assert steps[-1][names.HEADS_VERSION] >= 1, "heads trained in the run were swapped in"
+    lags = [s[names.POLICY_LAG] for s in steps]
+    if way == "ahead":
+        assert max(lags) in (1, 2), lags
+        assert max(s[names.LOGPROB_GAP] for s in steps if not s[names.POLICY_LAG]) < 1e-3
+    else:
+        assert lags == [0] * 4 and max(s[names.LOGPROB_GAP] for s in steps) < 1e-3
+    if way == "pieces":
+        assert all(len(s[names.SPANS]["actor"]) == 4 for s in steps)
+    roles = steps[-1][names.LEDGER_ROLES]
+    assert set(roles) == {"engine", "actor", "reference", "critic"}
+    at_once = max(roles.values()) if way == "shared" else roles["engine"] + roles["actor"] + roles["reference"]
+    assert steps[-1][names.LEDGER_PEAK] == pytest.approx(at_once) if way == "shared" else steps[-1][names.LEDGER_PEAK] > at_once
+    check_results(config, chain_actor)
     check_nothing_left(before, children)
 
 
