@@ -27,7 +27,7 @@ from medusa_ppo.config_file import (
     refuse_old_keys,
     unknown,
 )
-from medusa_ppo.ppo_config import PPOConfig
+from medusa_ppo.ppo_config import ATTENTION, PPOConfig
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 EMBEDDED_ACTORS = ("demo", "demo-grown")
@@ -45,7 +45,8 @@ class ModelConfig(Section):
     critic_path: Text | None = None
     """Folder or hub name that the critic starts from, or `demo`; null: the actor's own weights."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of products in the PPO update; null: bfloat16 on a GPU that has it, else float32. Weights, sums and optimizer stay float32."""
+    """Dtype of products in the PPO update; null: bfloat16 on a GPU that has it, else float32. Weights, sums and optimizer stay float32 (a
+    Megatron actor multiplies with bfloat16 copies of its weights)."""
 
 
 class ActorConfig(Section):
@@ -57,8 +58,14 @@ class ActorConfig(Section):
     """Ranks that share each layer (backend `megatron`)."""
     pipeline_parallel: Count = 1
     """Ranks that the layers are spread over (backend `megatron`)."""
+    context_parallel: Count = 1
+    """Ranks that share the tokens of each sequence (backend `megatron`)."""
     data_parallel: Count = 1
     """Copies of the whole, each with its share of the sequences (backend `megatron`)."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks share the tokens, too, where they would all compute the same (backend `megatron`)."""
+    distributed_optimizer: bool = False
+    """Each copy keeps moments and float32 weights of its share of the parameters only (backend `megatron`)."""
     resource: Text | None = None
     """Ray resource of the nodes for the actor's ranks (`ray start --resources`); null: any node."""
     imports: Text | None = None
@@ -66,7 +73,7 @@ class ActorConfig(Section):
 
     @property
     def ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 class DataConfig(Section):
@@ -327,12 +334,19 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         keys = ("ppo.minibatch_size", "ppo.micro_batch_size")
         yield "A minibatch must be made of whole micro batches.", keys, "the first divisible by the second", "Change one of the two."
     if not megatron and config.actor.ranks > 1:
-        keys = ("actor.backend", "actor.tensor_parallel", "actor.pipeline_parallel", "actor.data_parallel")
-        do = "Set actor.backend=megatron, or all three parallel sizes to 1."
+        keys = ("actor.backend", "actor.tensor_parallel", "actor.pipeline_parallel", "actor.context_parallel", "actor.data_parallel")
+        do = "Set actor.backend=megatron, or all four parallel sizes to 1."
         yield "The backend transformers trains in one process.", keys, "actor.backend=megatron", do
-    if megatron and config.model.dtype == "bfloat16":
-        problem, keys = "Megatron's products are computed in the dtype of its weights here.", ("actor.backend", "model.dtype")
-        yield problem, keys, "model.dtype=float32", "Set model.dtype=float32, or leave it out."
+    if config.actor.sequence_parallel and config.actor.tensor_parallel == 1:
+        keys, do = ("actor.sequence_parallel", "actor.tensor_parallel"), "Raise the second, or leave the first out."
+        yield "Tokens are shared by the ranks that share a layer.", keys, "actor.tensor_parallel above 1", do
+    if config.actor.context_parallel > 1 and (config.sampling.top_k or config.sampling.top_p < 1):
+        keys = ("actor.context_parallel", "sampling.top_k", "sampling.top_p")
+        do = "Set actor.context_parallel=1, or sample from all tokens."
+        yield "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.", keys, "one of the two", do
+    if config.actor.distributed_optimizer and not megatron:
+        keys, do = ("actor.distributed_optimizer", "actor.backend"), "Set actor.backend=megatron, or leave the first out."
+        yield "One process has nobody to share its optimizer with.", keys, "actor.backend=megatron", do
     if config.companion.workers > 1 and config.companion.position_share < 1:
         keys = ("companion.workers", "companion.position_share")
         problem = "A companion that trains on a share of the positions has one worker only: others have only a part of each batch."
@@ -385,9 +399,6 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys, do = ("ppo.piece_prompts", "engine.sleep_level"), "Set one of the two to null."
         if config.engine.sleep_level:
             yield "An engine that gives its memory to the scoring can't write meanwhile.", keys, "one of the two", do
-        keys, do = ("ppo.piece_prompts", "actor.backend"), "Set ppo.piece_prompts=null, or actor.backend=transformers."
-        if config.actor.backend == "megatron":
-            yield "The ranks of a Megatron actor score whole batches.", keys, "actor.backend=transformers", do
     if ppo.kl_in_loss and ppo.kl_estimator == "k1":
         keys, do = ("ppo.kl_in_loss", "ppo.kl_estimator"), "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
         yield "As a term of the loss k1 has no gradient on average.", keys, "ppo.kl_estimator=k2 or k3", do
@@ -404,10 +415,9 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
         do = "Set actor.backend=transformers, or the other two to null."
         yield "The ranks of a Megatron actor know neither texts beside PPO nor an early end.", keys, "actor.backend=transformers", do
-    if config.actor.backend == "megatron" and (ppo.recompute or ppo.reference_dtype == "bfloat16" or ppo.micro_batch_tokens):
-        keys = ("actor.backend", "ppo.recompute", "ppo.reference_dtype", "ppo.micro_batch_tokens")
-        do = "Set actor.backend=transformers, or leave the other three as they are."
-        yield "The ranks of a Megatron actor have their own ways to save memory.", keys, "actor.backend=transformers", do
+    if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
+        keys, do = ("actor.backend", "ppo.recompute"), "Set ppo.recompute=true, or actor.backend=megatron."
+        yield "transformers' attention keeps nothing that could be made again.", keys, "ppo.recompute=true or false", do
 
 
 def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:

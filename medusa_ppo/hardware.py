@@ -112,15 +112,8 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
     found: list[Choice] = []
     dtype = model.dtype
     if dtype is None:
-        megatron = config.actor.backend == "megatron"
-        dtype = "bfloat16" if hardware.bfloat16 and not megatron else "float32"
-        why = (
-            "Megatron's products have its weights' dtype"
-            if megatron
-            else "a GPU that has it"
-            if hardware.bfloat16
-            else "no GPU that has bfloat16"
-        )
+        dtype = "bfloat16" if hardware.bfloat16 else "float32"
+        why = "a GPU that has it" if hardware.bfloat16 else "no GPU that has bfloat16"
         found.append(Choice("model.dtype", dtype, why))
     if engine.dtype is None:
         found.append(Choice("engine.dtype", dtype, "as model.dtype"))

@@ -10,7 +10,7 @@ from medusa_ppo.config_file import Count, Section, Text
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-MASK = "mask"
+MASK, ATTENTION = "mask", "attention"
 
 
 class PPOConfig(Section):
@@ -39,10 +39,11 @@ class PPOConfig(Section):
     """Responses per forward pass, at most; null: a whole minibatch."""
     micro_batch_tokens: Count | None = None
     """Tokens per forward pass, at most: prompts, responses and padding; a longer sequence goes alone. null: as many as there are."""
-    recompute: bool = False
-    """Of each layer keep the input alone, and make its activations again in the backward pass: a third more time, much less memory."""
+    recompute: bool | Literal["attention"] = False
+    """Of each layer keep the input alone, and make its activations again in the backward pass: a third more time, much less memory.
+    `attention`: make again what lies between its queries and its output only (actor.backend `megatron`)."""
     reference_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the reference's weights; null: float32, as the actor's."""
+    """Dtype of the reference's weights; null: as the actor's (float32; with actor.backend `megatron` model.dtype)."""
     actor_learning_rate: Positive = 1e-5
     """AdamW step size of the actor."""
     critic_learning_rate: Positive = 1e-4

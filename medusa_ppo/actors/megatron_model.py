@@ -1,7 +1,8 @@
 """One rank's part of a Llama-type actor as a GPTModel of megatron-core: built, filled from a checkpoint, run, and joined again.
 
-Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs.
-Shape letters: B batch rows, T tokens, V vocabulary, D hidden.
+Layers are those that megatron-core has without TransformerEngine: they run wherever torch runs. Two are our own, because its own ask for
+TransformerEngine: the norm (for sequence parallelism) and the attention over tokens that several ranks share (for context parallelism).
+Shape letters: B batch rows, T tokens, P tokens of one context-parallel rank, V vocabulary, D hidden, N heads, W width of a head, M rows.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from safetensors import safe_open
+from torch import nn
 
 from heads.errors import ModelError
-from medusa_ppo.actors.megatron_layout import Cutter, Gathering, LlamaSizes, key_table
+from medusa_ppo.actors.megatron_layout import Cutter, Gathering, LlamaSizes, context_positions, key_table
+from medusa_ppo.config import ActorConfig
 from medusa_ppo.meeting import Meeting
+from medusa_ppo.ppo_config import ATTENTION
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 Inputs = Mapping[str, torch.Tensor]
@@ -33,11 +38,13 @@ OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
 """What the last stage does with a micro-batch's logits `BTV` (this rank's columns): a loss to go back from, or None."""
 
 
-def start_parallel(meeting: Meeting, tensor_parallel: int, pipeline_parallel: int) -> None:
+def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
     """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left of the ranks is data parallel."""
     backend, place = "nccl" if torch.cuda.is_available() else "gloo", meeting.place
     dist.init_process_group(backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout)
-    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
+    parallel_state.initialize_model_parallel(
+        section.tensor_parallel, section.pipeline_parallel, context_parallel_size=section.context_parallel
+    )
 
 
 def stop_parallel() -> None:
@@ -51,33 +58,55 @@ class RankModel:
     Attributes:
         sizes: of the whole model.
         model: the GPTModel.
+        ddp: Megatron's wrapper around it, with the buffers of its gradients; None: not trained.
         replica, replicas: which data-parallel replica this rank belongs to, and how many there are.
-        gives_out: this rank joins its stage's tensors; the first tensor-parallel rank of the first replica.
+        first: this rank has a part of the first replica, and the first part of each sequence: what all of those have, it gives out.
     """
 
-    def __init__(self, sizes: LlamaSizes, path: str | Path, *, trained: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: LlamaSizes,
+        path: str | Path,
+        section: ActorConfig,
+        *,
+        trained: bool,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool | str = False,
+    ) -> None:
         """
         Args:
             path: folder of the checkpoint to fill it from, or one safetensors file.
+            section: how it is cut; the same on all ranks.
             trained: gradients are wanted.
             device: where it lives.
+            dtype: of its weights and products.
+            recompute: as ppo.recompute.
 
         Raises:
             ConfigError: the model can't be cut over so many ranks.
             ModelError: the checkpoint lacks a tensor, or has one of another shape.
         """
-        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._context = parallel_state.get_context_parallel_group()
         self.sizes, self.device = sizes, device
         self.replica, self.replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        self.gives_out = self.replica == 0 and dist.get_rank(tensor_group) == 0
-        self._group, self._table = tensor_group, key_table(sizes)
-        self._cutter = Cutter(sizes, dist.get_rank(tensor_group), dist.get_world_size(tensor_group))
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        sizes.check_cut(self._cutter.ranks, stages)
-        self._first_layer = sizes.layers // stages * parallel_state.get_pipeline_model_parallel_rank()
-        self.model = _build(sizes, self._cutter.ranks, stages).to(device).requires_grad_(trained)
+        self.first = self.replica == 0 and dist.get_rank(self._context) == 0
+        self._table = key_table(sizes)
+        self._cutter = Cutter(sizes, dist.get_rank(self._group), section.tensor_parallel)
+        sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
+        self._first_layer = sizes.layers // section.pipeline_parallel * parallel_state.get_pipeline_model_parallel_rank()
+        # A sequence's tokens are cut into equal parts: two for each context-parallel rank, and for sequence parallelism each part again.
+        self._multiple = section.tensor_parallel if section.sequence_parallel else 1
+        self._multiple *= 2 * section.context_parallel if section.context_parallel > 1 else 1
+        model = _build(sizes, _settings(sizes, section, dtype, recompute if trained else False), section)
+        # Dropout is 0: train mode only lets Megatron recompute.
+        self.model = model.to(device).requires_grad_(trained).train(trained)
+        for name, parameter in self.parameters().items():
+            parameter.tensor_model_parallel = self._table[name].how != "whole"  # Who counts it in the norm; Megatron says so as it draws.
         self.load(path)
-        self._ddp = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(), self.model) if trained else None
+        shared = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer)
+        self.ddp = DistributedDataParallel(self.model.config, shared, self.model) if trained else None
 
     def parameters(self) -> dict[str, Any]:
         """This rank's parameters by their names in the whole model."""
@@ -117,21 +146,29 @@ class RankModel:
                 pieces.append(held[self._cutter.own_slice(entry, index) or slice(None)])
             yield name, self._cutter.merge(entry, pieces)
 
-    def whole_tensors(self, shards: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    def whole_tensors(
+        self, value: Callable[[nn.Parameter], torch.Tensor], dtype: torch.dtype, bucket_bytes: int
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """The checkpoint's tensors that this stage's shards make up, on the CPU, some at a time; nothing on ranks that don't give out.
 
-        All tensor-parallel ranks of the first replica call it with the same names. A bucket of shards, as many as fit into `bucket_bytes`
-        and one at least, crosses in one gather.
+        All tensor-parallel ranks of the first replica call it, and all others that `value` needs. A bucket of shards, as many as fit into
+        `bucket_bytes` and one at least, crosses in one gather.
+
+        Args:
+            value: what is wanted of a parameter, in its shape.
         """
-        for bucket in _buckets(shards, dtype, bucket_bytes):
-            flat = torch.cat([shards[name].detach().reshape(-1).to(dtype) for name in bucket])
-            parts = Gathering(flat, self._group).wait()
+        parameters = self.given_out()
+        for bucket in _buckets(parameters, dtype, bucket_bytes):
+            values = [value(parameters[name]).detach().reshape(-1).to(dtype) for name in bucket]
+            if not self.first:
+                continue
+            parts = Gathering(torch.cat(values), self._group).wait()
             if not parts:
                 continue
-            pieces = [part.cpu().split([shards[name].numel() for name in bucket]) for part in parts]
+            pieces = [part.cpu().split([parameters[name].numel() for name in bucket]) for part in parts]
             joined: dict[str, torch.Tensor] = {}
             for index, name in enumerate(bucket):
-                own = [piece[index].view(shards[name].shape) for piece in pieces]
+                own = [piece[index].view(parameters[name].shape) for piece in pieces]
                 joined |= self._cutter.join(self._table[name], own)
             yield {name: tensor.contiguous() for name, tensor in joined.items()}
 
@@ -143,6 +180,28 @@ class RankModel:
         return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + self._first_layer}.", name)
 
     # ---- passes ---------------------------------------------------------------------------------------------------------------
+
+    def columns(self, width: int) -> torch.Tensor:
+        """Which of a micro-batch's tokens this rank holds, in the order in which it holds them (P); those from `width` on are padding."""
+        padded = -(-width // self._multiple) * self._multiple
+        return context_positions(dist.get_rank(self._context), dist.get_world_size(self._context), padded).to(self.device)
+
+    def inputs(self, input_ids_BT: torch.Tensor) -> Inputs:
+        """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: plain positions, a causal mask."""
+        (rows, width), columns_P = input_ids_BT.shape, self.columns(input_ids_BT.shape[1])
+        padded_BT = F.pad(input_ids_BT, (0, max(0, int(columns_P.max()) + 1 - width), 0, 0))
+        hidden = torch.ones(1, 1, len(columns_P), len(columns_P), dtype=torch.bool, device=self.device).triu(diagonal=1)
+        return {
+            "input_ids": padded_BT[:, columns_P],
+            "position_ids": columns_P.expand(rows, -1).contiguous(),
+            "attention_mask": hidden,  # `ContextAttention` has its own.
+        }
+
+    def of_all_columns(self, values_P: torch.Tensor, places_P: torch.Tensor, total: int) -> torch.Tensor:
+        """Numbers that context-parallel ranks have for rows of their own, on all of them: M. Gradients go back to one's own rows."""
+        if dist.get_world_size(self._context) == 1:
+            return values_P
+        return _AllRows.apply(values_P, places_P, total, self._context)
 
     def run(self, micros: list[Inputs], on_output: OnOutput, *, backward: bool = False) -> None:
         """All micro-batches through the pipeline; `on_output` is called on the last stage, for one after the other."""
@@ -163,46 +222,26 @@ class RankModel:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(range(len(micros))),
-            model=[self._ddp or self.model],
+            model=[self.ddp or self.model],
             num_microbatches=len(micros),
-            seq_length=width,
+            seq_length=width * dist.get_world_size(self._context),
             micro_batch_size=rows,
             forward_only=not backward,
             collect_non_loss_data=not backward,
         )
 
     def clear_gradients(self) -> None:
-        assert self._ddp is not None, "only trained models have gradients"
+        assert self.ddp is not None, "only trained models have gradients"
         for parameter in self.model.parameters():
-            parameter.grad = None  # It is the buffer itself, which the wrapper fills: backward would add to it twice.
-        self._ddp.zero_grad_buffer()
+            parameter.grad = None  # It may be the buffer itself, which the wrapper fills: backward would add to it twice.
+        self.ddp.zero_grad_buffer()
 
-    def gather_gradients(self) -> float:
-        """Sum the gradients over replicas and shared copies, put them in their places, and return their norm over the whole model."""
-        finalize_model_grads([self._ddp])
-        squares = torch.zeros((), device=self.device)
-        for name, parameter in self.parameters().items():
-            parameter.grad = parameter.main_grad
-            if self._counts(name, parameter):
-                squares += parameter.main_grad.float().square().sum()
-        dist.all_reduce(squares, group=parallel_state.get_model_parallel_group())
-        return float(squares.sqrt())
-
-    def _counts(self, name: str, parameter: torch.nn.Parameter) -> bool:
-        """This rank is the one that counts a parameter which several ranks have."""
-        cut = self._table[name].how != "whole"
-        return (cut or self._cutter.rank == 0) and not getattr(parameter, "shared", False)
+    def gather_gradients(self) -> None:
+        """Sum the gradients over replicas and shared copies; with a distributed optimizer this replica has those of its part then."""
+        finalize_model_grads([self.ddp])
 
 
-def causal_inputs(input_ids_BT: torch.Tensor) -> Inputs:
-    """A micro-batch, padded on the right, as a GPTModel takes it: plain positions, a causal mask."""
-    rows, width = input_ids_BT.shape
-    positions_BT = torch.arange(width, device=input_ids_BT.device).expand(rows, width).contiguous()
-    hidden = torch.triu(torch.ones(1, 1, width, width, dtype=torch.bool, device=input_ids_BT.device), diagonal=1)
-    return {"input_ids": input_ids_BT, "position_ids": positions_BT, "attention_mask": hidden}
-
-
-def _buckets(shards: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
+def _buckets(shards: Mapping[str, nn.Parameter], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
     bucket: list[str] = []
     filled = 0
     for name, shard in shards.items():
@@ -216,8 +255,13 @@ def _buckets(shards: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_byte
         yield bucket
 
 
-def _build(sizes: LlamaSizes, ranks: int, stages: int) -> GPTModel:
-    config = TransformerConfig(
+def _settings(sizes: LlamaSizes, section: ActorConfig, dtype: torch.dtype, recompute: bool | str) -> TransformerConfig:
+    again: dict[str, Any] = {}
+    if recompute:
+        again = {"recompute_granularity": "selective"}  # Of Megatron's modules the attention's core.
+        if recompute != ATTENTION:
+            again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
         ffn_hidden_size=sizes.ffn,
@@ -242,18 +286,33 @@ def _build(sizes: LlamaSizes, ranks: int, stages: int) -> GPTModel:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=ranks,
-        pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32,
-        variable_seq_lengths=stages > 1,
+        tensor_model_parallel_size=section.tensor_parallel,
+        pipeline_model_parallel_size=section.pipeline_parallel,
+        context_parallel_size=section.context_parallel,
+        sequence_parallel=section.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=section.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # Not used; the default refuses sequences of several lengths.
         # Losses are divided by the tokens of the whole minibatch before they come here: sums, never means of means.
         calculate_per_token_loss=True,
+        **again,
     )
+
+
+def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig) -> GPTModel:
+    layer = get_gpt_layer_local_spec(qk_layernorm=sizes.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SharedNorm
+    attention = layer.submodules.self_attention.submodules
+    if sizes.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SharedNorm
+    if section.context_parallel > 1:
+        attention.core_attention = ContextAttention
     return GPTModel(
-        config,
-        get_gpt_layer_local_spec(qk_layernorm=sizes.qk_norm, normalization="RMSNorm"),
-        vocab_size=sizes.vocab_rows(ranks) * ranks,
+        settings,
+        TransformerBlockSubmodules([layer] * (sizes.layers // section.pipeline_parallel), SharedNorm),
+        vocab_size=sizes.vocab_rows(section.tensor_parallel) * section.tensor_parallel,
         max_sequence_length=sizes.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -262,4 +321,63 @@ def _build(sizes: LlamaSizes, ranks: int, stages: int) -> GPTModel:
         rope_scaling=bool(sizes.rope_factor),
         rope_scaling_factor=sizes.rope_factor or 1.0,
         share_embeddings_and_output_weights=sizes.tied,
-    ).eval()
+    )
+
+
+class SharedNorm(nn.RMSNorm):
+    """A norm that all tensor-parallel ranks have. With sequence parallelism each sees some tokens, and Megatron adds the gradients up."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ContextAttention(nn.Module):
+    """Causal attention of this rank's queries over the keys and values of all context-parallel ranks, which are gathered for it."""
+
+    def __init__(self, config: TransformerConfig, **named: Any) -> None:
+        super().__init__()
+        self._group = named["pg_collection"].cp
+
+    def forward(self, query_PBNW: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        ranks, share = dist.get_world_size(self._group), query_PBNW.shape[0]
+        places = [context_positions(rank, ranks, ranks * share) for rank in range(ranks)]
+        allowed = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
+        repeats = query_PBNW.shape[2] // key.shape[2]
+        keys, values = (_AllTokens.apply(part, self._group).repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3) for part in (key, value))
+        out_BNPW = F.scaled_dot_product_attention(query_PBNW.permute(1, 2, 0, 3), keys, values, allowed.to(query_PBNW.device))
+        return out_BNPW.permute(2, 0, 1, 3).flatten(2)
+
+
+class _AllTokens(torch.autograd.Function):
+    """Rows of all ranks, one rank's behind the other's. Each rank gets the sum of what all found for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, values.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        own = torch.empty_like(grad.chunk(dist.get_world_size(ctx.group))[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+class _AllRows(torch.autograd.Function):
+    """As `RankModel.of_all_columns`."""
+
+    @staticmethod
+    def forward(ctx: Any, values_P: torch.Tensor, places_P: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(places_P)
+        whole_M = values_P.new_zeros(total)
+        whole_M[places_P] = values_P
+        dist.all_reduce(whole_M, group=group)
+        return whole_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (places_P,) = ctx.saved_tensors
+        return grad_M[places_P], None, None, None

@@ -150,7 +150,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     critic = _critic(config, model)
     parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
     if config.actor.backend == "transformers":
-        parts |= _actor_parts(config, model, 1)
+        parts |= _actor_parts(config, model)
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
     parts["actor's file in shared memory, for engines that come late or again"] = _element(config) * model.parameters
@@ -163,12 +163,12 @@ def _critic(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
     return ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
 
 
-def _actor_parts(config: RunConfig, model: ModelSizes, cut: int) -> dict[str, int]:
-    """Actor and reference where one of `cut` processes holds an equal part of both."""
+def _actor_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
+    """Actor and reference in the loop's own process."""
     reference = BFLOAT16 if config.ppo.reference_dtype == "bfloat16" else FLOAT32
     return {
-        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters // cut,
-        "reference": reference * model.parameters // cut,
+        "actor and its optimizer": ADAM_COPIES * FLOAT32 * model.parameters,
+        "reference": reference * model.parameters,
     }
 
 
@@ -197,7 +197,7 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
     """Bytes of tensors in the process that trains the actor: the most while a batch is scored, and in the update."""
     if config.actor.backend != "transformers":
         return {}
-    critic, reference = _critic(config, model), _actor_parts(config, model, 1)["reference"]
+    critic, reference = _critic(config, model), _actor_parts(config, model)["reference"]
     weights = model.parameters + (critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0)
     standing = {"score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference, "update": (ADAM_COPIES - 1) * FLOAT32 * weights + reference}
     if config.ppo.placement == "shared":  # One role at a time, with its moments only where it learns.
@@ -218,11 +218,24 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
     section = config.actor
     if section.backend != "megatron":
         return []
-    parts = _actor_parts(config, model, section.tensor_parallel * section.pipeline_parallel)
-    tokens = (config.ppo.micro_batch_size or config.ppo.minibatch_size) * (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+    parts = _rank_parts(config, model)
+    tokens = _micro_tokens(config) // section.context_parallel
     parts["logits of a micro-batch, and their gradient"] = 2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
     where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
     return [Process("actor rank", section.ranks, where, float(gpus), parts)]
+
+
+def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
+    """What stands in each: with bfloat16 products weights are there twice, and a distributed optimizer keeps a part of what is stepped."""
+    section, copies = config.actor, config.model.dtype == "bfloat16"
+    parameters, weight = model.parameters // (section.tensor_parallel * section.pipeline_parallel), BFLOAT16 if copies else FLOAT32
+    shares = section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
+    reference = {"float32": FLOAT32, "bfloat16": BFLOAT16, None: weight}[config.ppo.reference_dtype]
+    return {
+        "actor and its gradients": (weight + FLOAT32) * parameters,
+        "optimizer": (ADAM_COPIES - 2 + copies) * FLOAT32 * parameters // shares,
+        "reference": reference * parameters,
+    }
 
 
 def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> list[Process]:
@@ -296,7 +309,7 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
 
 def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
     """What roles that take turns copy in a step: each comes to score, actor and critic come to learn and leave as they became then."""
-    critic, parts = _critic(config, model), _actor_parts(config, model, 1)
+    critic, parts = _critic(config, model), _actor_parts(config, model)
     learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
     return [
         Move("reference, and weights and moments of actor and critic", "host memory to the device", parts["reference"] + 4 * learning),

@@ -70,7 +70,7 @@ class PPOLearner(ABC):
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
         if critic is not None:
             self.turns.add(CRITIC, critic, self.critic_optimizer)
-        if config.recompute and critic is not None:
+        if config.recompute is True and critic is not None:
             models.recompute_layers(critic)
 
     def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:

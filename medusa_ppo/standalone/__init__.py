@@ -37,7 +37,7 @@ NewTokens = Annotated[int, Option(min=1, help="Longest response, in tokens.")]
 class TrainOptions:
     """Options of `medusa-ppo train`. Pass by keyword."""
 
-    model: Model
+    model: Annotated[str, Option(help="Folder or hub name of a transformers causal LM, or folder of a Megatron distributed checkpoint.")]
     data: Data
     out: Annotated[Path, Option(help="Folder for the heads (native checkpoint) and train.jsonl.")]
     kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = HEADS.kind

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from heads.errors import ConfigError, DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
+from medusa_ppo.actors.megatron_checkpoint import described_by
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.engines.ray_engine import make_engine
@@ -250,6 +251,7 @@ def train_scene(options: TrainOptions) -> Scene:
 
 def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     """What `--dry-run` prints, from the configuration files and a moment of matrix products."""
+    options = replace(options, model=described_by(options.model))
     scene = train_scene(options)
     model = AutoConfig.from_pretrained(options.model)
     with torch.device("meta"):

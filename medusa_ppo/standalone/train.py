@@ -1,5 +1,7 @@
 """`medusa-ppo train`: heads for any causal LM, on its own responses, on full texts or on chats; an interrupted training goes on.
 
+OUT/model/              the model as transformers has it, where it came as a distributed checkpoint of Megatron's
+
 OUT/resume/             every file of it is replaced atomically
   settings.json         the options that the heads depend on; other ones are refused
   round-0000.json       responses of one generation round, until all are written
@@ -18,6 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -29,6 +32,7 @@ from heads.checkpoint import load_state, save_heads, save_state
 from heads.errors import CheckpointError, ConfigError, DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES
+from medusa_ppo.actors.megatron_checkpoint import as_transformers
 from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.console import Advance, OfflineProgress
 from medusa_ppo.files import write_atomic
@@ -48,7 +52,7 @@ from medusa_ppo.standalone.data_parallel import Worker, Workers, deal_parts, run
 from medusa_ppo.standalone.scene import MAX_TEXT_TOKENS, Scene, compute_dtype, engine_config, out_folder, running_engine, train_scene
 from medusa_ppo.types import Sampling
 
-LOG_FILE = "train.jsonl"
+LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
 """Most tokens that heads are judged on: enough for two digits of acceptance, and no more work than the training itself."""
@@ -76,6 +80,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     resume = ResumeFolder(options.out, options)
     if resume.found:
         progress.say(f"Going on with the interrupted training in {options.out} (--fresh begins anew)")
+    options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
     samples = resume.samples()
     if samples is None:
         scene = train_scene(options)

@@ -86,11 +86,17 @@ def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) 
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("other", ["engine.sleep_level=1", "actor.backend=megatron"])
-def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile(other: str) -> None:
+def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile() -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(None, ["ppo.piece_prompts=2", other])
-    assert "ppo.piece_prompts=2" in str(error.value) and other.split(".")[1].split("=")[0] in str(error.value)
+        load_config(None, ["ppo.piece_prompts=2", "engine.sleep_level=1"])
+    assert "ppo.piece_prompts=2" in str(error.value) and "sleep_level" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["ppo.piece_prompts=2", "ppo.recompute=true", "ppo.recompute=attention", "ppo.micro_batch_tokens=9", "model.dtype=bfloat16"]
+)
+def test_what_a_megatron_actor_takes(key: str) -> None:
+    load_config(None, ["actor.backend=megatron", key])
 
 
 @pytest.mark.parametrize(
@@ -151,6 +157,10 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
         (["ppo.ptx_coefficient=1"], "a weight needs texts"),
         (["ppo.eval_every=1", "data.eval_split=train"], "on the prompts of the training"),
         (["ppo.kl_stop=0.1", "actor.backend=megatron"], "early end"),
+        (["ppo.recompute=attention"], "keeps nothing that could be made again"),
+        (["actor.backend=megatron", "actor.sequence_parallel=true"], "ranks that share a layer"),
+        (["actor.distributed_optimizer=true"], "nobody to share its optimizer with"),
+        (["actor.backend=megatron", "actor.context_parallel=2", "sampling.top_k=5"], "forget which tokens a cut left"),
         (["engine.memory_bytes=100", "engine.draft_temperature=0"], "Only sampled drafts"),
         (["engine.stop_below=0.1", "engine.draft_temperature=0"], "Only sampled drafts"),
         (["engine.stop_below=0.1", "engine.choose_drafts=true"], "its own number"),

@@ -202,10 +202,10 @@ class MegatronLearner(PPOLearner):
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
 
     def begin_batch(self, sampling: Sampling) -> None:
-        """Nothing to do: the ranks forget with each batch that they score."""
+        self._team.call("begin_batch", sampling)
 
     def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
-        answers = self._team.begin("score", self._hand(batch), batch.pad_id, sampling, tap is not None)
+        answers = self._team.begin("score", self._hand(batch), batch.pad_id, batch.first, sampling, tap is not None)
 
         def finish() -> PolicyScores:
             total = PolicyScores.zeros(batch)

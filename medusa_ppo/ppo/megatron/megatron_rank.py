@@ -2,14 +2,17 @@
 
 Every rank gets the same calls in the same order. Sequences are dealt to data-parallel replicas; the ranks of a replica run the same
 micro batches. The loss is divided by the tokens of the whole minibatch, and gradients are added up over replicas: how many there are
-changes the result by rounding only. Weights, moments and losses are float32, as in the loop's own learner.
+changes the result by rounding only. What is learned, moments and losses are float32, as in the loop's own learner; with
+model.dtype=bfloat16 the model itself is a bfloat16 copy.
 
-Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, D hidden, M response tokens, V vocabulary.
+Shape letters: S sequences, R response positions, B sequences of this replica, T tokens, P tokens and predictions of one context-parallel
+rank, D hidden, M response tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,21 +21,32 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.vocabulary import Vocabulary
+from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron import MegatronActor, MegatronTap
 from medusa_ppo.actors.megatron_layout import LlamaSizes
-from medusa_ppo.actors.megatron_model import RankModel, causal_inputs, start_parallel, stop_parallel
-from medusa_ppo.config import RunConfig
+from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_parallel
+from medusa_ppo.config import PPOConfig, RunConfig
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores
-from medusa_ppo.ppo.learner import UpdateTotals, adamw, minibatches
+from medusa_ppo.ppo.learner import ADAM_BETAS, ADAM_EPSILON, UpdateTotals, minibatches
 from medusa_ppo.ppo.models import Support, TokenStats
-from medusa_ppo.ppo.shaping import learning_rate_share, set_learning_rate
+from medusa_ppo.ppo.shaping import GradientNorms, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Rollouts, Sampling
+
+WEIGHTS = "weights"
+TIMEOUT_S = 600.0
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
 
 
 def sharded_stats(logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, *, entropy: bool = False) -> TokenStats:
@@ -66,10 +80,106 @@ class _LogprobAndEntropy(torch.autograd.Function):
         return ctx.vocabulary.add_at(grad_MV, ids_M, picked_M), None, None
 
 
-WEIGHTS = "weights"
-TIMEOUT_S = 600.0
-MOMENTS = ("exp_avg", "exp_avg_sq")
-CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
+class RankOptimizer:
+    """Megatron's AdamW: steps on float32 tensors, which are this rank's parameters, copies of them, or this replica's part of either."""
+
+    def __init__(self, model: RankModel, config: PPOConfig, dtype: torch.dtype, *, distributed: bool) -> None:
+        """
+        Args:
+            dtype: of the model's parameters.
+            distributed: each data-parallel replica (and context-parallel rank) keeps a part.
+        """
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.actor_learning_rate,
+            min_lr=config.actor_learning_rate,
+            weight_decay=0.0,
+            adam_beta1=ADAM_BETAS[0],
+            adam_beta2=ADAM_BETAS[1],
+            adam_eps=ADAM_EPSILON,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            clip_grad=0.0,  # Done here, after a look at the norm.
+            use_distributed_optimizer=distributed,
+        )
+        self.distributed, self._copies, self._device = distributed, dtype != torch.float32, model.device
+        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
+        (self._part,) = self._chain.chained_optimizers
+        self._held = _stepped(self._part)
+
+    def step(self, rate: float, clip_norm: float, norms: GradientNorms) -> None:
+        """The step that gathered gradients ask for, clipped; left out, on all ranks, where their norm is not finite."""
+        set_learning_rate(self._chain, rate)
+        self._chain.prepare_grads()
+        norm = float(self._chain.get_grad_norm())
+        if not norms.sound(norm):
+            return
+        for stepped in self._part.get_parameters():
+            stepped.grad.mul_(min(1.0, clip_norm / (norm + CLIP_EPSILON)))
+        self._chain.step_with_ready_grads()
+
+    def value(self, what: str, parameter: nn.Parameter) -> Tensor:
+        """The weights of a parameter, or one of its moments, whole. With a distributed optimizer all replicas call it."""
+        if what == WEIGHTS and not self._copies:
+            return parameter.detach()
+        stepped, place = self._held.get(parameter, (None, slice(0)))
+        found = None if stepped is None else (stepped if what == WEIGHTS else self._state[stepped][what]).detach()
+        if not self.distributed:
+            assert found is not None, "all parameters are stepped here"
+            return found
+        whole = torch.zeros(parameter.numel(), device=self._device)
+        if found is not None:
+            whole[place] = found
+        dist.all_reduce(whole, group=self._group)
+        return whole.view(parameter.shape)
+
+    def put(self, what: str, parameter: nn.Parameter, value: Tensor) -> None:
+        """Take back what `value` gave; of the weights, the optimizer's own."""
+        if parameter not in self._held:
+            return
+        stepped, place = self._held[parameter]
+        part = value.flatten()[place].view(stepped.shape).to(self._device, torch.float32)
+        if what == WEIGHTS:
+            stepped.data.copy_(part)
+        else:
+            self._state[stepped][what] = part.clone()
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps so far. torch's AdamW counts them for each parameter, TransformerEngine's and Apex' for each group."""
+        counters = [*self._state.values(), *self._chain.param_groups]
+        return max((float(counter["step"]) for counter in counters if "step" in counter), default=0.0)
+
+    def restart(self, steps: float) -> None:
+        """Forget the moments; count on from so many steps."""
+        self._state.clear()
+        for group in self._chain.param_groups if steps else ():
+            if not isinstance(self._part.optimizer, torch.optim.AdamW):
+                group["step"] = int(steps)
+                continue
+            for stepped in group["params"]:
+                self._state[stepped]["step"] = torch.tensor(steps, dtype=torch.float32)
+
+    @property
+    def _state(self) -> Any:
+        return self._part.optimizer.state
+
+
+def _stepped(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, slice]]:
+    """Of each parameter that this rank steps: the float32 tensor that is stepped, and which part of the flat parameter that is."""
+    if isinstance(optimizer, FP32Optimizer):
+        return {parameter: (parameter, slice(None)) for parameter in optimizer.get_parameters()}
+    distributed = isinstance(optimizer, DistributedOptimizer)
+    copies = ("model_float16_groups", "shard_fp32_from_float16_groups") if distributed else ("float16_groups", "fp32_from_float16_groups")
+    themselves = ("model_fp32_groups", "shard_fp32_groups") if distributed else ("fp32_from_fp32_groups",) * 2
+    found = {}
+    for models, mains in (copies, themselves):
+        for group, stepped in zip(getattr(optimizer, models), getattr(optimizer, mains), strict=True):
+            for parameter, tensor in zip(group, stepped, strict=True):
+                part = optimizer._get_model_param_range_map(parameter)["param"] if distributed else None
+                found[parameter] = (tensor, slice(None) if part is None else slice(part.start, part.end))
+    return found
 
 
 @dataclass(frozen=True)
@@ -93,7 +203,7 @@ class ActorRank:
     def __init__(self, rank: int, path: str, config: RunConfig, with_embedding: bool) -> None:
         """
         Args:
-            rank: 0 to tensor x pipeline x data parallel - 1.
+            rank: 0 to actor.ranks - 1.
             path: folder of the actor's checkpoint; the reference stays what is there.
             config: the run's.
             with_embedding: `tables` brings the input embedding too.
@@ -101,6 +211,7 @@ class ActorRank:
         self._rank, self._path, self._config, self._with_embedding = rank, path, config, with_embedding
         self._meeting: Meeting | None = None
         self._support = Support(Sampling())  # Of the batch that was scored last.
+        self._scored: set[int] = set()  # Its sequences that this replica scored.
 
     def meet_here(self) -> Place:
         """Open the place where the ranks find each other."""
@@ -113,29 +224,41 @@ class ActorRank:
             importlib.import_module(section.imports)
         torch.set_num_threads(self._config.ppo.threads or 1)
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
-        start_parallel(self._meeting, section.tensor_parallel, section.pipeline_parallel)
+        start_parallel(self._meeting, section)
         device, sizes = torch.device("cuda" if torch.cuda.is_available() else "cpu"), LlamaSizes.read(self._path)
-        self._actor = RankModel(sizes, self._path, trained=True, device=device)
-        self._reference = RankModel(sizes, self._path, trained=False, device=device)
+        ppo, dtype = self._config.ppo, DTYPES[self._config.model.dtype or "float32"]
+        reference_dtype = DTYPES[ppo.reference_dtype] if ppo.reference_dtype else dtype
+        build = functools.partial(RankModel, sizes, self._path, section, device=device)
+        self._actor = build(trained=True, dtype=dtype, recompute=ppo.recompute)
+        self._reference = build(trained=False, dtype=reference_dtype)
         self._view = MegatronActor(self._actor.model, sizes.vocab, with_embedding=self._with_embedding)
-        self._optimizer = adamw(list(self._actor.model.parameters()), self._config.ppo.actor_learning_rate)
+        self._optimizer = RankOptimizer(self._actor, ppo, dtype, distributed=section.distributed_optimizer)
+        if dtype != torch.float32:
+            self._read(Path(self._path), WEIGHTS)  # The optimizer's copies are of rounded ones.
 
     # ---- passes ---------------------------------------------------------------------------------------------------------------
 
+    def begin_batch(self, sampling: Sampling) -> None:
+        """New rollouts will be scored: what was kept of those before is forgotten."""
+        self._support, self._scored = Support(sampling), set()
+
     @torch.no_grad()
-    def score(self, rollouts: Rollouts, pad_id: int, sampling: Sampling, tapped: bool) -> RankScores | None:
-        """Passes of actor and reference over this replica's sequences; the answer comes from the rank that reports."""
-        batch = PPOBatch(rollouts, self._actor.device, pad_id)
-        self._support = Support(sampling)
-        found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
+    def score(self, rollouts: Rollouts, pad_id: int, first: int, sampling: Sampling, tapped: bool) -> RankScores | None:
+        """Passes of actor and reference over this replica's sequences; the answer comes from the rank that reports.
+
+        Args:
+            rollouts: the batch, or a piece of it.
+            first: place of its first sequence in the batch.
+        """
+        batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
+        found, micros = PolicyScores.zeros(batch), self._micros(batch, self._dealt(batch, range(len(batch))))
+        self._scored |= {place for micro in micros for place in micro.places}
+        inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
         with self._view.tap() if tapped else contextlib.nullcontext() as tap:
-            self._actor.run(
-                [causal_inputs(micro.input_ids_BT) for micro in micros],
-                lambda n, logits_BTV: found.put(batch, micros[n], self._stats(micros[n], logits_BTV, sampling, entropy=True)),
-            )
+            self._actor.run(inputs, lambda n, logits: found.put(batch, micros[n], self._stats(micros[n], logits, sampling, entropy=True)))
         self._reference.run(
-            [causal_inputs(micro.input_ids_BT) for micro in micros],
-            lambda n, logits_BTV: batch.unpack(self._stats(micros[n], logits_BTV, sampling).logprobs_M, micros[n], found.reference_SR),
+            inputs,
+            lambda n, logits_BPV: batch.unpack(self._stats(micros[n], logits_BPV, sampling).logprobs_M, micros[n], found.reference_SR),
         )
         if not self._view.reports:
             return None
@@ -148,42 +271,50 @@ class ActorRank:
         A step whose gradient is not finite is left out, on all ranks.
         """
         batch, config = PPOBatch(rollouts, self._actor.device, pad_id), self._config.ppo
-        totals = UpdateTotals()
-        set_learning_rate(self._optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
+        totals, rate = UpdateTotals(), learning_rate_share(config, step) * config.actor_learning_rate
         for sequences in minibatches(scores.sequences, config, self._config.seed, step):
-            tokens, micros = int(batch.lengths_S[sequences].sum()), self._micros(batch, sequences)
+            tokens, own = int(batch.lengths_S[sequences].sum()), self._dealt(batch, sequences)
+            if self._support.cuts:  # Only who scored a sequence knows which of its tokens were left.
+                own = [s for s in sequences if s in self._scored]
+            micros = self._micros(batch, own)
 
-            def loss(n: int, logits_BTV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens) -> Tensor:
-                stats = self._stats(micros[n], logits_BTV, sampling, entropy=config.entropy_coefficient > 0)
+            def loss(n: int, logits_BPV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens) -> Tensor:
+                stats = self._stats(micros[n], logits_BPV, sampling, entropy=config.entropy_coefficient > 0)
                 return totals.policy_loss_of(batch, scores, micros[n], stats, config) / tokens
 
             self._actor.clear_gradients()
-            self._actor.run([causal_inputs(micro.input_ids_BT) for micro in micros], loss, backward=True)
-            norm = self._actor.gather_gradients()
+            self._actor.run([self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True)
+            self._actor.gather_gradients()
             totals.tokens += tokens
-            if not totals.norms.sound(norm):
-                continue
-            for parameter in self._actor.model.parameters():
-                assert parameter.grad is not None, "gather_gradients puts it there"
-                parameter.grad.mul_(min(1.0, config.clip_norm / (norm + CLIP_EPSILON)))
-            self._optimizer.step()
+            self._optimizer.step(rate, config.clip_norm, totals.norms)
         return totals if self._view.reports else None
 
-    def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
-        """This replica's micro batches: every n-th sequence by length, so that replicas have about the same to do.
+    def _dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
+        """This replica's: every n-th by length, so that replicas have about the same to do."""
+        return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[self._actor.replica :: self._actor.replicas]
 
-        Where tokens were cut it is every n-th of the whole batch: only the replica that scored a sequence knows what was left.
-        """
-        dealt = range(len(batch)) if self._support.cuts else sequences
-        share = sorted(dealt, key=lambda s: (batch.total_lengths[s], s))[self._actor.replica :: self._actor.replicas]
-        wanted = set(sequences)
-        size = self._config.ppo.micro_batch_size or self._config.ppo.minibatch_size
-        return list(batch.micro_batches([s for s in share if s in wanted], size))
+    def _micros(self, batch: PPOBatch, sequences: list[int]) -> list[MicroBatch]:
+        config = self._config.ppo
+        return list(batch.micro_batches(sequences, config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens))
 
-    def _stats(self, micro: MicroBatch, logits_BTV: Tensor, sampling: Sampling, *, entropy: bool = False) -> TokenStats:
-        vocabulary = self._view.vocabulary
-        scaled_MV = vocabulary.own_rows(logits_BTV[micro.predict_mask_BT], dim=1).float() / sampling.temperature
-        return sharded_stats(self._support.cut(scaled_MV, micro, vocabulary), micro.response_ids_M, vocabulary, entropy=entropy)
+    def _stats(self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False) -> TokenStats:
+        vocabulary, (own, places_P) = self._view.vocabulary, self._own_predictions(micro)
+        scaled_PV = vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1).float() / sampling.temperature
+        found = sharded_stats(self._support.cut(scaled_PV, own, vocabulary), own.response_ids_M, vocabulary, entropy=entropy)
+        total = int(micro.response_mask_BT.sum())
+        entropy_M = None if found.entropy_M is None else self._actor.of_all_columns(found.entropy_M, places_P, total)
+        return TokenStats(self._actor.of_all_columns(found.logprobs_M, places_P, total), entropy_M)
+
+    def _own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        """The micro batch in the columns that this rank's logits have, each with the token that follows; and which of its M predictions
+        they are."""
+        columns_P = self._actor.columns(micro.input_ids_BT.shape[1])
+        more = max(0, int(columns_P.max()) + 1 - micro.input_ids_BT.shape[1])
+        next_BT = torch.nn.functional.pad(micro.input_ids_BT[:, 1:], (0, 1 + more))
+        predicts_BT = torch.nn.functional.pad(micro.predict_mask_BT, (0, more), value=False)
+        number_BT = predicts_BT.flatten().cumsum(0).view(predicts_BT.shape) - 1
+        mask_BP = predicts_BT[:, columns_P]
+        return MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first), number_BT[:, columns_P][mask_BP]
 
     # ---- weights --------------------------------------------------------------------------------------------------------------
 
@@ -194,36 +325,33 @@ class ActorRank:
         self._view.refresh()
         if not self._view.reports:
             return None
-        return self._view.lm_head_VD, self._view.embedding_VD if self._with_embedding else None
+        return self._view.lm_head_VD.float(), self._view.embedding_VD.float() if self._with_embedding else None
 
     def give_out(self, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
         """This stage's tensors by the checkpoint's names, some at a time: `weights`, or one of AdamW's moments."""
-        if self._actor.replica:
-            return
-        shards: dict[str, Tensor] = dict(self._actor.given_out())
-        if what != WEIGHTS:
-            shards = {name: self._optimizer.state[parameter][what] for name, parameter in self._actor.given_out().items()}
-        yield from self._actor.whole_tensors(shards, dtype, BUCKET_BYTES)
+        if self._actor.first or self._optimizer.distributed:
+            yield from self._actor.whole_tensors(functools.partial(self._optimizer.value, what), dtype, BUCKET_BYTES)
 
     def steps(self) -> float:
         """Optimizer steps so far."""
-        return max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)
+        return self._optimizer.steps
 
     def load(self, folder: str) -> None:
         """Read this rank's part of what a learner saved. The reference stays."""
-        self._actor.load(Path(folder) / "actor.safetensors")
-        self._optimizer.state.clear()
-        file = Path(folder) / "actor_optimizer.safetensors"
+        weights, file = Path(folder) / "actor.safetensors", Path(folder) / "actor_optimizer.safetensors"
+        self._actor.load(weights)
+        self._read(weights, WEIGHTS)
         with safe_open(file, "pt") as handle:
-            steps = {name.rpartition("/")[0]: handle.get_tensor(name) for name in handle.keys() if name.endswith("/step")}  # noqa: SIM118
-        if not steps:
-            return
+            steps = next((float(handle.get_tensor(name)) for name in handle.keys() if name.endswith("/step")), 0.0)  # noqa: SIM118
+        self._optimizer.restart(steps)
+        for moment in MOMENTS if steps else ():
+            self._read(file, moment)
+
+    def _read(self, path: Path, what: str) -> None:
+        """Fill the optimizer's weights, or a moment, from a file or folder."""
         parameters = self._actor.parameters()
-        for moment in MOMENTS:
-            for name, shard in self._actor.read_shards(file, list(parameters), f"/{moment}"):
-                self._optimizer.state[parameters[name]][moment] = shard.to(self._actor.device).contiguous()
-        for parameter in parameters.values():
-            self._optimizer.state[parameter]["step"] = next(iter(steps.values())).to(self._actor.device).clone()
+        for name, shard in self._actor.read_shards(path, list(parameters), "" if what == WEIGHTS else f"/{what}"):
+            self._optimizer.put(what, parameters[name], shard)
 
     def stop(self) -> None:
         stop_parallel()

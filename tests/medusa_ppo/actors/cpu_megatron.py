@@ -1,7 +1,9 @@
 """What megatron-core needs to run without CUDA, for tests only, and the weights of a transformers Llama in its layout.
 
 Not Megatron's own here, because its CPU forms can't: a norm for sequence parallelism (torch's is refused there), and an attention for
-context parallelism and packed sequences (both need TransformerEngine). All else is megatron-core as it is.
+context parallelism and packed sequences (both need TransformerEngine). What names CUDA and is answered here: devices called "cuda", the
+types `torch.cuda.FloatTensor` and `torch.cuda.BFloat16Tensor` that its optimizers ask for, generators' states around what is made again in
+the backward pass, and pinned memory of rotary positions. All else is megatron-core as it is.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ class NoRandomness:
     def get_states(self) -> dict[str, torch.Tensor]:
         return {}
 
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        pass
+
 
 class CudaOnCpu(TorchFunctionMode):
-    """`device="cuda"` and `.cuda()`, which Megatron's pipeline schedules and tied tables say outright, mean the CPU."""
+    """`device="cuda"` and `.cuda()`, which Megatron's pipeline schedules and tied tables say outright, mean the CPU; `.type()` says what
+    its optimizers ask for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
         return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
 
 
@@ -51,6 +59,8 @@ def patch_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None
     rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_on_this_rank  # Megatron's pins memory on its way to the GPU.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0)
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
     megatron_random._CUDA_RNG_STATE_TRACKER = NoRandomness()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cpu_megatron as cpu
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -207,6 +207,17 @@ def refusals(source: Any) -> dict[str, Any]:
     return {"said": said, "unwrapped": actor.model is model}
 
 
+def saved(source: Any, folder: Path, **sizes: Any) -> dict[str, Any]:
+    """A distributed checkpoint, written by Megatron itself."""
+    with cpu.CudaOnCpu():
+        model = cpu.gpt(**sizes)
+        cpu.load_llama(model, source)
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+    return {}
+
+
 class SimpleModule(torch.nn.Module):
     """Wraps a model as DistributedDataParallel does."""
 
@@ -233,6 +244,9 @@ def main(rank: int, ranks: int, store: str, out: str) -> None:
         "pp-tied": lambda: pipeline(cpu.llama(tied=True), Batch(cpu.llama(tied=True)), tied=True),
         "gradients": lambda: untouched_gradients(source, batch),
         "refusals": lambda: refusals(source),
+        "saved-tp": lambda: saved(source, Path(out).with_name("tp"), tp=2),
+        "saved-pp": lambda: saved(source, Path(out).with_name("pp"), pp=2),
+        "saved-tied": lambda: saved(cpu.llama(tied=True), Path(out).with_name("tied"), tp=2, tied=True),
     }
     figures: dict[str, Any] = {}
     for name, case in cases.items():

@@ -15,20 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from heads.errors import DataError
+from medusa_ppo.actors.megatron_checkpoint import as_transformers
 from medusa_ppo.actors.megatron_layout import Gathering, Groups, Packing, context_positions, gather_rows, join_context
 
 pytest.importorskip("megatron.core")
+from tests.medusa_ppo.actors.cpu_megatron import llama
+
 CASES = ("tp", "sp", "cp", "dp", "packed-tp", "packed-cp", "packed-sp", "pp", "pp-tied")
 REPORTER = {"pp": 1, "pp-tied": 1}
 TOKENS = 28  # Response tokens of the four sequences.
 
 
 @pytest.fixture(scope="module")
-def figures(run_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def figures(run_ranks: Callable[..., str], ranks_folder: Path) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = ranks_folder
     run_ranks(Path(__file__).with_name("megatron_ranks.py"), 2, str(folder / "store"), str(folder / "figures.json"), timeout_s=240)
     found = json.loads((folder / "figures.json").read_text())
     for rank in found:
@@ -66,6 +75,20 @@ def test_the_actor_is_untouched_and_heads_use_its_output_layer_as_it_is(figures:
 def test_refusals(figures: list[dict[str, Any]]) -> None:
     for rank in figures:
         assert rank["refusals"] == {"said": ["ModelError", "DataError", "DataError"], "unwrapped": True}
+
+
+@pytest.mark.parametrize("kind", ["tp", "pp", "tied"])
+def test_a_checkpoint_that_megatron_wrote_becomes_one_of_transformers(
+    figures: list[dict[str, Any]], ranks_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    """Layers, query groups and the vocabulary's rows were cut over two ranks, and the vocabulary has padding."""
+    source = llama(tied=kind == "tied")
+    source.config.save_pretrained(ranks_folder / kind)
+    path = as_transformers(str(ranks_folder / kind), tmp_path / "model")
+    found, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for (name, ours), theirs in zip(found.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 # ---- bookkeeping --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ import torch
 from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads
 from heads.modules import MedusaHeads
+from medusa_ppo.actors import megatron_model
+from medusa_ppo.actors.megatron_layout import LlamaSizes
 from medusa_ppo.cli.plan import make_plan
 from medusa_ppo.companion import client as client_file
 from medusa_ppo.companion.cycle import Cycle
@@ -48,6 +50,7 @@ from medusa_ppo.types import RolloutBatch, Rollouts, Sampling
 NODE = Hardware(8, True, 16, "eight GPUs and sixteen cores")
 CHAIN, STATE = 12, 16  # Tokens that follow from each other, and the width of their states.
 REPLAYED = {"companion": {"replay_versions": 2}}
+SIZES = LlamaSizes(2, 16, 24, 4, 2, 4, CHAIN, 1e-6, 1e4, 0.0, 64, False, False, False)
 EVALUATED = {"ppo": {"eval_every": 1}, "data": {"eval_path": "other.jsonl"}}
 GENERATED = {"report": {"speed_every": 1}}
 
@@ -63,7 +66,10 @@ ROWS: dict[str, Row] = {
     "actor.backend": ("megatron", "plan", {}),
     "actor.tensor_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
     "actor.pipeline_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
+    "actor.context_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
     "actor.data_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
+    "actor.sequence_parallel": (True, "cut", {"actor": {"backend": "megatron", "tensor_parallel": 2}}),
+    "actor.distributed_optimizer": (True, "plan", {"actor": {"backend": "megatron", "data_parallel": 2}}),
     "actor.resource": ("near", "plan", {"actor": {"backend": "megatron"}}),
     "actor.imports": ("json", "rank", {}),
     "data.path": ("other.jsonl", "prompts", {}),
@@ -245,6 +251,11 @@ class Places:
         with pytest.raises(_Enough):
             megatron_rank.ActorRank(0, "actor", config, False).start(("", 0))
         return imported
+
+    def cut(self, config: RunConfig) -> Any:
+        """How Megatron builds the actor."""
+        settings = megatron_model._settings(SIZES, config.actor, torch.float32, config.ppo.recompute)
+        return settings.sequence_parallel
 
     def prompts(self, config: RunConfig) -> Any:
         found = PromptStream.load(config.data, letters, seed=0)  # type: ignore[arg-type]

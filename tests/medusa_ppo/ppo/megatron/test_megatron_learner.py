@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.checkpoint import load_state
 from heads.errors import ModelError, RunError
+from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.batch import Measured, PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
-from medusa_ppo.types import Sampling
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 pytest.importorskip("megatron.core")
 SHIM = os.pathsep.join((str(Path(__file__).parents[2] / "actors"), str(Path(__file__).parent)))
@@ -36,11 +38,13 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 @pytest.fixture(scope="module")
-def shim_in_reach() -> Iterator[None]:
-    """Ray's workers have the environment that Ray was started in."""
+def shim_in_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Ray's workers have the environment that Ray was started in. Gives the folder in which ranks count their bytes, once it is there."""
     with pytest.MonkeyPatch.context() as patch:
+        peaks = tmp_path_factory.mktemp("counted") / "peaks"
         patch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)
-        yield
+        patch.setenv("RANK_PEAKS", str(peaks))
+        yield peaks
 
 
 @dataclass
@@ -56,9 +60,8 @@ class Pair:
 def actor_of(folder: Path, family: str, **settings: Any) -> Path:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, max_position_embeddings=64, **sizes, **ends, **({"tie_word_embeddings": False} | settings)
-    )
+    settings = sizes | ends | {"tie_word_embeddings": False} | settings
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, max_position_embeddings=64, **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # Norms away from 1 and weights large enough that mistakes show.
@@ -68,7 +71,7 @@ def actor_of(folder: Path, family: str, **settings: Any) -> Path:
 
 
 @contextlib.contextmanager
-def pair_of(path: Path, **actor: Any) -> Iterator[Pair]:
+def pair_of(path: Path, ppo: dict[str, Any] | None = None, dtype: str = "float32", **actor: Any) -> Iterator[Pair]:
     from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
 
     config = build_config(
@@ -76,7 +79,7 @@ def pair_of(path: Path, **actor: Any) -> Iterator[Pair]:
             "name": "run",
             "out": str(path / "runs"),
             "seed": 3,
-            "model": {"path": str(path)},
+            "model": {"path": str(path), "dtype": dtype},
             "actor": {"backend": "megatron", "imports": "ranks_on_cpu", **actor},
             # The clip is below the norms, so that a wrong norm shows in the weights.
             "ppo": {
@@ -85,6 +88,7 @@ def pair_of(path: Path, **actor: Any) -> Iterator[Pair]:
                 "actor_learning_rate": 1e-3,
                 "clip_norm": 0.05,
                 "entropy_coefficient": 0.01,
+                **(ppo or {}),
             },
         }
     )
@@ -105,19 +109,19 @@ def pair(shim_in_reach: None, ray_session: None, tmp_path_factory: pytest.TempPa
         yield found
 
 
-def check_steps(pair: Pair, make_rollouts: Callable[..., Any], steps: range, sequences: int = 9) -> None:
+def check_steps(pair: Pair, make_rollouts: Callable[..., Any], steps: range, sequences: int = 9, sampling: Sampling = SAMPLING) -> None:
     """Scores, figures and weights of a few steps, one after the other."""
     for step in steps:
         rollouts = make_rollouts(sequences + 1, seed=step, vocab=VOCAB)
         rollouts = replace(rollouts, responses=rollouts.responses[:sequences])  # The last minibatch is short.
         batch, rewards_S = PPOBatch(rollouts), torch.linspace(-1, 1, sequences)
-        plain, plain_report = pair.plain.score(batch, rewards_S, SAMPLING)
-        ranked, ranked_report = pair.ranked.score(batch, rewards_S, SAMPLING)
+        plain, plain_report = pair.plain.score(batch, rewards_S, sampling)
+        ranked, ranked_report = pair.ranked.score(batch, rewards_S, sampling)
         for name, expected in vars(plain).items():
             torch.testing.assert_close(getattr(ranked, name), expected, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
         assert ranked_report == pytest.approx(plain_report, rel=1e-3, abs=1e-5)
-        expected_update = pair.plain.update(batch, plain, SAMPLING, step)
-        assert pair.ranked.update(batch, ranked, SAMPLING, step) == pytest.approx(expected_update, rel=5e-3, abs=1e-5)
+        expected_update = pair.plain.update(batch, plain, sampling, step)
+        assert pair.ranked.update(batch, ranked, sampling, step) == pytest.approx(expected_update, rel=5e-3, abs=1e-5)
     check_weights(pair)
 
 
@@ -175,21 +179,40 @@ def test_a_saved_actor_is_a_checkpoint_of_transformers(pair: Pair, tmp_path: Pat
 
 
 def test_a_saved_run_goes_on_on_ranks_and_in_one_process(pair: Pair, make_rollouts) -> None:
+    check_resumed(pair, make_rollouts)
+
+
+def check_resumed(pair: Pair, make_rollouts: Callable[..., Any], sampling: Sampling = SAMPLING) -> None:
     """The files are the same whoever wrote them, so a run may change its number of ranks on the way."""
     save_checkpoint(pair.config.run_dir, pair.ranked, RunPosition(2, 2, 1.0), pair.config)
     before = dict(pair.ranked.actor.tensors(torch.float32))
     batch = PPOBatch(make_rollouts(8, seed=7, vocab=VOCAB))
-    scores, _ = pair.ranked.score(batch, torch.arange(8.0), SAMPLING)
-    first = pair.ranked.update(batch, scores, SAMPLING, 7)
+    scores, _ = pair.ranked.score(batch, torch.arange(8.0), sampling)
+    first = pair.ranked.update(batch, scores, sampling, 7)
     assert any(not torch.equal(before[name], tensor) for name, tensor in pair.ranked.actor.tensors(torch.float32))
     pair.ranked.load(saved_folder(pair.config.run_dir))
     assert all(torch.equal(before[name], tensor) for name, tensor in pair.ranked.actor.tensors(torch.float32))
-    again = pair.ranked.update(batch, scores, SAMPLING, 7)
+    again = pair.ranked.update(batch, scores, sampling, 7)
     assert again == first
     pair.plain.load(saved_folder(pair.config.run_dir))
-    pair.plain.score(batch, torch.arange(8.0), SAMPLING)  # Who updates has seen which tokens top-k and top-p left.
-    assert pair.plain.update(batch, scores, SAMPLING, 7) == pytest.approx(first, rel=5e-3, abs=1e-5)
+    pair.plain.score(batch, torch.arange(8.0), sampling)  # Who updates has seen which tokens top-k and top-p left.
+    assert pair.plain.update(batch, scores, sampling, 7) == pytest.approx(first, rel=5e-3, abs=1e-5)
     check_weights(pair)
+
+
+def test_pieces_of_a_batch_are_scored_one_after_the_other(pair: Pair, make_rollouts) -> None:
+    rollouts = make_rollouts(10, seed=5, vocab=VOCAB)
+    batch, pieces = PPOBatch(rollouts), []
+    whole = pair.ranked.conclude(batch, (pair.ranked.begin_batch(SAMPLING), pair.ranked.measure(batch, SAMPLING))[1], torch.ones(10))
+    pair.ranked.begin_batch(SAMPLING)
+    for first, end in ((6, 10), (0, 6)):  # As they end, not as they stand.
+        piece = PPOBatch(replace(rollouts, responses=rollouts.responses[first:end]), first=first)
+        pieces.append((first, pair.ranked.measure(piece, SAMPLING)))
+    scores, report = pair.ranked.conclude(batch, Measured.join(batch, pieces), torch.ones(10))
+    for name in ("logprobs_SR", "reference_SR", "values_SR"):
+        torch.testing.assert_close(getattr(scores, name), getattr(whole[0], name), **CLOSE)
+    assert report == pytest.approx(whole[1], rel=1e-3, abs=1e-5)
+    assert pair.ranked.update(batch, scores, SAMPLING, 0)[names.STEPS_SKIPPED] == 0
 
 
 def test_an_infinite_gradient_is_told_and_spoils_nothing(pair: Pair, make_rollouts) -> None:
@@ -208,22 +231,124 @@ def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
         RankTeam("owner/name", pair.config, with_embedding=False)
 
 
+SEQUENCES = {"tensor_parallel": 2, "sequence_parallel": True}
+SHARES = {"data_parallel": 2, "distributed_optimizer": True}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "settings", "cuts"),
+    ("family", "settings", "cuts", "ppo"),
     [
-        ("llama", {}, {"pipeline_parallel": 2}),
-        ("llama", {"tie_word_embeddings": True}, {"pipeline_parallel": 2}),
-        ("llama", {}, {"data_parallel": 2}),
-        ("llama", {"tie_word_embeddings": True}, {"tensor_parallel": 2, "data_parallel": 2}),
-        ("qwen2", {}, {"tensor_parallel": 2}),
-        ("qwen3", {}, {"tensor_parallel": 2}),
+        ("llama", {}, {"pipeline_parallel": 2}, {}),
+        ("llama", {"tie_word_embeddings": True}, {"pipeline_parallel": 2}, {}),
+        ("llama", {}, {"data_parallel": 2}, {}),
+        ("llama", {"tie_word_embeddings": True}, {"tensor_parallel": 2, "data_parallel": 2}, {}),
+        ("qwen2", {}, {"tensor_parallel": 2}, {}),
+        ("qwen3", {}, {"tensor_parallel": 2}, {}),
+        ("llama", {}, SEQUENCES, {"recompute": True}),
+        ("qwen3", {}, SEQUENCES, {"recompute": "attention", "micro_batch_tokens": 40}),
+        ("llama", {}, SHARES, {"micro_batch_tokens": 40}),
+        ("llama", {"tie_word_embeddings": True}, {"pipeline_parallel": 2, "distributed_optimizer": True}, {"recompute": True}),
+        ("llama", {}, {"context_parallel": 2}, {}),
+        ("llama", {}, {"context_parallel": 2, "distributed_optimizer": True}, {"recompute": "attention"}),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value,
 )
 def test_other_cuts_and_families(
-    shim_in_reach: None, ray_session: None, tmp_path: Path, make_rollouts, family: str, settings: dict[str, Any], cuts: dict[str, int]
+    shim_in_reach: None,
+    ray_session: None,
+    tmp_path: Path,
+    make_rollouts,
+    family: str,
+    settings: dict[str, Any],
+    cuts: dict[str, Any],
+    ppo: dict[str, Any],
 ) -> None:
-    with pair_of(actor_of(tmp_path, family, **settings), **cuts) as pair:
+    # Ranks that share sequences do not know what top-k and top-p left: refused where a run is configured.
+    sampling = Sampling(temperature=0.8) if "context_parallel" in cuts else SAMPLING
+    with pair_of(actor_of(tmp_path, family, **settings), ppo, **cuts) as pair:
         # The last minibatch has one sequence: a replica without one takes the step all the same.
-        check_steps(pair, make_rollouts, range(2))
+        check_steps(pair, make_rollouts, range(2), sampling=sampling)
+        check_resumed(pair, make_rollouts, sampling)
+
+
+# ---- bfloat16, and what each option saves ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """What some steps of ranks left behind."""
+
+    logprobs: list[torch.Tensor]
+    reports: list[dict[str, float]]
+    change: dict[str, torch.Tensor]
+    peak: int
+
+
+def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: Any) -> Steps:
+    """Two PPO steps on sequences that are long for so small a model: its activations are what counts."""
+    ppo = {"minibatch_size": 16, "micro_batch_size": 16, "clip_norm": 1.0, "epochs": 1, **ppo}
+    for file in peaks.iterdir():
+        file.unlink()
+    with pair_of(path, ppo, dtype, **actor) as pair:
+        before, logprobs, reports = dict(pair.ranked.actor.tensors(torch.float32)), [], []
+        assert all(torch.equal(before[name], tensor) for name, tensor in pair.plain.actor.named_parameters()), "float32, whatever computes"
+        for step in range(2):
+            ids_ST = torch.randint(1, VOCAB, (16, 56), generator=torch.Generator().manual_seed(step)).tolist()
+            responses = tuple(Response(s, tuple(ids[8 : 56 - s]), (-1.0,) * (48 - s), "stop") for s, ids in enumerate(ids_ST))
+            batch = PPOBatch(Rollouts(tuple(tuple(ids[:8]) for ids in ids_ST), responses, Counters(), 1.0, SAMPLING))
+            scores, report = pair.ranked.score(batch, torch.linspace(-1, 1, 16), SAMPLING)
+            logprobs.append(scores.logprobs_SR)
+            reports.append(report | pair.ranked.update(batch, scores, SAMPLING, step))
+        after = dict(pair.ranked.actor.tensors(torch.float32))
+    change = {name: after[name] - before[name] for name in before}
+    return Steps(logprobs, reports, change, max(json.loads(file.read_text()) for file in peaks.iterdir()))
+
+
+def distance(one: Steps, other: Steps) -> float:
+    """How far apart the changes of the weights are, as a share of their length."""
+    apart = torch.cat([(one.change[name] - other.change[name]).flatten() for name in one.change])
+    return float(apart.norm() / torch.cat([part.flatten() for part in other.change.values()]).norm())
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "sequence parallelism": {"actor": {"sequence_parallel": True}},
+    "recompute=attention": {"ppo": {"recompute": "attention"}},
+    "recompute": {"ppo": {"recompute": True}},
+    "sequence parallelism, recompute": {"actor": {"sequence_parallel": True}, "ppo": {"recompute": True}},
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "distributed optimizer": {"actor": {"distributed_optimizer": True}},
+    "distributed optimizer, recompute": {"actor": {"distributed_optimizer": True}, "ppo": {"recompute": True}},
+}
+ALL = {"all three": {"actor": {"sequence_parallel": True, "distributed_optimizer": True}, "ppo": {"recompute": True}}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("cuts", "arms"),
+    [
+        ({"tensor_parallel": 2}, ALONE),
+        ({"data_parallel": 2}, SHARED),
+        ({"tensor_parallel": 2, "data_parallel": 2}, ALL),
+    ],
+    ids=["tensors", "copies", "both"],
+)
+def test_options_change_nothing_but_rounding_and_save_memory(
+    shim_in_reach: Path, ray_session: None, tmp_path: Path, cuts: dict[str, int], arms: dict[str, dict[str, Any]]
+) -> None:
+    """In bfloat16: the loop with each option is as near to the loop without as that is to float32. `pytest -s` prints the bytes."""
+    shim_in_reach.mkdir(exist_ok=True)
+    path = actor_of(tmp_path, "llama", hidden_size=64, intermediate_size=192, num_hidden_layers=6)
+    exact = steps_of(path, shim_in_reach, {}, "float32", **cuts)
+    plain = steps_of(path, shim_in_reach, {}, "bfloat16", **cuts)
+    rounding = distance(plain, exact)
+    print(f"\n{cuts}: float32 {exact.peak} bytes; bfloat16 {plain.peak}, changes {rounding:.3f} of what is learned")
+    for name, options in arms.items():
+        steps = steps_of(path, shim_in_reach, options.get("ppo", {}), "bfloat16", **cuts, **options.get("actor", {}))
+        print(f"{name}: {steps.peak} bytes, {steps.peak / plain.peak:.2f}; changes {distance(steps, plain):.3f}")
+        assert distance(steps, plain) <= rounding, name
+        for ours, theirs in zip(steps.logprobs, plain.logprobs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.06)
+        assert steps.peak < plain.peak, name
