@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config import VISION_FAMILIES, EngineConfig
 from medusa_ppo.hardware import settled_engine
 from medusa_ppo.vllm_plugin.registration import (
     FIRST_V2,
@@ -121,6 +121,8 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
+    if model.get("model_type") in VISION_FAMILIES:  # vLLM finds the places of images by the tokenizer; of videos it needs to know nothing.
+        args |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}
