@@ -128,7 +128,7 @@ def check_nothing_left(before: set[str], children: set[psutil.Process]) -> None:
 
 
 def test_a_vision_language_actor_runs_the_whole_loop_with_heads(vision_actor, picture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """vLLM computes features of its own, the trainer those of each image once; their log-probs agree, and heads learn and are swapped in."""
+    """vLLM computes its own features, the trainer those of each image once; their log-probs agree, and heads learn and are swapped."""
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     for number in range(4):
@@ -146,7 +146,7 @@ def test_a_vision_language_actor_runs_the_whole_loop_with_heads(vision_actor, pi
     steps = read_run(config.run_dir).steps
     assert summary["status"] == "finished" and len(steps) == 4
     assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "engine and trainer see the same images, after each sync"
-    assert sum(s[names.TOWER_RUNS] for s in steps) == 4 and 1 <= min(s[names.IMAGES] for s in steps), "each image once in the whole run"
+    assert sum(s[names.TOWER_RUNS] for s in steps) == 4 and min(s[names.IMAGES] for s in steps) >= 1, "each image once in the whole run"
     assert steps[-1][names.HEADS_VERSION] >= 1 and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
     assert (config.run_dir / "actor" / "preprocessor_config.json").is_file()
 
