@@ -13,6 +13,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
+import inspect
 import io
 import os
 import time
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +39,8 @@ from medusa_ppo.actors.hf import actor_config
 from medusa_ppo.config import VISION_FAMILIES
 from medusa_ppo.types import ImagePrompt
 
+FEATURES_KEY = "mm_encoder_outputs"
+"""What transformers calls features that a forward pass is given in the place of pixels."""
 FEATURE_BYTES = 2 * 1024**3
 """Features that are kept on the host, in bytes; beyond them those of the image that was asked for longest ago are forgotten."""
 
@@ -66,7 +70,7 @@ def spare_torchvision() -> None:
 
     transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision.
     """
-    if importlib.util.find_spec("torchvision") is None:
+    if importlib.util.find_spec("torchvision") is None and hasattr(ProcessorMixin, "get_attributes"):
         attributes: Any = ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
         without: Any = classmethod(lambda cls: [name for name in attributes(cls) if name != "video_processor"])
         ProcessorMixin.get_attributes = without  # type: ignore[method-assign]
@@ -240,7 +244,17 @@ class FeatureStore:
             actor: the model with the tower.
             most_bytes: budget of what is kept. Where it is smaller than a step's images they are computed more than once, and counted.
             group: ranks that share the tower's work, each with a store that is asked for the same images in the same order; None: none.
+
+        Raises:
+            ModelError: the model takes no features in the place of pixels.
         """
+        if FEATURES_KEY not in inspect.signature(actor.forward).parameters:
+            raise ModelError(
+                "The actor can't be given features of images.",
+                given=f"{type(actor).__name__}, transformers {transformers.__version__}",
+                expected=f"a vision-language model whose forward pass takes {FEATURES_KEY}",
+                do="Set data.images=null, choose such an actor, or install transformers 5.19.",
+            )
         self.reader = reader
         self._actor, self._most_bytes, self._group = actor, most_bytes, group
         self._thread = ThreadPoolExecutor(1, "medusa-ppo-vision")
@@ -320,7 +334,7 @@ class Seen:
         levels = list(zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True))
         found = SimpleNamespace(pooler_output=levels[0], deepstack_features=levels[1:])
         grids_I3 = torch.stack([part.grid_3 for part in self.features]).to(embedding_VD.device)
-        return {"mm_encoder_outputs": {"image": found}, "image_grid_thw": grids_I3, "mm_token_type_ids": self.placed_BT.int()}
+        return {FEATURES_KEY: {"image": found}, "image_grid_thw": grids_I3, "mm_token_type_ids": self.placed_BT.int()}
 
 
 def forward(model: Any, input_ids_BT: Tensor, seen: Seen | None, **more: Any) -> Any:

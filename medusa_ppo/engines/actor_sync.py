@@ -15,7 +15,6 @@ from typing import Any
 import ray
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from heads.errors import RunError, SwapError
 from heads.tensorfile import StateWriter, tensorwise_checksum
@@ -247,5 +246,8 @@ def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
     alias = {f"{name}.weight" for name, module in actor.named_modules() if tied and module is output}
     state = {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}
-    # Vision-language models have other names in files than in memory.
-    return state if tower_of(actor) is None else revert_weight_conversion(actor, state)
+    if tower_of(actor) is None:
+        return state
+    from transformers.core_model_loading import revert_weight_conversion  # Private to save_pretrained in all but name; needed here alone.
+
+    return revert_weight_conversion(actor, state)  # These models have other names in files than in memory.
