@@ -107,7 +107,6 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": CHAIN_WIDTH // 2,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         "bos_token_id": None,
@@ -115,6 +114,8 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
         "pad_token_id": end,
         "tie_word_embeddings": False,
     }
+    if family == "qwen3_vl":
+        text["head_dim"] = CHAIN_WIDTH // 2
     vision = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
     vision |= {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": CHAIN_WIDTH, "mlp_ratio": 2},

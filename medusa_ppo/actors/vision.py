@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,13 @@ def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
     return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
 
 
+class _ImageProcessor:
+    """Stands where a processor has its part for videos, for whoever asks that one for sizes (vLLM, of Qwen3-VL)."""
+
+    def __get__(self, processor: Any, kind: type) -> Any:
+        return self if processor is None else processor.image_processor
+
+
 @functools.cache
 def spare_torchvision() -> None:
     """Let a processor of transformers that reads videos too be loaded for images alone where torchvision is missing.
@@ -71,9 +78,9 @@ def spare_torchvision() -> None:
     transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision.
     """
     if importlib.util.find_spec("torchvision") is None and hasattr(ProcessorMixin, "get_attributes"):
-        attributes: Any = ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
-        without: Any = classmethod(lambda cls: [name for name in attributes(cls) if name != "video_processor"])
-        ProcessorMixin.get_attributes = without  # type: ignore[method-assign]
+        mixin, attributes = cast(Any, ProcessorMixin), ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
+        mixin.get_attributes = classmethod(lambda cls: [name for name in attributes(cls) if name != "video_processor"])
+        mixin.video_processor = _ImageProcessor()
 
 
 def open_image(content: bytes) -> Image.Image:
