@@ -264,37 +264,42 @@ class FeatureStore:
             )
         self.reader = reader
         self._actor, self._most_bytes, self._group = actor, most_bytes, group
-        self._thread = ThreadPoolExecutor(1, "medusa-ppo-vision")
+        # torch's number of threads is one of each thread's own.
+        self._thread = ThreadPoolExecutor(1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),))
         self._kept: OrderedDict[bytes, Features] = OrderedDict()
         self._asked: set[bytes] = set()
-        self._runs, self._seconds = 0, 0.0
+        self._runs, self._seconds, self._told = 0, 0.0, (0, 0.0)
 
     def prefetch(self, prompts: Iterable[Sequence[int]]) -> None:
         """Begin with the images of these prompts. What fails will fail again, and be raised, when they are asked for."""
-        self._thread.submit(self._fill, images_of(prompts))
+        self._thread.submit(self._fill, by_content(images_of(prompts)))
 
     def look(self, prompts: Sequence[Sequence[int]], input_ids_BT: Tensor) -> Seen | None:
         """What a model is given beside the token ids of these rows, each of which begins with its prompt; None without images."""
         images = images_of(prompts)
         if not images:
             return None
-        features = self._thread.submit(self._fill, images).result()
+        different = by_content(images)
+        found = self._thread.submit(self._fill, different).result()
+        self._asked.update(found)
+        keys = {image: key for key, image in different.items()}
+        features = [found[keys[image]] for image in images]
         prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
         token_BT, columns_T = input_ids_BT == self.reader.image_id, torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         other_id = 0 if self.reader.image_id else 1
         return Seen(features, token_BT & (columns_T < prompt_B1), token_BT & (columns_T >= prompt_B1), other_id)
 
     def figures(self) -> dict[str, float]:
-        """Images that were asked for since the last call, and runs and seconds of the tower."""
-        found = {names.IMAGES: len(self._asked), names.TOWER_RUNS: self._runs, names.TOWER_S: self._seconds}
-        self._asked, self._runs, self._seconds = set(), 0, 0.0
+        """Different images that were looked at since the last call, and runs and seconds of the tower, which may be ahead of them."""
+        (runs, seconds), now = self._told, (self._runs, self._seconds)
+        found = {names.IMAGES: len(self._asked), names.TOWER_RUNS: now[0] - runs, names.TOWER_S: now[1] - seconds}
+        self._asked, self._told = set(), now
         return found
 
-    def _fill(self, images: Sequence[bytes]) -> list[Features]:
-        """In the store's thread: the features of these images, those that are missing computed and kept."""
-        keys = [hashlib.sha256(image).digest() for image in images]
-        found = {key: self._kept.pop(key) for key in dict.fromkeys(keys) if key in self._kept}
-        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in found}
+    def _fill(self, images: dict[bytes, bytes]) -> dict[bytes, Features]:
+        """In the store's thread: the features of these images, by content, those that are missing computed and kept."""
+        found = {key: self._kept.pop(key) for key in images if key in self._kept}
+        missing = {key: image for key, image in images.items() if key not in found}
         began = time.perf_counter()
         try:
             found |= zip(missing, self._compute(list(missing.values())), strict=True)
@@ -302,10 +307,9 @@ class FeatureStore:
             self._kept |= found  # Asked for last, so forgotten last.
         self._seconds += time.perf_counter() - began
         self._runs += len(missing)
-        self._asked.update(keys)
         while len(self._kept) > 1 and sum(part.rows_NX.nbytes for part in self._kept.values()) > self._most_bytes:
             self._kept.popitem(last=False)
-        return [found[key] for key in keys]
+        return found
 
     def _compute(self, images: Sequence[bytes]) -> Iterable[Features]:
         compute = functools.partial(features_of, self._actor, self.reader)
@@ -317,6 +321,11 @@ class FeatureStore:
 def images_of(prompts: Iterable[Sequence[int]]) -> list[bytes]:
     """The images of prompts, one after the other."""
     return [image for prompt in prompts if isinstance(prompt, ImagePrompt) for image in prompt.images]
+
+
+def by_content(images: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Different images under a hash of each."""
+    return {hashlib.sha256(image).digest(): image for image in images}
 
 
 @dataclass(frozen=True)
