@@ -48,7 +48,10 @@ class RolloutBench:
     fixed: Annotated[tuple[int, ...], Option(help="Numbers of drafts that are arms of their own.")] = ()
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")] = "float32"
     eager: Annotated[bool, Option("--eager", help="Without torch.compile: starts sooner, and is not vLLM's default.")] = False
-    ngram: Annotated[bool, Option(help="With an arm of n-gram drafts.")] = True
+    others: Annotated[
+        tuple[str, ...], Option(help="vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference), none.")
+    ] = ("ngram",)
+    memory_bytes: Annotated[int, Option(min=0, help="Our memory of earlier responses; 0: heads alone.")] = 0
     threads: Annotated[int, Option(min=1, help="CPU threads of each engine.")] = 2
     seed: Seed = 0
 

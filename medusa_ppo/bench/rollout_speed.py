@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from medusa_ppo.standalone.collect import take_prompts
 from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.types import Counters, Sampling
 
-NONE, STOCK, NGRAM, FIXED, CHOSEN = "none", "stock medusa", "n-gram", "ours, K = {}", "ours, K chosen"
-NGRAM_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
+OTHERS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
+"""vLLM's own ways to draft without a model, by their name there, and their settings."""
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
 COLUMNS = {
@@ -64,7 +66,7 @@ def running_arms(
     seed: int,
     scratch: Path,
     *,
-    ngram: bool = True,
+    others: Sequence[str] = ("ngram",),
     fixed: Sequence[int] = (),
 ) -> Iterator[list[Arm]]:
     """All arms, started one after the other; `ray.init` is the caller's. Every engine is closed at the end.
@@ -74,7 +76,7 @@ def running_arms(
         stock_heads: folder of heads of kind medusa for vLLM's own Medusa; empty: that arm is left out.
         config: settings that all engines share; `draft_temperature` and `num_drafts` are of our arms.
         scratch: folder for the stock arm's copy of its heads.
-        ngram: with the n-gram arm.
+        others: of OTHERS, each an arm.
         fixed: numbers of drafts that have arms of their own; none: all heads.
     """
     ours = plan_launch(model, heads, config, seed)
@@ -87,12 +89,29 @@ def running_arms(
         arms = [Arm(NONE, start(plain))]
         if stock_heads:
             arms.append(Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch))))
-        if ngram:
-            settings = {"method": "ngram", "num_speculative_tokens": ours.max_drafts, **NGRAM_LOOKUP}
-            arms.append(Arm(NGRAM, start(_with_speculation(plain, settings))))
+        for name in others:
+            settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
+            arms.append(Arm(name, start(_with_speculation(plain, settings))))
         engine = start(ours)
         most = ours.max_drafts
         yield [*arms, *(Arm(FIXED.format(k), engine, k) for k in fixed or (most,)), Arm(CHOSEN, engine, most, choose=True)]
+
+
+def _others(names: Sequence[str]) -> list[str]:
+    names = [name for name in names if name != NONE]
+    for name in names:
+        if name not in OTHERS:
+            raise ConfigError(
+                "vLLM has no such way to draft.", given=f"others: {name}", expected=", ".join([NONE, *OTHERS]), do="Name one of them."
+            )
+    if "suffix" in names and find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "vLLM's suffix decoding needs a package that is not installed.",
+            given="others: suffix",
+            expected="arctic-inference",
+            do="`pip install arctic-inference`, or leave this arm out.",
+        )
+    return names
 
 
 def _with_speculation(plan: LaunchPlan, settings: dict[str, Any]) -> LaunchPlan:
@@ -122,6 +141,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         ModelError, DataError, CheckpointError, ConfigError: before anything starts.
         EngineError: an engine failed.
     """
+    others = _others(bench.others)
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     config = EngineConfig(
         dtype=None if bench.dtype == "auto" else bench.dtype,
@@ -131,13 +151,14 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         threads=bench.threads,
         draft_temperature=bench.draft_temperature,
         draft_vocab=None if bench.draft_vocab < 0 else bench.draft_vocab,
+        memory_bytes=bench.memory_bytes or None,
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as scratch, local_ray(cpus=bench.threads):
         with (
             running_arms(
-                bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), ngram=bench.ngram, fixed=bench.fixed
+                bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), others=others, fixed=bench.fixed
             ) as arms,
             progress.phase("Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)) as advance,
         ):

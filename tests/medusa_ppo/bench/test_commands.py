@@ -81,7 +81,7 @@ def test_rollout(source: list[str], heads: Path, tmp_path: Path) -> None:
     )
     run("rollout", *source, *arguments, "--max-new-tokens", "16")
     figures = json.loads(file.read_text())
-    assert figures["arms"] == ["none", "stock medusa", "n-gram", "ours, K = 1", "ours, K = 3", "ours, K chosen"]
+    assert figures["arms"] == ["none", "stock medusa", "ngram", "ours, K = 1", "ours, K = 3", "ours, K chosen"]
     rows = {(row["batch"], row["arm"]): row for row in figures["rows"]}
     assert len(rows) == 12 and rows[1, "none"]["ratio"] == 1.0 and rows[4, "none"]["drafts_per_step"] == 0
     assert rows[1, "stock medusa"]["drafts_per_step"] == 3 == rows[1, "ours, K = 3"]["drafts_per_step"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from heads.errors import ConfigError
 from medusa_ppo.bench import draw_ratios, heads_table, plugin_costs, table_of, write_bench
 from medusa_ppo.bench import rollout_speed as rollout
 from medusa_ppo.bench.rollout_speed import RolloutBench
 from medusa_ppo.cli import app
+from medusa_ppo.console import OfflineProgress
 
 
 def test_files_hold_figures_conditions_and_table(tmp_path: Path) -> None:
@@ -86,10 +89,19 @@ def test_options_of_the_command_line_arrive_and_are_written(tmp_path: Path, monk
     monkeypatch.setattr(rollout, "run_rollout", lambda bench, progress: {"rows": rows, "batches": [2], "arms": ["ours, K chosen"]})
     file = tmp_path / "rollout.json"
     words = ["bench", "rollout", "--model", "m", "--heads", "h", "--data", "d", "--template", "t", "--batches", "2", "--json", str(file)]
-    done = CliRunner().invoke(app, [*words, "--seed", "7", "--no-ngram"])
+    done = CliRunner().invoke(app, [*words, "--seed", "7", "--others", "none"])
     assert done.exit_code == 0 and "x1.50 at 2 sequences" in done.output, done.output
     settings = json.loads(file.read_text())["settings"]
-    assert (settings["heads"], settings["batches"], settings["seed"], settings["ngram"]) == ("h", [2], 7, False)
+    assert (settings["heads"], settings["batches"], settings["seed"], settings["others"]) == ("h", [2], 7, ["none"])
     wrong = CliRunner().invoke(app, [*words, "--batches", "0"])
     assert wrong.exit_code == 2 and "--batches takes numbers above 0" in wrong.output
     assert CliRunner().invoke(app, [*words, "--batches", ""]).exit_code == 2
+
+
+def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = RolloutBench(model="m", heads="h", data="d", template="t", others=("none", "eagle"))
+    with pytest.raises(ConfigError, match="eagle"):
+        rollout.run_rollout(bench, OfflineProgress())
+    monkeypatch.setattr(rollout, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install arctic-inference"):
+        rollout.run_rollout(replace(bench, others=("suffix",)), OfflineProgress())
