@@ -12,17 +12,19 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import io
 import os
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,6 +41,8 @@ from medusa_ppo.actors.hf import actor_config
 from medusa_ppo.config import VISION_FAMILIES
 from medusa_ppo.types import ImagePrompt
 
+TORCHVISION_MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 FEATURES_KEY = "mm_encoder_outputs"
 """What transformers calls features that a forward pass is given in the place of pixels."""
 FEATURE_BYTES = 2 * 1024**3
@@ -75,12 +79,16 @@ class _ImageProcessor:
 def spare_torchvision() -> None:
     """Let a processor of transformers that reads videos too be loaded for images alone where torchvision is missing.
 
-    transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision.
+    transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision. vLLM
+    0.32 imports a function of the other kind's module; Pillow's has it too.
     """
     if importlib.util.find_spec("torchvision") is None and hasattr(ProcessorMixin, "get_attributes"):
         mixin, attributes = cast(Any, ProcessorMixin), ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
         mixin.get_attributes = classmethod(lambda cls: [name for name in attributes(cls) if name != "video_processor"])
         mixin.video_processor = _ImageProcessor()
+        stand_in: Any = ModuleType(TORCHVISION_MODULE)
+        stand_in.__getattr__ = lambda name: getattr(importlib.import_module(PILLOW_MODULE), name)
+        sys.modules.setdefault(TORCHVISION_MODULE, stand_in)
 
 
 def open_image(content: bytes) -> Image.Image:

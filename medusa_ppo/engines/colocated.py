@@ -121,7 +121,11 @@ class ColocatedEngine(base.WorkerEngine):
         return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
 
     def _forget_prompts(self) -> bool:
-        return self._running().reset_prefix_cache(reset_running_requests=True)
+        llm = self._running()
+        if "limit_mm_per_prompt" in self.plan.engine_args:
+            # Its workers forget the features of images when weights are loaded, and vLLM's scheduler does not know.
+            llm.llm_engine.reset_encoder_cache()
+        return llm.reset_prefix_cache(reset_running_requests=True)
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
         receipt = super()._has_actor(receipt, started)

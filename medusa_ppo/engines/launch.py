@@ -121,8 +121,9 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
-    if model.get("model_type") in VISION_FAMILIES:  # vLLM finds the places of images by the tokenizer; of videos it needs to know nothing.
-        args |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
+    if model.get("model_type") in VISION_FAMILIES:
+        # vLLM finds the places of images by the tokenizer, and looks for the vocabulary of Medusa heads in the outermost config.
+        args |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": {"vocab_size": vocab_size}}
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}
