@@ -30,8 +30,8 @@ from medusa_ppo.engines.http_server import ServerEngine, free_port
 from medusa_ppo.engines.launch import end_with_parent
 from medusa_ppo.meeting import Place
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.confirm import read_state
-from medusa_ppo.vllm_plugin.rpc import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.transfer import Group, Incoming, read_entries
 
 LATE_S = 12.0

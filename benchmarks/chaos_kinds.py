@@ -51,7 +51,7 @@ def companion_killed(scene: Scene) -> None:
 
 
 def companion_stopped(scene: Scene) -> None:
-    scene.changes = {"companion": {"wait": False, "schedule": "fixed"}}  # Who waits for it would wait for ten minutes.
+    scene.changes = {"companion": {"wait": False}}  # Who waits for it would wait for ten minutes.
     scene.strike_companion(signal.SIGSTOP)
     scene.run()
 

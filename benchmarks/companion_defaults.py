@@ -33,9 +33,9 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import UsageError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion.gate import AVERAGE, replay
 from medusa_ppo.config import RunConfig, build_config, load_config
 from medusa_ppo.demo import ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync
@@ -61,7 +61,6 @@ BASE: dict[str, Any] = {
     "gate_confidence": 0.9,
     "position_share": 1.0,
     "loss": "kl_tv",
-    "average": 0.97,
 }
 GRID: dict[str, dict[str, Any]] = {
     "base": {},
@@ -206,7 +205,9 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
 
     `heads`: a native directory to begin with, which then is the frozen control; empty: from nothing.
     """
-    companion, temperature = config.companion.model_copy(update={**BASE, **settings}), config.engine.draft_temperature
+    settings = {**BASE, "average": AVERAGE, **settings}
+    average, temperature = settings.pop("average"), config.engine.draft_temperature
+    companion = config.companion.model_copy(update=settings)
     cycle, serving, frozen, rows, passes, rates, cpu_s = None, [], [], 0, [], [], 0.0
     for batch, lm_head_VD, embedding_VD in batches(folder):
         if cycle is None:
@@ -214,6 +215,8 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
             first = heads_for_table(config.model_copy(update={"heads": section}), lm_head_VD)
             start: dict[str, Any] = {"initial_state": first.trainable_state(), "embedding_VD": embedding_VD}
             cycle = Cycle(first.config, companion, lm_head_VD, seed=seed, draft_temperature=temperature, **start)
+            if cycle.trainer._mean is not None:
+                cycle.trainer._mean._decay = average  # No key of a run.
         cycle.trainer.set_tables(lm_head_VD, embedding_VD)
         control = first if heads else cycle.frozen or cycle.serving
         for lengths, judged in ((serving, cycle.serving), (frozen, control)):

@@ -25,7 +25,7 @@ import psutil
 import ray
 import torch
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.processes import local_ray

@@ -39,7 +39,7 @@ def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
     import torch
 
     try:
-        from heads.heads_config import HeadsConfig
+        from heads import HeadsConfig
     except ImportError:
         from heads.config import HeadsConfig  # type: ignore[no-redef, import-not-found]
     from heads.modules import MedusaHeads
@@ -78,8 +78,8 @@ def old_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
 def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
     import torch
 
+    from medusa_ppo.drafting import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.core import DraftingCore, Sampling
-    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
     from medusa_ppo.vllm_plugin.hooks import packed_linear
 
@@ -100,9 +100,9 @@ def new_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
 def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[Any], None]:
     import torch
 
+    from medusa_ppo.drafting import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.context import Arrived, PairRing, Standing
     from medusa_ppo.drafting.core import DraftingCore, Sampling
-    from medusa_ppo.drafting.noise import DRAFT_LANE, uniforms
     from medusa_ppo.drafting.slots import DraftSlots, stamps
     from medusa_ppo.vllm_plugin.hooks import packed_linear
 

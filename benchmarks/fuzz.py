@@ -36,9 +36,9 @@ import httpx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, load_lm_head, load_state, save_heads, save_state
 from heads.errors import MedusaError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import RunConfig, load_config
 from medusa_ppo.console import say

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig

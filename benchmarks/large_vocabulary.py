@@ -26,8 +26,8 @@ import torch
 from companion_defaults import Sampler
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor, load_tokenizer
 from medusa_ppo.companion.cycle import Cycle

@@ -32,8 +32,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from watched import make_tiny_actor
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads, save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.data import render_prompts

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads, save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.launch import read_model_config

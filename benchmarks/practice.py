@@ -43,7 +43,7 @@ from medusa_ppo.ppo.rewards import CallableReward, ModelReward
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import Drafting
+from medusa_ppo.vllm_plugin import Drafting
 
 logger = logging.getLogger("practice")
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from heads.heads_config import HeadsConfig
-from medusa_ppo.cli.model_sizes import BFLOAT16, ModelSizes
+from heads import HeadsConfig
 from medusa_ppo.cli.plan import TOKEN_BYTES, heads_parameters, hidden_bytes, size_text
 from medusa_ppo.companion.trainer import TOGETHER
 from medusa_ppo.config import HeadsSection
+from medusa_ppo.hardware import BFLOAT16, ModelSizes
 from medusa_ppo.types import HOLDOUT_TOKENS
 
 Kind = Literal["medusa", "markov", "hydra"]

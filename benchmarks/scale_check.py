@@ -24,14 +24,14 @@ import torch
 from scale import head_flops
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.cli.model_sizes import FLOAT32, ModelSizes
 from medusa_ppo.cli.plan import heads_parameters, hidden_bytes
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.engines.actor_sync import actor_state
+from medusa_ppo.hardware import FLOAT32, ModelSizes
 from medusa_ppo.types import RolloutBatch
 
 ROUNDS = 5

@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from medusa_ppo.demo import demo_rows, ensure_demo_actor
-from medusa_ppo.loops.trl.grpo import MedusaGRPOTrainer
+from medusa_ppo.loops.trl import MedusaGRPOTrainer
 from medusa_ppo.ppo.rewards import exact_answer
 
 MEDUSA = {

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import torch
 
+from heads import HeadsConfig
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,

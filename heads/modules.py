@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from heads import HeadsConfig
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import HeadsConfig
 from heads.targets import MISSING, condition_ids, context_rows, used_rows
 from heads.vocabulary import WHOLE, Vocabulary
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from heads import HeadsConfig
 from heads.errors import ConfigError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.config_file import (
     Count,
     Section,
@@ -196,16 +196,12 @@ class CompanionConfig(Section):
     """Loss of the heads."""
     learning_rate: float = Field(2e-3, gt=0)
     """AdamW step size."""
-    average: float = Field(0.97, ge=0, lt=1)
-    """Candidates are the running mean of the heads in training, of which this share stays with each optimizer step."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of its products; null: bfloat16 on a GPU or CPU that has it, else float32. Weights, sums and optimizer stay float32."""
     batch_positions: Count = 2048
     """Positions per optimizer step, of all workers together."""
-    schedule: Literal["fixed", "pays"] | None = None
-    """`fixed`: `epochs` passes over each batch; `pays`: as many as gain more seconds than they lose; null: `pays`, without `wait`."""
     epochs: Count = 2
-    """Passes over each rollout batch; with schedule `pays` the most."""
+    """Most passes over each rollout batch; as many are made as gain more seconds than they lose (all with `wait` or ppo.staleness)."""
     position_share: float = Field(1.0, gt=0, le=1)
     """Share of the positions of each batch that is trained on, drawn at random in blocks."""
     queue_bytes: Count = 2 * 1024**3
@@ -227,11 +223,6 @@ class CompanionConfig(Section):
     """Processes that share each batch and every optimizer step; the heads come out the same."""
     resource: Text | None = None
     """Ray resource of the nodes for the companion (`ray start --resources`); null: any node."""
-
-    @property
-    def must_pay(self) -> bool:
-        """How much is trained follows from measured seconds, which no run repeats."""
-        return self.schedule == "pays" or (self.schedule is None and not self.wait)
 
     @property
     def offload(self) -> bool:
@@ -296,6 +287,12 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
+
+    @property
+    def must_pay(self) -> bool:
+        """How much the companion trains follows from measured seconds: not where the loop waits for it, since no run repeats them, nor
+        where the engine writes ahead, since they are booked one after the other."""
+        return not (self.companion.wait or self.ppo.staleness)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunConfig:
@@ -377,9 +374,6 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         if ppo.staleness > 1 and config.engine.choose_drafts:
             keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
             yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
-        if config.companion.enabled and config.companion.must_pay:
-            keys, do = ("ppo.staleness", "companion.schedule"), "Set companion.schedule=fixed."
-            yield "The companion's account books generation and learning one after the other.", keys, "companion.schedule=fixed", do
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:

@@ -110,6 +110,19 @@ VERSIONS_WORSE = "versions_worse"  # Of these, surely worse than the one before 
 ACCOUNT = (COMPANION_PASSES, COMPANION_REASON, COMPANION_SAVED_S, COMPANION_LOST_S)
 """What a companion that must pay books for a step."""
 
+REASONS = {
+    "fixed": "the loop waits for the companion, or the engine writes ahead",
+    "alone": "the companion takes nothing from the loop",
+    "behind": "a batch waits already, because training takes longer than a step",
+    "start": "the run begins, and no version was published yet",
+    "pays": "more training gains more seconds of generation than the loop loses by it",
+    "waning": "the last of the training gained fewer seconds than the loop lost by it",
+    "rest": "nothing is to be gained, so nothing is trained",
+    "fell": "acceptance fell by more than training costs",
+    "probe": "nothing was trained for a while, so a little was tried",
+}
+"""Word of the schedule -> what it means."""
+
 
 def describe() -> dict[str, str]:
     """Metric name -> its one-sentence explanation, read from this file's own comments."""

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, save_heads
 from heads.errors import DataError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.companion.schedule import Account, Decision, StepSeen
 from medusa_ppo.config import RunConfig
 from medusa_ppo.engines.launch import draft_vocabulary
@@ -63,7 +63,7 @@ class MedusaPlugin:
 
     Attributes:
         empty_responses: responses without a token so far; they teach nothing.
-        account: what training costs the loop and saves it, and so how much is trained; None: the schedule is fixed.
+        account: what training costs the loop and saves it, and so how much is trained; None: it is trained on every batch.
         installer: what it has installed in the engine, and how often.
     """
 
@@ -162,7 +162,7 @@ class MedusaPlugin:
                 resume_from=resume_from,
             )
         settings = config.companion
-        passes = float(settings.epochs) if settings.must_pay else None
+        passes = float(settings.epochs) if config.must_pay else None
         wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
         plugin = cls(engine, companion, wait=wait, on_error=on_error, heads=heads, passes=passes, choices=choices)
         plugin._tables = tables_VD

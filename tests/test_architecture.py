@@ -22,7 +22,7 @@ HOMES = {
     "vllm": ("medusa_ppo/vllm_plugin/", "medusa_ppo/engines/"),
     "megatron": ("medusa_ppo/actors/", "medusa_ppo/ppo/megatron/"),
     "huggingface_hub": ("medusa_ppo/exchange/hub.py",),
-    "trl": ("medusa_ppo/loops/trl/",),
+    "trl": ("medusa_ppo/loops/trl",),
     "verl": ("medusa_ppo/loops/verl/",),
     "tensorboard": ("medusa_ppo/reports/trackers.py",),
     "wandb": ("medusa_ppo/reports/trackers.py",),

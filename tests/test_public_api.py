@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GROUPS: list[dict[str, Any]] = yaml.safe_load((ROOT / "docs" / "site" / "public_api.yaml").read_text())
 NAMES = [(group["module"], name) for group in GROUPS for name in group["names"]]
 # Modules whose foreign library not every machine has (or takes half a minute to load): imported by the slow tests alone.
-OPTIONAL = ("medusa_ppo.actors.megatron", "medusa_ppo.loops.trl.grpo", "medusa_ppo.loops.trl.trl_ppo")
+OPTIONAL = ("medusa_ppo.actors.megatron", "medusa_ppo.loops.trl", "medusa_ppo.loops.trl_ppo")
 LOADED = [pair for pair in NAMES if pair[0] not in OPTIONAL]
 # Documents show how these are used; they are no promise.
 NOT_PROMISED = {

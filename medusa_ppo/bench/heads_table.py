@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
+from heads import KINDS, HeadsConfig
 from heads.errors import ConfigError
-from heads.heads_config import KINDS, HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.bench import HeadsBench, Table, run_rounds, table_of

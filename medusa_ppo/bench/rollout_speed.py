@@ -17,7 +17,7 @@ from heads.errors import ConfigError
 from medusa_ppo.bench import PairedRates, RolloutBench, Table, draw_ratios, run_rounds, table_of
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.console import OfflineProgress
-from medusa_ppo.drafting.draft_vocabulary import MIN_TOKENS_PER_ENTRY
+from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -31,6 +31,8 @@ OTHERS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2, "prompt_l
 """vLLM's own ways to draft without a model, by their name there, and their settings."""
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
+LEARNING_ROUNDS = 4
+"""Rounds before those that count in which an engine that chooses K learns what its steps take, as it has after a run's first rollouts."""
 COLUMNS = {
     "sequences": "{batch}",
     "arm": "{arm}",
@@ -188,7 +190,7 @@ def _run_batch(
         def run(number: int) -> float:
             arm.prepare()
             tokens, seconds = 0, 0.0
-            for group in range(groups):
+            for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
                 rollouts = arm.engine.generate(picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))

@@ -98,7 +98,7 @@ def _vllm() -> Check:
 
 def _hooks() -> Iterator[Check]:
     """The names inside vLLM that we rely on, one finding each; looked for in a process of their own, which imports vLLM."""
-    module = "medusa_ppo.vllm_plugin.hook_table"
+    module = "medusa_ppo.vllm_plugin.registration"
     ok, answer = _python("-m", module)
     if not ok:
         yield Check("Hooks", False, answer, f"Run `python -m {module}` and read what it prints.")
@@ -156,8 +156,8 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
     """
     from medusa_ppo.actors.hf import load_actor, load_tokenizer
     from medusa_ppo.demo import RECIPES, ensure_demo_actor
-    from medusa_ppo.drafting.uniformity import sentence
     from medusa_ppo.engines import probe
+    from medusa_ppo.engines.probe import sentence
     from medusa_ppo.hardware import settled
     from medusa_ppo.plugin import MedusaPlugin
     from medusa_ppo.ppo.generation import PromptStream

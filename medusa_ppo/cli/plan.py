@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.cli.model_sizes import BFLOAT16, FLOAT32, ModelSizes
+from heads import CPU_CHUNK, GPU_CHUNK, HeadsConfig
 from medusa_ppo.config import EMBEDDED_ACTORS, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
-from medusa_ppo.hardware import Choice, Hardware, applied, choices
+from medusa_ppo.hardware import BFLOAT16, FLOAT32, Choice, Hardware, ModelSizes, applied, choices
 
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
 HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.

@@ -20,10 +20,10 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import CompanionError
-from heads.heads_config import HeadsConfig
-from medusa_ppo.companion.handover import HANG_S, Answer, BatchCollector, Pace, ServiceArguments, pack, unpack
+from medusa_ppo.companion import HANG_S, Answer, BatchCollector, Pace, ServiceArguments, pack, unpack
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options

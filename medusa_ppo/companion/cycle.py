@@ -10,16 +10,28 @@ from typing import Any
 
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.errors import CheckpointError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from heads.running_mean import WARM, RunningMean, under
-from medusa_ppo.companion.gate import Evidence, Served, Verdict, equal, extra_tokens, find_fault, judge, replay, replay_row
+from medusa_ppo.companion.gate import (
+    WARM,
+    Evidence,
+    RunningMean,
+    Served,
+    Verdict,
+    equal,
+    extra_tokens,
+    find_fault,
+    judge,
+    replay,
+    replay_row,
+    under,
+)
 from medusa_ppo.companion.positions import ReplayBuffer, fraction_weights, sampled_share
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
-from medusa_ppo.drafting.draft_vocabulary import most_frequent
+from medusa_ppo.drafting.products import most_frequent
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import ReplayRow, RolloutBatch
 
@@ -107,7 +119,7 @@ class Cycle:
         self._seed = seed
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
-        mean = RunningMean(self.candidate, config.average, steps=0 if first.untrained else WARM)
+        mean = RunningMean(self.candidate, steps=0 if first.untrained else WARM)
         self._dtype = getattr(torch, config.dtype) if config.dtype else None
         how: dict[str, Any] = {"embedding_VD": embedding_VD, "device": device, "dtype": self._dtype, "mean": mean}
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, **how)
@@ -235,7 +247,7 @@ class Cycle:
         Fitted on the responses that are not judged. Heads fitted on those that are reach much more, by learning them by heart: what they
         gain there they lose on other responses of the same policy (docs/companion.md has the figures).
         """
-        trainer, mean = self.trainer, RunningMean(_copy(self.candidate), self._config.average, steps=WARM)
+        trainer, mean = self.trainer, RunningMean(_copy(self.candidate), steps=WARM)
         fitted = HeadsTrainer(
             _copy(self.candidate).requires_grad_(True),
             trainer.lm_head_VD,

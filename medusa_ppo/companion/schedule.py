@@ -25,18 +25,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-REASONS = {
-    "fixed": "the schedule is fixed",
-    "alone": "the companion takes nothing from the loop",
-    "behind": "a batch waits already, because training takes longer than a step",
-    "start": "the run begins, and no version was published yet",
-    "pays": "more training gains more seconds of generation than the loop loses by it",
-    "waning": "the last of the training gained fewer seconds than the loop lost by it",
-    "rest": "nothing is to be gained, so nothing is trained",
-    "fell": "acceptance fell by more than training costs",
-    "probe": "nothing was trained for a while, so a little was tried",
-}
-"""Reason of a decision -> what it means."""
 START = 8
 LEAST = 0.25
 HORIZON = 10.0  # Steps for which a gain in acceptance is counted.
@@ -54,7 +42,7 @@ class Decision:
 
     Attributes:
         passes: over its positions; below 1 a random part of them once; 0: it is not trained on.
-        reason: a key of REASONS; empty before the first batch.
+        reason: a key of `metrics.REASONS`; empty before the first batch.
     """
 
     passes: float = 0.0

@@ -23,8 +23,8 @@ import torch
 from heads.checkpoint import checksum, load_state, save_heads, save_state
 from heads.errors import CheckpointError
 from heads.tensorfile import crc
+from medusa_ppo.companion import Answer, BatchQueue, Pace, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.companion.cycle import Cycle, CycleReport
-from medusa_ppo.companion.handover import Answer, BatchQueue, Pace, PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.files import write_atomic
 from medusa_ppo.hardware import companion_threads, cpu_has_bfloat16

@@ -24,8 +24,8 @@ import ray
 from ray.exceptions import RayError
 
 from heads.errors import DataError
+from medusa_ppo.companion import ServiceArguments, pack, unpack
 from medusa_ppo.companion.cycle import Cycle, CycleReport
-from medusa_ppo.companion.handover import ServiceArguments, pack, unpack
 from medusa_ppo.companion.service import CompanionService, make_cycle, settle
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.hardware import companion_threads

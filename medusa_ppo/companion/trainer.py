@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
-from heads.running_mean import RunningMean, under
 from heads.vocabulary import of_tokens
+from medusa_ppo.companion.gate import RunningMean, under
 from medusa_ppo.companion.positions import TrainingRows, in_blocks, look_up
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.meeting import Meeting

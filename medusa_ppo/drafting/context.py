@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.draft_vocabulary import PACK, plain_linear
-from medusa_ppo.drafting.fused import EMBED, TABLE_ENTRIES, cast, inverse_rms, token_tables
+from medusa_ppo.drafting.products import EMBED, PACK, TABLE_ENTRIES, cast, inverse_rms, plain_linear, token_tables
 from medusa_ppo.drafting.slots import NOTHING, stamps
 
 

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 
 from heads.errors import ConfigError
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting import cumulate, float32_below
 from medusa_ppo.drafting.context import ContextHeads, Seen
-from medusa_ppo.drafting.draft_vocabulary import LINEAR, LM_HEAD, PACK, plain_linear
-from medusa_ppo.drafting.fused import EMBED, FusedHeads
 from medusa_ppo.drafting.memory import Recall
-from medusa_ppo.drafting.noise import cumulate, float32_below
+from medusa_ppo.drafting.products import EMBED, LINEAR, LM_HEAD, PACK, FusedHeads, plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Ending
 
@@ -36,7 +35,7 @@ class Sampling:
 
     Attributes:
         temperature_B: 0 for requests whose drafts are to be one-hot (greedy ones, and those with a grammar).
-        uniforms_BK: float64 in [0, 1), from `noise.uniforms`, as many as drafts.
+        uniforms_BK: float64 in [0, 1), from `drafting.uniforms`, as many as drafts.
         top_k_B, top_p_B: None where no request of the batch asks for it; values that cut nothing for those that don't.
     """
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from medusa_ppo.drafting.noise import keys_of
+from medusa_ppo.drafting import keys_of
 
 POSITIONS = 1 << 24
 """Positions that a stamp tells apart; 2^39 requests beside them."""
@@ -178,7 +178,7 @@ class DraftSlots:
     padding of a batch.
 
     Attributes:
-        cumulative_KRX: float32, the W - 1 sums that `noise.cumulate` makes; what q is follows from them.
+        cumulative_KRX: float32, the W - 1 sums that `drafting.cumulate` makes; what q is follows from them.
         columns_KR: int64, what was drawn.
         ids_W: the tokens of the columns; None: all of them.
     """

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from medusa_ppo.drafting.noise import draw
+from medusa_ppo.drafting import draw
 
 PLACEHOLDER = -1
 

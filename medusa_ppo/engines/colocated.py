@@ -19,7 +19,7 @@ from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
 from medusa_ppo.engines.pieces import Ended, Finished, tell
 from medusa_ppo.types import Checked, Counters, ImagePrompt, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import Drafting, first_of, raise_reported
+from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

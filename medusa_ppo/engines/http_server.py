@@ -29,7 +29,7 @@ from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, se
 from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import TOKEN, first_of, token_header
+from medusa_ppo.vllm_plugin import TOKEN, first_of, token_header
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from heads import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.config import VISION_FAMILIES, EngineConfig
 from medusa_ppo.hardware import settled_engine
+from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION, Drafting
 from medusa_ppo.vllm_plugin.registration import (
     FIRST_V2,
     V2_SWITCH,
@@ -27,13 +28,10 @@ from medusa_ppo.vllm_plugin.registration import (
     is_cpu_build,
     require_transfer,
     require_vllm,
+    text_of,
     v2_asked,
     vllm_version,
 )
-from medusa_ppo.vllm_plugin.rpc import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION
-
-if TYPE_CHECKING:  # That module loads torch; planning and the start of a server do without.
-    from medusa_ppo.vllm_plugin.rpc import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +156,7 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
     """`engine.runner`. UnsupportedVersionError or ConfigError when it is V2 and something here can't have it."""
     if config.runner == "v1":
         return "v1"
-    version, first = vllm_version(), ".".join(map(str, FIRST_V2))
+    version, first = vllm_version(), text_of(FIRST_V2)
     lacks: list[tuple[type[UnsupportedVersionError | ConfigError], str, str]] = []
     if not has_v2(version):
         lacks.append((UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested"))

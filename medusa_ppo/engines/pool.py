@@ -27,7 +27,7 @@ from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pieces import Finished, Piece, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import Drafting
+from medusa_ppo.vllm_plugin import Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
 from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state
-from medusa_ppo.vllm_plugin.rpc import Drafting
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import OWN_SECTION, load_heads, load_lm_head, new_directory, save_heads, stock_config, sync, write_json
 from heads.errors import ConfigError, ModelError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import file_inside, read_header, save_state
 from medusa_ppo.exchange.foreign import (

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import HeadsConfig
 from heads.tensorfile import FLOAT_DTYPES, Header
 
 BLOCK, BIAS, OWN, SHARED = "blocks.{k}.layers.{l}.weight", "blocks.{k}.layers.{l}.bias", "lm_heads.{k}.weight", "lm_head.weight"

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import jinja2
 
+from heads import HeadsConfig
 from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, save_heads
 from heads.errors import ConfigError, DataError, HubError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.exchange.foreign import HEADS_FILES, base_model_of
 from medusa_ppo.reports.store import without_secrets
 

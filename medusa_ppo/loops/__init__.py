@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 from heads.errors import UnsupportedVersionError
 
@@ -33,3 +36,14 @@ def require_loop(name: str) -> str:
             do=f"{install}, or run tests/contracts/ against yours and report what is red.",
         )
     return version
+
+
+@contextlib.contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Another object under a module's name for the time of the block: some loops have no seam where their engine is built."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

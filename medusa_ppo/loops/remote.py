@@ -24,7 +24,7 @@ from medusa_ppo.loops.attachment import OURS, Attachment
 from medusa_ppo.plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Counters, RolloutBatch, Rollouts, Sampling
-from medusa_ppo.vllm_plugin.rpc import GUARD, TOKEN
+from medusa_ppo.vllm_plugin import GUARD, TOKEN
 
 logger = logging.getLogger(__name__)
 

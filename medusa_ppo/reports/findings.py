@@ -1,8 +1,9 @@
-"""Findings: what a reader of a run should be warned about, each in one sentence with the next step."""
+"""Findings: what a reader of a run should be warned about, each in one sentence with the next step; and the events among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -202,3 +203,47 @@ def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:
     """Means over the first and over the last window of steps."""
     means = first_last(run.column(name), window_steps(len(run.steps)))
     return means["first"], means["last"]
+
+
+class Events(logging.Handler):
+    """What our own code warns of while a run goes on, kept in run.json.
+
+    Attributes:
+        fresh: something came since this was last set to False.
+        next_step: the step that goes on.
+        told: the events: `step`, `text`, and how many `times` it was said.
+    """
+
+    LOGGERS = ("heads", "medusa_ppo")
+    MOST, LONGEST = 50, 500
+
+    def __init__(self, next_step: int, before: object, clean: Callable[[str], Any]) -> None:
+        """Listen until `close`.
+
+        Args:
+            next_step: as the attribute.
+            before: the events of the run until now, as they stand in its file.
+            clean: takes out of a text what no file may hold.
+        """
+        super().__init__(logging.WARNING)
+        self.next_step, self.fresh, self._clean = next_step, False, clean
+        self.told = [event for event in before if isinstance(event, dict)] if isinstance(before, list) else []
+        for name in self.LOGGERS:
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = str(self._clean(record.getMessage()))[: self.LONGEST]
+        known = next((event for event in self.told if event.get("text") == text), None)
+        if known is not None:
+            known["times"] = known.get("times", 1) + 1
+        elif len(self.told) < self.MOST:
+            self.told.append({"step": self.next_step, "text": text, "times": 1})
+        self.fresh = True
+        alone = not logging.root.handlers and all(logging.getLogger(name).handlers == [self] for name in self.LOGGERS)
+        if alone and logging.lastResort:  # Where nobody set up logging, Python shows warnings only as long as there is no handler at all.
+            logging.lastResort.handle(record)
+
+    def close(self) -> None:
+        for name in self.LOGGERS:
+            logging.getLogger(name).removeHandler(self)
+        super().close()

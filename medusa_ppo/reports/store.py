@@ -37,7 +37,7 @@ from medusa_ppo.reports import (
     read_steps,
     start_ticks,
 )
-from medusa_ppo.reports.events import Events
+from medusa_ppo.reports.findings import Events
 from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
 from medusa_ppo.reports.tables import flatten
 

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from medusa_ppo import metrics as m
-from medusa_ppo.companion.schedule import REASONS
 from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
@@ -268,10 +267,10 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     where = f"of this run, with at most {most} sequences at once" if most else "of this run"
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
     text += f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above {w.length(accepted / speed)}."
-    rows = [row for row in choice_rows(run) if row.speedup is not None]
+    rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
     for verb, running in (
-        ("pays", [row.running for row in rows if row.speedup >= 1]),
-        ("does not pay", [row.running for row in rows if row.speedup < 1]),
+        ("pays", [running for running, ratio in rows if ratio >= 1]),
+        ("does not pay", [running for running, ratio in rows if ratio < 1]),
     ):
         text += f" By the engine's own clock it {verb} with {', '.join(running)} running." if running else ""
     if not (steps["count"] and all(steps[name] is not None for name in ("generate_with_s", "generate_without_s"))):
@@ -286,7 +285,7 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(reason, steps, what it means) of the companion's schedule, the most frequent first."""
-    return [(reason, w.whole(steps), REASONS.get(reason, "")) for reason, steps in summary["companion"]["reasons"] or []]
+    return [(reason, w.whole(steps), m.REASONS.get(reason, "")) for reason, steps in summary["companion"]["reasons"] or []]
 
 
 def version_rows(run: Run) -> list[VersionRow]:

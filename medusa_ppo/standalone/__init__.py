@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from medusa_ppo.config import CompanionConfig, HeadsSection, SamplingConfig
 
 MEANS_NOTHING_TO_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")

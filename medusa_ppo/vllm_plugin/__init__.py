@@ -1,0 +1,115 @@
+"""What crosses between an engine and its workers: how to draft, errors as data (vLLM's transports keep only their text), who may ask.
+
+The room's door: loops and engines know no more of it, and it imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypedDict
+
+from heads import errors
+from heads.errors import MedusaError
+
+WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
+GUARD = "medusa_ppo.vllm_plugin.ControlGuard"
+TRANSFER = "medusa_ppo"
+"""Our weight-transfer backend's name in vLLM."""
+SAMPLED = "medusa_ppo_sampled"
+"""In vLLM's additional_config: drafts will be sampled."""
+TOKEN = "MEDUSA_PPO_TOKEN"
+"""Environment variable of the secret without which a server answers no control request."""
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
+"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules."""
+
+
+class Drafting(TypedDict, total=False):
+    """How an engine drafts from the next step on. What is left out stays as it is; all of it is lossless, only acceptance and speed differ.
+
+    Attributes:
+        num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
+        sampled: drawn from the heads; else their argmax.
+        draft_temperature: of sampled drafts, times the request's own.
+        choose: the engine chooses the number of drafts for each step.
+        draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from all.
+        memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are remembered.
+        stop_below: a run of sampled drafts ends before one whose chance to be accepted is estimated below this; 0: never.
+    """
+
+    num_drafts: int
+    sampled: bool
+    draft_temperature: float
+    choose: bool
+    draft_vocab: int
+    memory_bytes: int
+    stop_below: float
+
+
+def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return one of our errors as data; anything else is a bug and travels as it is."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args, **kwargs)
+        except MedusaError as error:
+            texts = {key: None if value is None else str(value) for key, value in (("given", error.given), ("expected", error.expected))}
+            return {"error": {"kind": type(error).__name__, "problem": error.problem, "do": error.do, **texts}}
+
+    return wrapped
+
+
+def raise_reported(result: Any) -> dict[str, Any]:
+    """The result of one worker, or the error it reported."""
+    if not isinstance(result, dict):
+        raise errors.EngineError(
+            "A worker gave an unexpected answer.", given=repr(result)[:200], expected="a mapping", do="Read the engine's log."
+        )
+    fault = result.get("error")
+    if fault is None:
+        return result
+    fault = fault if isinstance(fault, dict) else {"problem": fault}
+    kind = getattr(errors, str(fault.get("kind")), None)
+    if not (isinstance(kind, type) and issubclass(kind, MedusaError)):
+        kind = errors.EngineError
+    raise kind(str(fault.get("problem")), given=fault.get("given"), expected=fault.get("expected"), do=str(fault.get("do") or ""))
+
+
+def first_of(answers: list[Any]) -> dict[str, Any]:
+    """The first worker's result, after looking for an error in each."""
+    checked = [raise_reported(answer) for answer in answers]
+    return checked[0]
+
+
+def token_header(token: str | None = None) -> dict[str, str]:
+    """The header that opens a server's control routes: of `token`, or of the environment's; empty where there is none."""
+    token = token or os.environ.get(TOKEN, "")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class ControlGuard:
+    """ASGI middleware of vLLM's server (`--middleware`): everything but OPEN_PATHS and /v1 needs the token, where there is one.
+
+    vLLM's --api-key does not cover the routes that pause the engine, reset its cache, and call and refill its workers.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self._expected = token_header().get("Authorization", "").encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Awaitable[None]]) -> None:
+        if scope["type"] in ("http", "websocket") and self._expected:
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if path not in OPEN_PATHS and not path.startswith("/v1/") and not hmac.compare_digest(given, self._expected):
+                if scope["type"] == "websocket":
+                    await send({"type": "websocket.close", "code": 1008})
+                    return
+                text = f"Unauthorized. given: {path} without the token  expected: Authorization: Bearer TOKEN  do this: set {TOKEN}"
+                await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
+                await send({"type": "http.response.body", "body": text.encode()})
+                return
+        await self.app(scope, receive, send)

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from heads import HeadsConfig
 from heads.errors import CheckpointError, SwapError
-from heads.heads_config import HeadsConfig
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, load_state
 from medusa_ppo.drafting.core import Drafted, Sampling
-from medusa_ppo.drafting.draft_vocabulary import spread
+from medusa_ppo.drafting.products import spread
 from medusa_ppo.types import Checked
 
 ROWS = 4

@@ -1,4 +1,4 @@
-"""Our proposer inside vLLM's V1 model runner: what wraps the private names that hook_table.py lists.
+"""Our proposer inside vLLM's V1 model runner: what wraps the private names that registration.py lists.
 
 What is broken in vLLM's CPU build, and in its older releases, is mended in mends.py.
 """
@@ -27,11 +27,23 @@ from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.drafting.draft_vocabulary import LINEAR, plain_linear
-from medusa_ppo.vllm_plugin.hook_table import HOOKS, V2, Hook, compare
+from medusa_ppo.drafting.products import LINEAR, plain_linear
+from medusa_ppo.vllm_plugin import TRANSFER
 from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older
-from medusa_ppo.vllm_plugin.registration import TESTED, can_transfer, drafter_of, has_v2, release, require_vllm, v2_asked, vllm_version
-from medusa_ppo.vllm_plugin.rpc import TRANSFER
+from medusa_ppo.vllm_plugin.registration import (
+    HOOKS,
+    TESTED,
+    V2,
+    Hook,
+    can_transfer,
+    compare,
+    drafter_of,
+    has_v2,
+    release,
+    require_vllm,
+    v2_asked,
+    vllm_version,
+)
 
 V2_PLACES = {"vllm.v1.worker.gpu.model_runner.init_speculator"}
 """Where our speculator's module has put something in its place (`Installed.places`)."""
@@ -79,7 +91,7 @@ def _refuse_faults(hooks: tuple[Hook, ...]) -> None:
         raise UnsupportedVersionError(
             "vLLM's inner names are not those that medusa-ppo was checked with.",
             given=f"vLLM {vllm_version()}: {'; '.join(faults)}",
-            expected="the names in medusa_ppo/vllm_plugin/hook_table.py",
+            expected="the names in medusa_ppo/vllm_plugin/registration.py",
             do=f"Install a released vLLM that was tested: {', '.join(TESTED)}.",
         )
 

@@ -19,16 +19,17 @@ from torch import nn
 from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, SwapError
 from heads.modules import MedusaHeads
+from medusa_ppo.drafting import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
-from medusa_ppo.drafting.draft_vocabulary import TokenMap
-from medusa_ppo.drafting.noise import ACCEPT_LANE, DRAFT_LANE, LAST_LANE, uniforms
+from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, Seating, Seats, Traits, stamps
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import Proposed
 from medusa_ppo.types import Checked
+from medusa_ppo.vllm_plugin import SAMPLED, Drafting
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
     check_finite,
@@ -49,7 +50,6 @@ from medusa_ppo.vllm_plugin.hooks import (
     packed_linear,
     packs_8_bit,
 )
-from medusa_ppo.vllm_plugin.rpc import SAMPLED, Drafting
 
 logger = logging.getLogger(__name__)
 

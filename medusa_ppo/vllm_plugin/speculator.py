@@ -21,11 +21,11 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from heads.errors import ConfigError
+from medusa_ppo.drafting import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, Sampling
-from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
+from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
-from medusa_ppo.vllm_plugin.rpc import Drafting
 
 
 class HeldHeads(MedusaProposer):

@@ -20,9 +20,9 @@ from heads.errors import SwapError
 from heads.tensorfile import CODES, Header, read_header, tensorwise_checksum
 from medusa_ppo.files import forget_registration
 from medusa_ppo.types import Checked
+from medusa_ppo.vllm_plugin import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.registration import activate, drafter_of, require_active, vllm_version
-from medusa_ppo.vllm_plugin.rpc import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
 logger = logging.getLogger(__name__)

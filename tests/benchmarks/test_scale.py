@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,42 @@ if importlib.util.find_spec("openrlhf") is not None:
     import openrlhf_on_cpu
 
     openrlhf_on_cpu.without_flash_attn()
+
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """train(command, environment, timeout_s, *folders): a loop's own command in the test's folder, and what it wrote. Its whole session is
+    ended with the test, since Ray starts many processes, and such folders are removed."""
+    started: list[subprocess.Popen[bytes]] = []
+    left: list[Path] = []
+
+    def run(command: list[str], environment: Mapping[str, str], timeout_s: float, *folders: Path) -> str:
+        left.extend(folders)
+        known = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        ours = {
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        env = {**known, **ours, **environment}
+        with open(tmp_path / "log", "wb") as log:
+            process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            started.append(process)
+            code = process.wait(timeout=timeout_s)
+        said = (tmp_path / "log").read_text(errors="replace")
+        assert code == 0, said[-6000:]
+        return said
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,8 @@ What needs CUDA is replaced by tests/contracts/openrlhf_on_cpu.py, which names e
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,44 +59,16 @@ def arguments(actor: Path, out: Path) -> list[str]:
     return [*(word for key, value in settings.items() for word in (f"--{key}", str(value))), "--vllm.enforce_eager"]
 
 
-@pytest.fixture
-def session() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes whose whole session is ended with the test: Ray starts many."""
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_openrlhf_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, session: list[subprocess.Popen[bytes]]) -> None:
+def test_openrlhf_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, train: Callable[..., str]) -> None:
     words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 42)]
     assert len(words) == STEPS * PROMPTS
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in words))
     (tmp_path / "heads.yaml").write_text(MEDUSA)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
     command = [sys.executable, str(HERE / "openrlhf_on_cpu.py"), "--medusa", str(tmp_path / "heads.yaml")]
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(
-            [*command, *arguments(chain_actor, tmp_path)],
-            cwd=tmp_path,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        session.append(process)
-        code = process.wait(timeout=800)
-    assert code == 0, (tmp_path / "log").read_text(errors="replace")[-6000:]
+    train([*command, *arguments(chain_actor, tmp_path)], {"DS_ACCELERATOR": "cpu"}, 800)
 
     run = read_run(tmp_path / "run" / "medusa")
     first, last = run.steps[0], run.steps[-1]

@@ -1,4 +1,4 @@
-"""Contract with TRL: every class, signature and attribute that medusa_ppo/loops/trl/grpo.py relies on, in the installed package."""
+"""Contract with TRL: every class, signature and attribute that medusa_ppo/loops/trl.py relies on, in the installed package."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ import torch
 pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL has no PPOTrainer any more: make test-contracts")
 
 from datasets import Dataset
-from medusa_ppo.loops.trl.grpo.trl_ppo import MedusaPPOTrainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from heads.checkpoint import load_heads
 from medusa_ppo import metrics as names
 from medusa_ppo.loops import require_loop
+from medusa_ppo.loops.trl_ppo import MedusaPPOTrainer
 from medusa_ppo.processes import local_ray
 from medusa_ppo.reports.store import read_run
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,49 +96,32 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def session() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes whose whole session is ended with the test: Ray starts many."""
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    shutil.rmtree(RAY_FOLDER, ignore_errors=True)
-
-
-def train(actor: Path, out: Path, ranks: int, session: list[subprocess.Popen[bytes]]) -> str:
-    """verl's own command; what it wrote."""
-    words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 12)]
-    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "x", "reward_model": {"ground_truth": ""}} for text in words * 4]
+def words(out: Path) -> None:
+    """Writes the prompts."""
+    texts = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 12)]
+    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "x", "reward_model": {"ground_truth": ""}} for text in texts * 4]
     (out / "prompts.json").write_text("\n".join(json.dumps(row) for row in rows))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
-        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
-        "VERL_PLATFORM": "medusa-test-cpu",
-        "VERL_ENGINE_DEVICE": "cuda",
-        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HYDRA_FULL_ERROR": "1",
-    }
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings(actor, out, ranks).items())]
-    with open(out / "log", "wb") as log:
-        process = subprocess.Popen(command, cwd=out, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        session.append(process)
-        code = process.wait(timeout=900)
-    said = (out / "log").read_text(errors="replace")
-    assert code == 0, said[-6000:]
-    return said
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(1000)
-def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, session: list[subprocess.Popen[bytes]]) -> None:
-    train(chain_actor, tmp_path, 1, session)
+def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, train: Callable[..., str]) -> None:
+    words(tmp_path)
+    environment = {
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
+        "VERL_PLATFORM": "medusa-test-cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_FILE_LOGGER_PATH": str(tmp_path / "verl.jsonl"),
+        "HYDRA_FULL_ERROR": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        *(f"{key}={value}" for key, value in settings(chain_actor, tmp_path, 1).items()),
+    ]
+    train(command, environment, 900, RAY_FOLDER)
 
     theirs = [json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()]
     assert len(theirs) == STEPS and all(f"medusa/{names.MAL_SERVING}" in step for step in theirs)

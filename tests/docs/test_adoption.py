@@ -101,5 +101,5 @@ def test_the_trl_example_is_a_plain_script_but_for_the_lines_shown() -> None:
     """Its lines that name us, less those that set the actor and the settings of the plug-in."""
     text = (ROOT / "examples" / "trl_grpo.py").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if "Medusa" in line]
-    assert lines == ["from medusa_ppo.loops.trl.grpo import MedusaGRPOTrainer", "trainer = MedusaGRPOTrainer("]
+    assert lines == ["from medusa_ppo.loops.trl import MedusaGRPOTrainer", "trainer = MedusaGRPOTrainer("]
     assert "medusa=medusa" in text

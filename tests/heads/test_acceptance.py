@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from heads import KINDS, HeadsConfig
 from heads.acceptance import (
     ReplayResult,
     draft_ids_for_rows,
@@ -18,7 +19,6 @@ from heads.acceptance import (
     replay_sampled,
 )
 from heads.errors import DataError
-from heads.heads_config import KINDS, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import checkpoint
+from heads import KINDS, LM_HEADS, HeadsConfig, checkpoint
 from heads.checkpoint import checksum, load_heads, load_lm_head, load_state, previous_of, save_heads, save_state
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import KINDS, LM_HEADS, HeadsConfig
 from heads.modules import MedusaHeads
 
 D, V, K = 16, 40, 3

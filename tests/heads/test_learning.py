@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult, draft_ids_for_rows, draft_logprobs_for_rows, replay_estimate, replay_sampled
-from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths

@@ -1,4 +1,4 @@
-"""Fixtures of several modules: a small local Ray for each module of tests that needs one, and workers that meet."""
+"""What several modules share: a small local Ray for each module of tests that needs one, workers that meet, a companion's double."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.meeting import LOOPBACK, Meeting
+from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +54,45 @@ def _in_a_team(work: Callable[[Meeting, int], Any], size: int = 2) -> list[Any]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
+
+
+class RecordingCompanion:
+    """Stands for the companion where a test looks at what the plugin hands over and does with the answers."""
+
+    def __init__(self) -> None:
+        self.batches: list[RolloutBatch] = []
+        self.tables: list[tuple[torch.Tensor, int]] = []
+        self.offer: PublishedHeads | None = None
+        self.drained = 0
+        self.train_s = 0.0
+        self.shared = True
+        self.gave_way: list[bool] = []
+        self.taken_back: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        self.taken_back.append((version, state))
+
+    def give_way(self, wanted: bool) -> None:
+        self.gave_way.append(wanted)
+
+    def collector(self, rollouts: Rollouts) -> BatchCollector:
+        return BatchCollector(rollouts)
+
+    def submit(self, batch: RolloutBatch) -> None:
+        self.batches.append(batch)
+
+    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
+        self.tables.append((lm_head_VD.clone(), policy_version))
+
+    def newest(self, after_version: int, timeout_s: float = 0.5) -> PublishedHeads | None:
+        return self.offer if self.offer is not None and self.offer.version > after_version else None
+
+    def status(self, timeout_s: float = 2.0) -> CompanionStatus:
+        return CompanionStatus(batches_received=len(self.batches), train_s=self.train_s, trained_tokens=11, last_loss=float("nan"))
+
+    def drain(self, timeout_s: float) -> bool:
+        self.drained += 1
+        return True
+
+    def close(self) -> None:
+        self.offer = None

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.installer import MIN_DRAFTS, SwapWatch, first_heads
 from medusa_ppo.types import Counters, PublishedHeads, Rollouts, Sampling

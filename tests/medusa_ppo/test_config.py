@@ -62,7 +62,7 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
     assert error.value.exit_code == 2
 
 
-ALONE = ["ppo.staleness=1", "ppo.importance_bound=2", "companion.schedule=fixed"]
+ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,10 @@ ALONE = ["ppo.staleness=1", "ppo.importance_bound=2", "companion.schedule=fixed"
         ([*ALONE, "report.speed_every=4"], "report.speed_every=4"),
         ([*ALONE, "report.compare_pairs=3"], "report.compare_pairs=3"),
         ([*ALONE, "ppo.staleness=2", "engine.choose_drafts=true"], "engine.choose_drafts=True"),
-        ([*ALONE, "companion.schedule=pays"], "companion.schedule=fixed"),
     ],
 )
 def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) -> None:
-    assert load_config(None, ALONE).ppo.staleness == 1
+    assert load_config(None, ALONE).ppo.staleness == 1 and not load_config(None, ALONE).must_pay and load_config().must_pay
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert words in str(error.value)

@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError, DataError, SwapError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
 from medusa_ppo.companion.gate import replay
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
-from medusa_ppo.types import CompanionStatus, Counters, PublishedHeads, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Counters, PublishedHeads, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
+from tests.medusa_ppo.conftest import RecordingCompanion
 
 VOCAB, PAD = 24, 0
 PROMPTS = tuple(tuple(range(1, 2 + n % 4)) for n in range(12))
@@ -125,48 +125,6 @@ class DoubleEngine(RolloutEngine):
 
     def close(self) -> None:
         self.calls.append(("close", 0))
-
-
-class RecordingCompanion:
-    """Stands for the companion where a test looks at what the plugin hands over and does with the answers."""
-
-    def __init__(self) -> None:
-        self.batches: list[RolloutBatch] = []
-        self.tables: list[tuple[torch.Tensor, int]] = []
-        self.offer: PublishedHeads | None = None
-        self.drained = 0
-        self.train_s = 0.0
-        self.shared = True
-        self.gave_way: list[bool] = []
-        self.taken_back: list[tuple[int, dict[str, torch.Tensor]]] = []
-
-    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        self.taken_back.append((version, state))
-
-    def give_way(self, wanted: bool) -> None:
-        self.gave_way.append(wanted)
-
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
-        return BatchCollector(rollouts)
-
-    def submit(self, batch: RolloutBatch) -> None:
-        self.batches.append(batch)
-
-    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
-        self.tables.append((lm_head_VD.clone(), policy_version))
-
-    def newest(self, after_version: int, timeout_s: float = 0.5) -> PublishedHeads | None:
-        return self.offer if self.offer is not None and self.offer.version > after_version else None
-
-    def status(self, timeout_s: float = 2.0) -> CompanionStatus:
-        return CompanionStatus(train_s=self.train_s, trained_tokens=11, last_loss=float("nan"))
-
-    def drain(self, timeout_s: float) -> bool:
-        self.drained += 1
-        return True
-
-    def close(self) -> None:
-        self.offer = None
 
 
 def padded(rollouts: Rollouts, order: Sequence[int], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,6 +8,8 @@ What is hooked, and how (verl 0.9; tests/contracts/test_verl.py compares all of 
     log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel replica taps its share of the rows
     update           `_update_actor`, overridden: lm_head and embedding are gathered for the companion
     weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed after every sync
+
+Shape letters: T tokens of a row, D hidden.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import ray
 import torch
 from omegaconf import OmegaConf, open_dict
+from torch import nn
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -28,6 +31,7 @@ from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from heads.errors import ConfigError
 from medusa_ppo.loops import require_loop
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.passes import PassTap, Row, RowTap
@@ -94,10 +98,70 @@ def engine_tap(engine: Any, config: Any) -> RowTap:
     """The tap for the engine of an actor worker with this configuration (verl's `actor_rollout_ref`)."""
     sampling = sampling_of(config.rollout)
     if config.actor.strategy == MEGATRON:
-        from medusa_ppo.loops.verl.verl_megatron import MegatronEngineTap  # Megatron is only there where it is used.
-
         return MegatronEngineTap(engine, sampling, int(config.medusa_bytes))
     return PassTap(engine.module, sampling, int(config.medusa_bytes))
+
+
+class MegatronEngineTap(RowTap):
+    """verl's Megatron engine, tapped: whole rows and tables of one model replica come together on the rank where verl's own outputs do.
+
+    The engine may be cut by tensor, pipeline (virtual stages too), sequence and context parallelism. Each micro-batch comes to
+    `MegatronEngine.forward_step` on every rank, its rows whole and without padding. So that method is wrapped for the time of a log-prob
+    pass, and our tap is opened around each call of it. One replica is tapped; verl's other data-parallel replicas do not notice. Every rank
+    of it has a tap, and calls all its methods when the others do: rows and tables are gathered.
+    """
+
+    def __init__(self, engine: Any, sampling: Sampling, max_bytes: int) -> None:
+        """
+        Args:
+            engine: verl's MegatronEngine, initialised.
+            sampling, max_bytes: as of RowTap.
+
+        Raises:
+            ModelError: not a GPTModel (one with an image tower, say).
+            ConfigError: the rows are cut for context parallelism in a way that the tap doesn't know.
+        """
+        from medusa_ppo.actors.megatron import MegatronActor  # Megatron is only there where it is used.
+
+        super().__init__(sampling, max_bytes)
+        self._engine = engine
+        self._actor = MegatronActor(engine.module, engine.model_config.hf_config.vocab_size, with_embedding=True)
+        layout = engine._get_context_parallel_layout(self._actor.model)
+        if layout != "zigzag" and engine.engine_config.context_parallel_size > 1:
+            raise ConfigError(
+                "The states of this model's rows can't be put together.",
+                given=f"context parallel layout {layout}",
+                expected="zigzag",
+                do="Set actor_rollout_ref.actor.megatron.context_parallel_size=1, or train without draft heads.",
+            )
+        self.reports = self._actor.reports
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        engine, whole = self._engine, self._engine.forward_step
+
+        def forward_step(batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not any(part is self._actor.model for part in model.modules()):
+                return whole(batch_iter, model, *args, **kwargs)  # Another virtual pipeline stage.
+            micro_batch = next(batch_iter)
+            with self._actor.tap() as tap:
+                answer = whole(iter((micro_batch,)), model, *args, **kwargs)
+            if self.reports:
+                for ids_T, hidden_TD in zip(micro_batch["input_ids"].unbind(), tap.hidden_BTD, strict=True):
+                    self._see(ids_T, hidden_TD[: ids_T.numel()])
+            return answer
+
+        engine.forward_step = forward_step
+        try:
+            yield
+        finally:
+            del engine.forward_step  # The class's own stands behind it.
+
+    def tables(self) -> Tables | None:
+        """lm_head and embedding, on the rank that reports."""
+        with on_device(self._engine):
+            self._actor.refresh()
+        return (self._actor.lm_head_VD, self._actor.embedding_VD) if self.reports else None
 
 
 def sampling_of(rollout: Any) -> Sampling:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
 from medusa_ppo.demo.task import demo_rows

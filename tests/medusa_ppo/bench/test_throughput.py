@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
 from medusa_ppo.bench.heads_table import EPOCHS, first_tokens, original_loss, race, throughput_sentence, train_originally, train_ours

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from medusa_ppo.cli import app, machine_checks
 from medusa_ppo.engines.probe import tiny_model
-from medusa_ppo.vllm_plugin.hook_table import Finding
+from medusa_ppo.vllm_plugin.registration import Finding
 
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:

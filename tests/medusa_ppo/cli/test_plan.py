@@ -12,15 +12,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+from heads import HeadsConfig
 from heads.errors import ModelError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
-from medusa_ppo.cli.model_sizes import ModelSizes
 from medusa_ppo.cli.plan import companion_bytes, heads_parameters, hidden_bytes, lines, make_plan, size_text
 from medusa_ppo.config import build_config, load_config
 from medusa_ppo.engines.actor_sync import actor_state
-from medusa_ppo.hardware import Hardware, assumed_hardware, find_hardware, settled
+from medusa_ppo.hardware import Hardware, ModelSizes, assumed_hardware, find_hardware, settled
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
+from medusa_ppo.companion import HANG_S
 from medusa_ppo.companion.client import CompanionClient
-from medusa_ppo.companion.handover import HANG_S
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
@@ -57,6 +59,22 @@ class ChainTask:
             self.policy_version,
             temperature,
         )
+
+    def single(self) -> RolloutBatch:
+        """Three responses of one token each."""
+        batch = self.batch(4)
+        hidden_MD, ids_M, logprobs_M = batch.hidden_MD[:3], batch.response_ids_M[:3], batch.logprobs_M[:3]
+        return replace(batch, hidden_MD=hidden_MD, response_ids_M=ids_M, logprobs_M=logprobs_M, lengths_S=torch.ones(3, dtype=torch.int64))
+
+
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    """Wait; False when it takes longer."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,14 +13,15 @@ import pytest
 import ray
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError
-from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import Answer
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.handover import Answer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import Counters, Response, RolloutBatch, Rollouts, Sampling
+from tests.medusa_ppo.companion.conftest import until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -34,15 +34,6 @@ def cycle_of(task) -> Cycle:
 
 def pid_of(client: CompanionClient) -> int:
     return int(client._incarnation.split("-")[0])
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> None:

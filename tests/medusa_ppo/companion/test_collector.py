@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads.errors import DataError
-from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 

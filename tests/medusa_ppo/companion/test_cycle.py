@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import Interval
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Verdict, replay
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig

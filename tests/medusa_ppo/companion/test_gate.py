@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult, replay_probabilities
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 from medusa_ppo.companion import gate
-from medusa_ppo.companion.gate import Evidence, Served, Verdict, find_fault, judge, replay, student_quantile
+from medusa_ppo.companion.gate import WARM, Evidence, RunningMean, Served, Verdict, find_fault, judge, replay, student_quantile
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
@@ -118,15 +117,7 @@ def test_other_sizes_never_pass(chain) -> None:
 
 def test_a_holdout_without_draft_steps_decides_nothing(chain) -> None:
     task = chain()
-    batch = task.batch(4)
-    single = dataclasses.replace(
-        batch,
-        hidden_MD=batch.hidden_MD[:3],
-        response_ids_M=batch.response_ids_M[:3],
-        logprobs_M=batch.logprobs_M[:3],
-        lengths_S=torch.ones(3, dtype=torch.int64),
-    )
-    verdict = judged(trained(task), zero_heads(task), None, task.lm_head_VD, single)
+    verdict = judged(trained(task), zero_heads(task), None, task.lm_head_VD, task.single())
     assert not verdict.publish and not verdict.worse and "no draft step" in verdict.reason
 
 
@@ -243,3 +234,52 @@ def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature
         found.mean_acceptance_length
         < replay(heads, holdout, task.lm_head_VD, draft_temperature=draft_temperature, **tables).mean_acceptance_length
     )
+
+
+# ---- the candidate
+
+
+def all_of(value: float) -> MedusaHeads:
+    made = MedusaHeads(HeadsConfig(4, 6, num_heads=2))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
+def level(mean: RunningMean) -> float:
+    values = torch.cat([parameter.flatten() for parameter in mean.heads.parameters()])
+    assert torch.equal(values, values[:1].expand_as(values))
+    return round(float(values[0]), 6)
+
+
+def test_heads_from_nothing_are_left_behind_at_once() -> None:
+    mean = RunningMean(all_of(0.0), 0.9)
+    for _ in range(30):
+        mean.add(all_of(1.0).parameters())
+    assert level(mean) > 0.999 > 1 - 0.9**30, "nine tenths kept from the first step on would leave more of the start"
+
+
+def test_trained_heads_weigh_in_full() -> None:
+    mean = RunningMean(all_of(0.0), 0.9, steps=WARM)
+    mean.add(all_of(1.0).parameters())
+    assert level(mean) == 0.1
+    mean.add(all_of(1.0).parameters())
+    assert level(mean) == 0.19
+    assert not any(parameter.requires_grad for parameter in mean.heads.parameters())
+
+
+def test_nothing_kept_is_the_last_heads() -> None:
+    mean = RunningMean(all_of(0.0), 0.0)
+    for value in (3.0, 5.0):
+        mean.add(all_of(value).parameters())
+    assert level(mean) == 5.0
+
+
+def test_a_restart_forgets_what_was() -> None:
+    mean = RunningMean(all_of(0.0), 0.9)
+    mean.add(all_of(1.0).parameters())
+    mean.restart(all_of(7.0).trainable_state())
+    assert level(mean) == 7.0
+    mean.add(all_of(8.0).parameters())
+    assert level(mean) == 7.1

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from medusa_ppo.companion.handover import Pace
+from medusa_ppo.companion import Pace
 
 
 def test_both_ends_see_one_byte(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.config import CompanionConfig

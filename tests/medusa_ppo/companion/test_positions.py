@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.errors import DataError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.positions import BLOCK, EarlySample, fraction_weights, look_up

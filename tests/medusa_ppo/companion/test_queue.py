@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from medusa_ppo.companion.handover import BatchQueue
+from medusa_ppo.companion import BatchQueue
 from medusa_ppo.types import RolloutBatch
 
 

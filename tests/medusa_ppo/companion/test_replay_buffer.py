@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state, save_state
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.positions import ReplayBuffer
 from medusa_ppo.config import CompanionConfig
@@ -39,7 +39,7 @@ def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
 
 
 def cycle_of(task, **settings) -> Cycle:
-    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, "schedule": "fixed", **settings})
+    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, **settings})
     return Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from medusa_ppo.companion.schedule import LEAST, PROBE_STEPS, REASONS, START, Account, SharedSeconds, StepSeen
+from medusa_ppo.companion.schedule import LEAST, PROBE_STEPS, START, Account, SharedSeconds, StepSeen
+from medusa_ppo.metrics import REASONS
 
 MOST = 2.0
 

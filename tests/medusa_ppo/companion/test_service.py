@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, load_heads, load_state
 from heads.errors import CheckpointError
-from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import ServiceArguments, pack, unpack
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.handover import ServiceArguments, pack, unpack
 from medusa_ppo.companion.service import HOST, SAVED_EVERY, STATE_FILE, CompanionService, forget_oldest
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig

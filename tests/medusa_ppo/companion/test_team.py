@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +13,15 @@ import pytest
 import ray
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state
 from heads.errors import RunError
-from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.processes import bundle, release, reserve
 from medusa_ppo.types import RolloutBatch
+from tests.medusa_ppo.companion.conftest import until
 
 
 def alone(task, batches: list[RolloutBatch], **settings) -> Cycle:
@@ -36,15 +36,6 @@ def alone(task, batches: list[RolloutBatch], **settings) -> Cycle:
 def pids(client: CompanionClient) -> list[int]:
     """The leader's process, and those of the members in its team."""
     return [int(name.split("-")[0]) for name in ray.get(client._call("workers", CONTROL), timeout=60)]
-
-
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:

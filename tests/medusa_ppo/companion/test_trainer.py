@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, DataError
-from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
 from heads.modules import SHARED, MedusaHeads, clip_per_head
 from medusa_ppo.companion.gate import Served, replay
@@ -325,17 +325,9 @@ def test_nothing_is_left_on_a_gpu(chain, kind: str) -> None:
 
 def test_responses_of_one_token_teach_nothing(chain) -> None:
     task = chain()
-    batch = task.batch(4)
-    single = dataclasses.replace(
-        batch,
-        hidden_MD=batch.hidden_MD[:3],
-        response_ids_M=batch.response_ids_M[:3],
-        logprobs_M=batch.logprobs_M[:3],
-        lengths_S=torch.ones(3, dtype=torch.int64),
-    )
     trainer = make(task)
     before = trainer.heads.trainable_state()
-    assert "No position has a target" in trainer.train_batch(single).problem
+    assert "No position has a target" in trainer.train_batch(task.single()).problem
     assert_same(before, trainer.heads.trainable_state())
 
 

@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heads import HeadsConfig
 from heads.errors import ConfigError
-from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
-from medusa_ppo.drafting import context, fused
+from medusa_ppo.drafting import DRAFT_LANE, context, keys_of, products, uniforms
 from medusa_ppo.drafting.core import DraftingCore, Sampling, cut
-from medusa_ppo.drafting.draft_vocabulary import plain_linear
-from medusa_ppo.drafting.noise import DRAFT_LANE, keys_of, uniforms
+from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 
 D, V, K, B = 8, 12, 4, 5
@@ -77,7 +76,7 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
     kind: str, lm_head: str, layers: int, tables: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not tables:
-        monkeypatch.setattr(fused, "TABLE_ENTRIES", 0)
+        monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
     heads, actor = random_heads(kind, lm_head, layers), Actor()
     core = actor.core(heads)
@@ -206,7 +205,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("tables", [True, False])
 def test_operations_do_not_grow_with_requests(tables: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not tables:
-        monkeypatch.setattr(fused, "TABLE_ENTRIES", 0)
+        monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
     for seeded in (False, True):
         counts = []

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore, Sampling
-from medusa_ppo.drafting.draft_vocabulary import TokenMap
+from medusa_ppo.drafting.products import TokenMap
 
 D, V, K, B, W = 8, 40, 3, 6, 5
 

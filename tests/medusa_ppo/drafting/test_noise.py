@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from medusa_ppo.drafting.noise import (
+from medusa_ppo.drafting import (
     ACCEPT_LANE,
     DRAFT_LANE,
     LANES,

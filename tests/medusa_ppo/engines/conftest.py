@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_state, save_heads, save_state
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import Uniformity
+from medusa_ppo.types import Rollouts, Sampling
 
 HEADS = 4
 
@@ -40,6 +42,26 @@ class Actor:
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
         return heads
+
+
+def honesty_z(logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> float:
+    """Standard errors between the sampled tokens' log-probs and the model's own expectation; arguments as of `Uniformity.add`."""
+    test = Uniformity()
+    test.add(logits_MV, ids_M, sampling)
+    return test.z
+
+
+@torch.no_grad()
+def sampled_rows(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own logits_MV at every sampled position of some rollouts, and ids_M of what was sampled there."""
+    logits: list[torch.Tensor] = []
+    ids: list[int] = []
+    for response in rollouts.responses:
+        prompt = rollouts.prompts[response.prompt_index]
+        row_1T = torch.tensor([[*prompt, *response.token_ids]])
+        logits.append(model(input_ids=row_1T).logits[0, len(prompt) - 1 : -1])
+        ids += response.token_ids
+    return torch.cat(logits), torch.tensor(ids)
 
 
 @pytest.fixture(scope="session")

@@ -25,12 +25,11 @@ from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.types import Sampling
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor
+    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
 
 
 def gone(pid: int) -> bool:

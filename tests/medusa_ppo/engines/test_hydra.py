@@ -15,8 +15,8 @@ from heads.targets import context_rows
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots
-from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import Uniformity, add_rollouts
 from medusa_ppo.types import Rollouts, Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.errors import EngineError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor, load_tokenizer

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import launch
@@ -24,8 +24,8 @@ from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.types import Counters, Sampling
+from medusa_ppo.vllm_plugin import first_of, raise_reported, reports_errors
 from medusa_ppo.vllm_plugin import registration as versions
-from medusa_ppo.vllm_plugin import rpc
 
 
 @pytest.fixture
@@ -211,16 +211,16 @@ def test_request_seeds_differ_and_repeat() -> None:
 
 def test_errors_cross_the_transport_as_data() -> None:
     class Worker:
-        @rpc.reports_errors
+        @reports_errors
         def fails(self) -> dict[str, Any]:
             raise CheckpointError("Broken.", given=3, expected="4", do="Mend it.")
 
     answer = json.loads(json.dumps(Worker().fails()))
     with pytest.raises(CheckpointError, match="Broken") as caught:
-        rpc.first_of([answer])
+        first_of([answer])
     assert (caught.value.given, caught.value.do) == ("3", "Mend it.")
     with pytest.raises(EngineError):
-        rpc.raise_reported({"error": {"kind": "__import__", "problem": "x", "given": None, "expected": None, "do": ""}})
+        raise_reported({"error": {"kind": "__import__", "problem": "x", "given": None, "expected": None, "do": ""}})
 
 
 def test_server_arguments(model: Path) -> None:

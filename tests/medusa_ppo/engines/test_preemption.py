@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.drafting.uniformity import Uniformity, add_rollouts
 from medusa_ppo.engines import launch
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.probe import Uniformity, add_rollouts
 from medusa_ppo.types import Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor
 

@@ -13,18 +13,17 @@ import pytest
 import ray
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads, save_state
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server, ray_engine
-from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.types import Response, Sampling
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor
+    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
 
 pytestmark = pytest.mark.engine
 

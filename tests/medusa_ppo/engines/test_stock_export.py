@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.checkpoint import save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer

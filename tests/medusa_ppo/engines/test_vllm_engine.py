@@ -22,7 +22,6 @@ from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.engines.probe import honesty_z, sampled_rows
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals
@@ -31,7 +30,7 @@ from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.registration import release, vllm_version
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor
+    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
 
 pytestmark = pytest.mark.engine
 # Its stand-in for a Triton kernel does not take USE_FP64_GUMBEL, which the sampler passes: any speculation ends in a TypeError.

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, load_lm_head, save_heads
 from heads.errors import CheckpointError, ConfigError, MedusaError, ModelError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.exchange import convert
 from medusa_ppo.exchange.formats import FORMATS, PlainHeads, representable_formats

@@ -22,9 +22,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.errors import CheckpointError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.exchange import convert
 from medusa_ppo.exchange.foreign import read_foreign

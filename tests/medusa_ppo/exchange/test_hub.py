@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads, load_lm_head, save_heads
 from heads.errors import CheckpointError, ConfigError, DataError, HubError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli import app
 from medusa_ppo.exchange import convert

@@ -28,14 +28,14 @@ from heads.checkpoint import checksum, load_heads, load_state, save_state
 from heads.errors import ConfigError, EngineError, MedusaError
 from medusa_ppo import plugin as plugin_module
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import build_config
 from medusa_ppo.loops import attachment as attachment_module
 from medusa_ppo.loops import ranks as module
 from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.loops.ranks import Ranks
-from medusa_ppo.types import CompanionStatus, PublishedHeads, RolloutBatch, Rollouts, Sampling
+from medusa_ppo.types import PublishedHeads, Sampling
+from tests.medusa_ppo.conftest import RecordingCompanion
 
 Work = Callable[[int], Any]
 # The processes come from a server without threads: a fork of pytest's own, where Ray and OpenMP have run, may hang.
@@ -161,7 +161,7 @@ def test_a_process_that_dies_is_an_error_for_the_other_at_once(dies: int):
 
 
 class Engine:
-    """In the place of the vLLM in each process (tests/medusa_ppo/loops/trl/test_grpo_ranks.py has the real ones): what it holds."""
+    """In the place of the vLLM in each process (tests/medusa_ppo/loops/test_trl_grpo_ranks.py has the real ones): what it holds."""
 
     def __init__(self) -> None:
         self.version, self.heads, self.drafts = 0, "", 0
@@ -181,25 +181,15 @@ class Engine:
         return True
 
 
-class Companion:
+class Companion(RecordingCompanion):
     """In the place of the companion: keeps what it is given, and has newer heads after the first batch."""
 
     made: ClassVar[list[Companion]] = []
-    shared = False
 
     def __init__(self, heads: Any, *args: Any, initial_state: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        self.batches: list[RolloutBatch] = []
-        self.state, self.made_tables = initial_state, 0
+        super().__init__()
+        self.state, self.made_tables, self.shared = initial_state, 0, False
         Companion.made.append(self)
-
-    def give_way(self, wanted: bool) -> None:
-        pass
-
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
-        return BatchCollector(rollouts)
-
-    def submit(self, batch: RolloutBatch) -> None:
-        self.batches.append(batch)
 
     def update_lm_head(self, *args: Any, **kwargs: Any) -> None:
         self.made_tables += 1
@@ -210,12 +200,6 @@ class Companion:
         path = Path(tempfile.mkdtemp(dir=os.environ["OUT"])) / "heads.safetensors"
         save_state(path, {name: tensor + 0.1 for name, tensor in self.state.items()})
         return PublishedHeads(1, str(path), checksum(load_state(path)), 0, 2.0)
-
-    def status(self, timeout_s: float = 0.0) -> CompanionStatus:
-        return CompanionStatus()
-
-    def close(self) -> None:
-        pass
 
 
 def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:

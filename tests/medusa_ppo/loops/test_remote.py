@@ -20,7 +20,7 @@ from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import RemoteAttachment, read_tables, refuse, serve
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.types import Counters, Sampling
-from medusa_ppo.vllm_plugin.rpc import TOKEN
+from medusa_ppo.vllm_plugin import TOKEN
 
 
 class Workers:

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_ppo.actors.hf import HiddenTap
-from medusa_ppo.companion.handover import BatchCollector
+from medusa_ppo.companion import BatchCollector
 from medusa_ppo.loops.passes import ForwardTap, RowFinder
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 

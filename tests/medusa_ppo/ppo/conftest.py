@@ -20,7 +20,7 @@ from transformers import (
 from heads.checkpoint import checksum, load_state
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin.rpc import Drafting
+from medusa_ppo.vllm_plugin import Drafting
 
 VOCAB = 16
 END = 0

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import checksum, save_heads
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli.plan import make_plan
 from medusa_ppo.companion import client as client_file
@@ -106,10 +106,8 @@ ROWS: dict[str, Row] = {
     "companion.on_error": ("raise", "plugin", {}),
     "companion.loss": ("ce", "learned", {}),
     "companion.learning_rate": (1e-3, "learned", {}),
-    "companion.average": (0.5, "learned", {}),
     "companion.dtype": ("bfloat16", "learned", {}),
     "companion.batch_positions": (32, "learned", {}),
-    "companion.schedule": ("fixed", "plugin", {}),
     "companion.epochs": (3, "learned", {}),
     "companion.position_share": (0.5, "learned", {}),
     "companion.queue_bytes": (2**28, "plan", {}),

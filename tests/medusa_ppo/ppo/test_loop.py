@@ -14,7 +14,6 @@ import torch
 
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.companion.handover import BatchCollector
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
@@ -28,7 +27,7 @@ from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import read_position, saved_folder
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter, read_run
-from medusa_ppo.types import CompanionStatus, RolloutBatch, Rollouts
+from tests.medusa_ppo.conftest import RecordingCompanion
 
 LETTERS = range(1, 5)
 
@@ -135,36 +134,8 @@ def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, s
     assert found[-1][names.WALL_S] > found[1][names.WALL_S], "the clock goes on"
 
 
-class Recorder:
-    """Stands where the companion's client stands, and keeps what it is handed."""
-
-    def __init__(self) -> None:
-        self.batches: list[RolloutBatch] = []
-
-    def give_way(self, wanted: bool) -> None:
-        pass
-
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
-        return BatchCollector(rollouts)
-
-    def submit(self, batch: RolloutBatch) -> None:
-        self.batches.append(batch)
-
-    def update_lm_head(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def newest(self, after_version: int, timeout_s: float) -> None:
-        return None
-
-    def status(self) -> CompanionStatus:
-        return CompanionStatus(batches_received=len(self.batches))
-
-    def close(self) -> None:
-        pass
-
-
 def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sampling_engine):
-    recorder = Recorder()
+    recorder = RecordingCompanion()
     plain = Scene(settings(tmp_path / "plain"), tiny_actor(), sampling_engine)
     tapped = Scene(settings(tmp_path / "tapped"), tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, recorder))
     expected, found = plain.run(), tapped.run()
@@ -184,7 +155,7 @@ def forward_calls(tmp_path: Path, actor, engine_class, plugin_of) -> int:
 
 
 def test_the_loop_makes_as_many_passes_over_the_actor_with_the_plugin_as_without(tmp_path: Path, tiny_actor, sampling_engine):
-    recorder = Recorder()
+    recorder = RecordingCompanion()
     without = forward_calls(tmp_path / "without", tiny_actor(), sampling_engine, None)
     with_plugin = forward_calls(tmp_path / "with", tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, recorder))
     assert with_plugin == without > 0 and len(recorder.batches) == 3
@@ -198,7 +169,7 @@ def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_head
     config = settings(tmp_path / "asleep")
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"sleep_level": level})})
     heads = initial_heads(config, tiny_actor())
-    asleep = Scene(config, tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, Recorder(), heads=heads))
+    asleep = Scene(config, tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, RecordingCompanion(), heads=heads))
     found = asleep.run()
     assert asleep.engine.slept == [level] * 3 and not asleep.engine.asleep
     assert [s[names.REWARD_MEAN] for s in found] == [s[names.REWARD_MEAN] for s in expected]
@@ -225,7 +196,7 @@ def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, s
 
 def test_gradients_with_and_without_the_plugin_are_the_same_bits(tmp_path: Path, tiny_actor, sampling_engine, monkeypatch):
     found = []
-    for plugin_of in (None, lambda engine: MedusaPlugin(engine, Recorder())):
+    for plugin_of in (None, lambda engine: MedusaPlugin(engine, RecordingCompanion())):
         scene = Scene(settings(tmp_path / str(len(found)), steps=1, epochs=1, minibatch_size=16), tiny_actor(), sampling_engine, plugin_of)
         gradients: list[torch.Tensor] = []
         actor = scene.learner.actor

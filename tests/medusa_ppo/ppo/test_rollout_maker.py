@@ -22,7 +22,8 @@ from medusa_ppo.ppo.models import token_stats
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.types import Response, Rollouts, Sampling
-from tests.medusa_ppo.ppo.test_loop import Numbers, Recorder, Scene, settings
+from tests.medusa_ppo.conftest import RecordingCompanion
+from tests.medusa_ppo.ppo.test_loop import Numbers, Scene, settings
 
 WAIT_S = 60.0
 """Nothing here takes so long; what hangs shall fail."""
@@ -54,7 +55,7 @@ def in_any_order(seed: int) -> Callable[..., None]:
 
 def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], torch.Tensor, list]:
     """Figures that no clock gave, the actor's weights, and the companion's batches."""
-    recorder = Recorder()
+    recorder = RecordingCompanion()
     scene = Scene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
     steps = [{key: value for key, value in step.items() if not key.endswith(("_s", "idle_frac", "_gib"))} for step in scene.run()]
     return steps, scene.weights(), recorder.batches

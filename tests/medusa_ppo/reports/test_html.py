@@ -17,7 +17,7 @@ import pytest
 
 from heads.errors import UsageError
 from medusa_ppo import metrics
-from medusa_ppo.companion.schedule import REASONS
+from medusa_ppo.metrics import REASONS
 from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.page import follow, render_page, write_report

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.checkpoint import load_heads
 from heads.errors import RunError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.errors import ConfigError, DataError
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.drafting.memory import FIRST_SHARES

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.drafting.draft_vocabulary import TokenMap, plain_linear
+from medusa_ppo.drafting.products import TokenMap, plain_linear
 from medusa_ppo.vllm_plugin.confirm import Plain, find_difference, fixed_inputs, fixed_sampling
 
 D, V, K = 32, 60, 3

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from heads.errors import UnsupportedVersionError
-from medusa_ppo.vllm_plugin import hook_table, mends
 from medusa_ppo.vllm_plugin import hooks as internals
+from medusa_ppo.vllm_plugin import mends
 from medusa_ppo.vllm_plugin import registration as plugin
-from medusa_ppo.vllm_plugin.hook_table import Hook
-from medusa_ppo.vllm_plugin.registration import LAST
+from medusa_ppo.vllm_plugin.registration import LAST, Hook
 
 
 def test_every_private_name_is_as_it_was_checked() -> None:
@@ -32,14 +31,14 @@ def test_a_changed_signature_is_named_with_the_release_that_had_it() -> None:
 
 
 def test_a_release_that_was_never_seen_is_held_against_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_table, "vllm_version", lambda: "0.40.0")
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.40.0")
     hooks = (Hook("nothing", "vllm.v1.spec_decode.medusa", "Gone"), Hook("older", "vllm.gone", "Gone", last=(0, 31)))
-    assert [found.need for found in hook_table.compare(hooks=hooks) if found.fault] == ["nothing"]
+    assert [found.need for found in plugin.compare(hooks=hooks) if found.fault] == ["nothing"]
 
 
 def test_hooks_of_the_cpu_concern_no_other_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_table, "is_cpu_build", lambda: False)
-    assert {found.runner for found in hook_table.compare()} == {"V1"}
+    monkeypatch.setattr(plugin, "is_cpu_build", lambda: False)
+    assert {found.runner for found in plugin.compare()} == {"V1"}
 
 
 def test_install_is_done_once_and_undone_completely() -> None:

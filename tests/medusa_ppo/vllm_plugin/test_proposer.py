@@ -10,15 +10,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from heads.heads_config import HeadsConfig
+from heads import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
 
 pytest.importorskip("vllm")
 
 from medusa_ppo.drafting.core import DraftingCore, Sampling
-from medusa_ppo.drafting.draft_vocabulary import TokenMap
 from medusa_ppo.drafting.memory import prompt_key
+from medusa_ppo.drafting.products import TokenMap
 from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from medusa_ppo.vllm_plugin.rpc import TOKEN, ControlGuard, token_header
+from medusa_ppo.vllm_plugin import TOKEN, ControlGuard, token_header
 
 
 async def _answer(scope, receive, send) -> None:

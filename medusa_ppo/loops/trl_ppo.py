@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import ConfigError
-from medusa_ppo.loops import require_loop
+from medusa_ppo.loops import replaced, require_loop
 
 require_loop("trl.experimental.ppo")  # First: another version may not even have what is imported next.
 
@@ -25,7 +25,6 @@ from medusa_ppo.engines.rollout_engine import NoEngine  # noqa: E402
 from medusa_ppo.loops.attachment import Attachment, as_config  # noqa: E402
 from medusa_ppo.loops.passes import Generated  # noqa: E402
 from medusa_ppo.loops.ranks import Ranks  # noqa: E402
-from medusa_ppo.loops.trl import replaced  # noqa: E402
 from medusa_ppo.types import Sampling  # noqa: E402
 
 

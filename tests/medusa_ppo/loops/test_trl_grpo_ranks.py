@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 from medusa_ppo import metrics as names
 from medusa_ppo.reports.store import read_run
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = '''
 import json, os, signal, sys
 import torch
@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 from trl.generation import vllm_generation
 
-from medusa_ppo.loops.trl.grpo import MedusaGRPOTrainer
+from medusa_ppo.loops.trl import MedusaGRPOTrainer
 
 form, actor, out, steps, event = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
 

@@ -22,7 +22,7 @@ from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.reports.store import read_run
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import json, sys
 from datasets import Dataset
@@ -40,7 +40,7 @@ def places(completions, **_):  # equal responses get different rewards, so that 
 if kind.startswith("plain-"):  # TRL's own trainer, and nothing of ours is imported.
     trainer_class, config_class = (GRPOTrainer, GRPOConfig) if kind == "plain-grpo" else (RLOOTrainer, RLOOConfig)
 else:
-    from medusa_ppo.loops.trl.grpo import MedusaGRPOTrainer, MedusaRLOOTrainer
+    from medusa_ppo.loops.trl import MedusaGRPOTrainer, MedusaRLOOTrainer
     trainer_class, config_class = (MedusaGRPOTrainer, GRPOConfig) if kind == "grpo" else (MedusaRLOOTrainer, RLOOConfig)
 args = config_class(output_dir=out, report_to="none", save_strategy="no", logging_steps=1, bf16=False, gradient_checkpointing=False,
     per_device_train_batch_size=16, num_generations=2, max_completion_length=24, learning_rate=1e-3,
@@ -222,7 +222,7 @@ def small_trainer(trainer_class: Any, actor: Path, out: Path, **extra: Any) -> A
 def test_without_medusa_the_trainer_is_trls_to_the_bit(chain_actor: Path, tmp_path: Path):
     from trl import GRPOTrainer
 
-    from medusa_ppo.loops.trl.grpo import MedusaGRPOTrainer
+    from medusa_ppo.loops.trl import MedusaGRPOTrainer
 
     weights = []
     off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
@@ -239,7 +239,7 @@ def test_without_medusa_the_trainer_is_trls_to_the_bit(chain_actor: Path, tmp_pa
 
 
 def test_what_the_heads_cannot_learn_from_is_refused(chain_actor: Path, tmp_path: Path):
-    from medusa_ppo.loops.trl.grpo import MedusaGRPOTrainer
+    from medusa_ppo.loops.trl import MedusaGRPOTrainer
 
     with pytest.raises(ConfigError, match="rollout_func"):
         small_trainer(MedusaGRPOTrainer, chain_actor, tmp_path / "a", medusa={}, rollout_func=lambda *_: {})
