@@ -79,7 +79,7 @@ test-gpu: setup  ## The tests that need a CUDA device
 
 TIMES ?= 1
 
-test-chaos: setup  ## A run under 32 kinds of faults, each TIMES=1 times: 15 to 20 minutes on two cores
+test-chaos: setup  ## A run under 35 kinds of faults, each TIMES=1 times: 15 to 20 minutes on two cores
 	@PYTHONPATH=$$PWD $(BIN)/python benchmarks/chaos.py --times $(TIMES)
 
 # What has to hold with every vLLM that we allow.

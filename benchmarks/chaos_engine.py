@@ -224,6 +224,9 @@ class Handler(BaseHTTPRequestHandler):
         if order == "nothing":
             self.close_connection = True
             return
+        if order == "gpu":  # What vLLM answers when its engine's process has ended over one.
+            self.send_error(500, "EngineCore encountered an issue: CUDA error: an illegal memory access was encountered")
+            return
         if order == "wrong":
             ids = [token + (1 << 20) for token in ids]
         if order == "half":

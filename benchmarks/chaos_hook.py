@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ def install() -> None:
     orders, learn, put = Path(os.environ[ORDERS]), CompanionService._learn, StateWriter.put
 
     def learn_or_fail(self: CompanionService, batch: Any) -> Any:
-        order = take_order(orders, "cuda", "memory")
+        order = take_order(orders, "cuda", "memory", "clock")
         if order == "cuda":
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         if order == "memory":
             torch.empty(1 << 60)  # A real refusal of the allocator.
+        if order == "clock":
+            now = time.time
+            time.time = lambda: now() - 2 * 86_400
         return learn(self, batch)
 
     def put_or_die(self: StateWriter, name: str, tensor: torch.Tensor) -> None:

@@ -62,6 +62,12 @@ def companion_worker_killed(scene: Scene) -> None:
     scene.run()
 
 
+def companion_worker_stopped(scene: Scene) -> None:
+    scene.changes = {"companion": {"workers": 2, "wait": False, "schedule": "fixed"}}
+    scene.strike_companion(signal.SIGSTOP, title="ray::Member")
+    scene.run()
+
+
 def companion_state_truncated(scene: Scene) -> None:
     scene.strike_companion(signal.SIGKILL, lambda: cut(scene.run_dir / "companion" / "companion.safetensors"))
     scene.run()
@@ -348,6 +354,7 @@ KINDS = (
     Kind("companion killed", companion_killed, "The companion was lost and started again", heads=False),
     Kind("companion stopped", companion_stopped, "ended and started again", heads=False),
     Kind("companion's second worker killed", companion_worker_killed, "The companion was lost and started again", heads=False),
+    Kind("companion's second worker stopped", companion_worker_stopped, "ended and started again", heads=False),
     Kind("companion: GPU error", ordered("cuda", back=True), "The companion was lost and started again", heads=False),
     Kind("companion: out of memory", ordered("memory", back=False), "can't allocate memory|not enough memory|invalid size", heads=False),
     Kind(
@@ -361,6 +368,7 @@ KINDS = (
     Kind("head file cut in half", head_file_damaged(cut), "were not installed", heads=False),
     Kind("head file with a flipped bit", head_file_damaged(flip), "were not installed", heads=False),
     Kind("clock jumps", clock_jumps),
+    Kind("companion's clock jumps", ordered("clock", back=False)),
     Kind("engine killed", engine_signalled(signal.SIGKILL), "An engine was lost and started again", engine="server"),
     Kind("engine stopped", engine_signalled(signal.SIGSTOP), "An engine was lost and started again", engine="server"),
     Kind("engine answers late", engine_answers("late"), "An engine was lost and started again", engine="server"),
@@ -368,6 +376,7 @@ KINDS = (
     Kind("engine answers half", engine_answers("half"), "do not belong to its tokens", engine="server"),
     Kind("engine answers twice", engine_answers("twice"), engine="server"),
     Kind("engine answers nothing", engine_answers("nothing"), "An engine was lost and started again", engine="server"),
+    Kind("engine has a GPU error", engine_answers("gpu"), "An engine was lost and started again", engine="server"),
     Kind("broadcast breaks off", broadcast_breaks, "goes to the engines as a file", engine="broadcast"),
     Kind("GPU error in the loop", gpu_error, "illegal memory access(.|\n)*Resumed at step"),
     Kind("checkpoint cut in half", checkpoint_damaged(cut), "checkpoint is damaged"),

@@ -25,7 +25,7 @@ BACK_S = 120.0
 MOUNTED = "CHAOS_OWN_MOUNTS"
 TENSORS = ("actor", "critic", "actor_optimizer", "critic_optimizer")
 UNEQUAL = re.compile(
-    r"_s$|^companion_|^replay_|^versions_|restarts$|bytes$|gib$|^heads_version$|^staleness$|^swap_|^plugin_|_per_s$|^account_"
+    r"_s$|^companion_|^replay_|^versions_|restarts$|bytes$|gib$|^heads_version$|^staleness$|^swap_|^plugin_|_per_s$|^account_|idle_frac$"
 )
 """Figures that the clock or the companion decides."""
 

@@ -2,10 +2,12 @@
 
     python benchmarks/fuzz.py --cases 2000                       # of each target; a slow one has its share
     python benchmarks/fuzz.py --cases 100000 --only pt http --seed 3 --json fuzz.json
+    python benchmarks/fuzz.py --corpus tests/benchmarks/fuzz_corpus.jsonl    # guided by the lines that cases reach; what is new is added
 
-hypothesis draws cases (part of the dev extra), and each is then changed at random MUTATIONS times over, which costs less than drawing. A
-case is plain JSON; what breaks something is made small where hypothesis drew it, and printed as a line for
-tests/benchmarks/fuzz_found.jsonl, which a test replays without hypothesis. Exit code 1 when something was found.
+hypothesis draws cases (part of the dev extra), and each is then changed at random MUTATIONS times over, which costs less than drawing.
+With `--corpus` half of the cases are changed forms of those that reached a line of ours, or a step from one line to another, that no
+case before them did. A case is plain JSON; what breaks something is made small where hypothesis drew it, and printed as a line for
+tests/benchmarks/fuzz_found.jsonl, which a test replays without hypothesis, as it does the corpus. Exit code 1 when something was found.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ import traceback
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import datasets
@@ -60,7 +62,10 @@ LIMIT_S, SPARE_BYTES, LONGEST_MESSAGE = 10.0, 1 << 30, 30_000
 SLOW = {"config": 0.2, "report": 0.03, "data_file": 0.01, "http": 0.2, "heads": 0.5, "foreign": 0.5}
 """Share of the cases that a target gets whose cases take milliseconds."""
 MOST_FOUND, MUTATIONS = 8, 15
+SEEDS, LONGEST_KEPT, MOST_KEPT = 300, 600, 60
+"""With a corpus: drawn cases that it begins with, characters of a case that is kept, cases that are kept of a target."""
 HARNESS = Path(__file__).name
+OURS = tuple(str(Path(__file__).resolve().parents[1] / name) + "/" for name in ("heads", "medusa_ppo"))
 ODD = (
     None,
     True,
@@ -112,6 +117,7 @@ class Bench:
 
     def config(self, case: Case) -> None:
         """`text` or `values` as YAML, and `overrides`."""
+        possible(all(isinstance(word, str) for word in case["overrides"]))
         file = self._write("run.yaml", case["text"] if case.get("text") is not None else json.dumps(whole(case["values"])))
         settled(load_config(file, case["overrides"]), NODE)
 
@@ -143,6 +149,9 @@ class Bench:
 
     def foreign(self, case: Case) -> None:
         """A folder of another format: names and shapes of tensors, and a configuration."""
+        possible(all(isinstance(name, str) for name, _ in case["tensors"]))
+        possible(all(isinstance(size, int) and 0 <= size < 1000 for _, shape in case["tensors"] for size in shape))
+        possible(all(len(shape) < 4 for _, shape in case["tensors"]))  # What is written here shall fit into the memory.
         folder = self.home / "foreign"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -181,6 +190,9 @@ class Bench:
 
     def http(self, case: Case) -> None:
         """Answers of a server: status and body of each path."""
+        answers = case["answers"].values()
+        possible(all(isinstance(pair, list) and len(pair) == 2 for pair in answers))
+        possible(all(isinstance(status, int) and 0 <= status < 1000 for status, _ in answers))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
         engine.max_drafts, engine._workers, engine._process, engine._log = 2, 1, None, Path("/dev/null")
@@ -205,6 +217,8 @@ class Bench:
 
     def rows(self, case: Case) -> None:
         """Rows, and the template or column that makes prompts of them."""
+        rows, texts = case["rows"], (case["template"], case["column"])
+        possible(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and all(isinstance(text, str) for text in texts))
         render_prompts(case["rows"], template=case["template"], column=case["column"])
 
     def data_file(self, case: Case) -> None:
@@ -213,6 +227,11 @@ class Bench:
 
     def loop(self, case: Case) -> None:
         """What a foreign loop generated, and what then goes through its model."""
+        for name, rows in case.items():
+            possible(isinstance(rows, list) and all(isinstance(row, list) for row in rows))
+            for value in (value for row in rows for value in row):
+                whole_number = isinstance(value, int) and abs(value) < 1 << 63
+                possible(whole_number or (name == "logprobs" and (value is None or isinstance(value, float))))
         rollouts = as_rollouts(Generated(case["prompts"], case["completions"], case["logprobs"]), Sampling())
         ids, mask, positions = (
             torch.tensor(case[name], dtype=torch.int64).reshape(len(case[name]), -1 if case[name] and case[name][0] else 0)
@@ -248,6 +267,15 @@ class Bench:
         path = self.home / name
         path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
         return path
+
+
+class NoCaseError(Exception):
+    """What a change made of a case is nothing that its reader can be given."""
+
+
+def possible(is_so: bool) -> None:
+    if not is_so:
+        raise NoCaseError
 
 
 REMOVE = "REMOVE"
@@ -351,18 +379,93 @@ def try_mutants(bench: Bench, target: str, case: Case, seed: int, found: list[di
     """MUTATIONS changed forms of a case; what they break is added to `found`, once for each place."""
     generator = random.Random(seed)
     for _ in range(MUTATIONS):
-        mutant = mutated(case, generator)
+        try_one(bench, target, mutated(case, generator), found)
+
+
+def try_one(bench: Bench, target: str, case: Case, found: list[dict[str, Any]]) -> bool:
+    """Whether it is a case of the target at all."""
+    try:
+        attempt(bench, target, case)
+    except (Exception, Hang) as error:
+        what = place(error)
+        if not what.endswith(HARNESS) and all(entry["what"] != what for entry in found):  # Else the case is none for this target.
+            found.append({"target": target, "what": what, "case": case})
+            say(f"  {target}: {what}")
+        return not what.endswith(HARNESS)
+    return True
+
+
+class Reached:
+    """Steps from line to line of our own code (templates included) that cases took."""
+
+    def __init__(self) -> None:
+        self.steps: set[tuple[int, int, int]] = set()
+        self._ours: dict[str, bool] = {}
+
+    def more_by(self, call: Callable[[], object]) -> bool:
+        """Whether a call takes a step that none took before."""
+        now, before = set[tuple[int, int, int]](), 0
+
+        def line(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal before
+            if event == "line":
+                now.add((id(frame.f_code), before, frame.f_lineno))
+                before = frame.f_lineno
+            return line
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            name = frame.f_code.co_filename
+            if name not in self._ours:
+                self._ours[name] = name.startswith(OURS)
+            return line if self._ours[name] else None
+
+        sys.settrace(enter)
         try:
-            attempt(bench, target, mutant)
-        except (Exception, Hang) as error:
-            what = place(error)
-            if not what.endswith(HARNESS) and all(entry["what"] != what for entry in found):  # Else the case is none for this target.
-                found.append({"target": target, "what": what, "case": mutant})
-                say(f"  {target}: {what}")
+            call()
+        finally:
+            sys.settrace(None)
+        more = not now <= self.steps
+        self.steps |= now
+        return more
 
 
-def hunt(bench: Bench, target: str, cases: int, seed: int) -> tuple[int, list[dict[str, Any]]]:
-    """Number of cases tried, and what was found: what happened, and the smallest case."""
+def explore(bench: Bench, target: str, cases: int, seed: int, seeds: list[Case], found: list[dict[str, Any]]) -> tuple[int, list[Case]]:
+    """So many changed forms of the cases that reach most. Number of steps reached, and the cases that reached something first."""
+    generator, reached, kept = random.Random(seed), Reached(), list[Case]()
+
+    def keep(case: Case) -> None:
+        is_case: list[bool] = []
+        if reached.more_by(lambda: is_case.append(try_one(bench, target, case, found))) and is_case[0]:
+            kept.append(case)
+
+    for case in seeds:
+        keep(case)
+    for _ in range(cases):
+        if len(found) >= MOST_FOUND:
+            break
+        # The newest are where something may be left to find.
+        newest = kept[-1 - int(len(kept) * generator.random() ** 2) :][0]
+        keep(mutated(newest, generator))
+    return len(reached.steps), kept
+
+
+def read_corpus(file: Path | None, target: str) -> list[Case]:
+    lines = file.read_text().splitlines() if file and file.is_file() else []
+    return [entry["case"] for entry in map(json.loads, lines) if entry["target"] == target]
+
+
+def add_to_corpus(file: Path, target: str, cases: list[Case]) -> None:
+    """Cases that are not there yet, the smallest ones; a corpus is for reading too."""
+    known = {json.dumps(case) for case in read_corpus(file, target)}
+    texts = sorted({text for text in map(json.dumps, cases) if len(text) <= LONGEST_KEPT} - known, key=lambda text: (len(text), text))
+    with file.open("a") as stream:
+        stream.writelines(
+            json.dumps({"target": target, "case": json.loads(text)}) + "\n" for text in texts[: max(0, MOST_KEPT - len(known))]
+        )
+
+
+def hunt(bench: Bench, target: str, cases: int, seed: int, drawn: list[Case]) -> tuple[int, list[dict[str, Any]]]:
+    """Number of cases tried, and what was found: what happened, and the smallest case. Some of what was drawn is added to `drawn`."""
     import hypothesis  # Not needed to replay what was found.
     from fuzz_cases import strategies
 
@@ -380,6 +483,7 @@ def hunt(bench: Bench, target: str, cases: int, seed: int) -> tuple[int, list[di
         def one(case: Case) -> None:
             nonlocal tried
             tried += 1 + MUTATIONS
+            drawn.extend([copy.deepcopy(case)] if len(drawn) < SEEDS else [])
             try_mutants(bench, target, case, seed + tried, found)
             try:
                 attempt(bench, target, case)
@@ -419,6 +523,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--only", nargs="*", choices=TARGETS, default=TARGETS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--corpus", type=Path, help="cases to begin with, and where those go that reach more")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -432,9 +537,15 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
         for target in options.only:
             began = time.monotonic()
-            total[target], found = hunt(bench, target, max(1, int(options.cases * SLOW.get(target, 1.0))), options.seed)
+            cases, drawn, reached = max(1, int(options.cases * SLOW.get(target, 1.0))), read_corpus(options.corpus, target), ""
+            total[target], found = hunt(bench, target, cases // 2 if options.corpus else cases, options.seed, drawn)
+            if options.corpus:
+                steps, kept = explore(bench, target, cases // 2, options.seed, drawn, found)
+                total[target] += len(drawn) + cases // 2
+                add_to_corpus(options.corpus, target, kept)
+                reached = f"  {steps:,} steps reached, first by {len(kept)}"
             all_found += found
-            say(f"{target:<10} {total[target]:>9,} cases  {len(found)} found  {time.monotonic() - began:6.0f} s")
+            say(f"{target:<10} {total[target]:>9,} cases  {len(found)} found  {time.monotonic() - began:6.0f} s{reached}")
     for entry in all_found:
         say(json.dumps(entry))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -194,7 +195,9 @@ async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests:
             answers.append(await ask(client, engine, actors.prompts, number, swapper))
 
     headers, limits = dict(engine._client.headers), httpx.Limits(max_connections=at_once)
-    async with httpx.AsyncClient(base_url=engine._client.base_url, headers=headers, limits=limits, timeout=120.0) as client:
+    async with httpx.AsyncClient(
+        base_url=engine._client.base_url, headers=headers, limits=limits, timeout=120.0, trust_env=False
+    ) as client:
         clock = asyncio.create_task(turns())
         await asyncio.gather(*(work(client) for _ in range(at_once)))
         over.set()
@@ -204,6 +207,8 @@ async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests:
 
 def percentiles(answers: Sequence[Answer]) -> list[float]:
     """Milliseconds at PERCENTILES."""
+    if len(answers) < 2:
+        return [math.nan] * len(PERCENTILES)
     cuts = statistics.quantiles([1000 * (answer.ended - answer.began) for answer in answers], n=100, method="inclusive")
     return [cuts[percentile - 1] for percentile in PERCENTILES]
 

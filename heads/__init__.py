@@ -11,6 +11,8 @@ from heads.errors import ConfigError
 
 KINDS = ("medusa", "markov", "hydra")
 LM_HEADS = ("shared", "own")
+MOST_HEADS = 31
+"""What random numbers are laid out for: as many for drafts as for their acceptance, at each position (`medusa_ppo/drafting`)."""
 PART_WIDTH = 64
 CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
 GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
@@ -53,6 +55,8 @@ class HeadsConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive whole number.", given=repr(value), expected=">= 1", do=f"Correct {name}.")
+        if self.num_heads > MOST_HEADS:
+            raise ConfigError("So many heads can't draft.", given=self.num_heads, expected=f"num_heads <= {MOST_HEADS}", do="Train fewer.")
         if not isinstance(self.context, int) or isinstance(self.context, bool) or self.context < 0:
             raise ConfigError("context must be a whole number.", given=repr(self.context), expected=">= 0", do="Correct context.")
         if self.context and self.kind != "hydra":

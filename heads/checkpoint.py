@@ -166,11 +166,19 @@ def stock_config(config: HeadsConfig, *, biased: bool = False) -> dict[str, Any]
 def _replace_directory(new: Path, path: Path) -> None:
     """Put `new` in the place of `path`. Between the two renames the old one stands at `previous_of(path)`, where readers look too."""
     previous = previous_of(path)
-    if path.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+    if os.path.lexists(path):
+        remove_directory(previous)
         os.rename(path, previous)
     os.rename(new, path)
-    shutil.rmtree(previous, ignore_errors=True)
+    remove_directory(previous)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a folder with what is in it; of a link to one only the link, which `shutil.rmtree` would refuse and leave."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def previous_of(path: Path) -> Path:

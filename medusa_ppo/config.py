@@ -284,6 +284,14 @@ class RunConfig(Section):
     ppo: PPOConfig = Field(default_factory=PPOConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
 
+    @field_validator("name")
+    @classmethod
+    def _inside(cls, name: str) -> str:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            do = "Name the run, and the folder that it lies in with out=FOLDER."
+            raise ConfigError("The run would lie outside of the folder of all runs.", given=f"name={name}", expected="a name", do=do)
+        return name
+
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name

@@ -89,10 +89,13 @@ def sweep() -> list[Path]:
 
 def _is_free(lock: Path) -> bool:
     try:
-        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # It went away, or is another user's.
+        # Others may write into these folders too: what is theirs stays, and no link is followed to whatever it names.
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # It went away, is another user's, or a link.
         return False
     try:
+        if os.fstat(handle).st_uid != os.geteuid() or lock.parent.is_symlink():
+            return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -14,6 +14,7 @@ from heads import CPU_CHUNK, GPU_CHUNK, HeadsConfig
 from medusa_ppo.config import EMBEDDED_ACTORS, SERVER, RunConfig
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.hardware import BFLOAT16, FLOAT32, Choice, Hardware, ModelSizes, applied, choices
+from medusa_ppo.reports.store import without_secrets
 
 ADAM_COPIES = 4  # Weights, gradients and two moments, all float32.
 HEADS_COPIES = 4  # The companion keeps the running mean, the serving heads and the frozen control beside those that it trains.
@@ -228,7 +229,7 @@ def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {"weights": _element(config) * model.parameters // ranks, "keys and values": cache_bytes(text, section) // ranks}
     if section.addresses:
-        where = f"running servers at {section.backend}"
+        where = f"running servers at {without_secrets(section.backend)}"
     elif section.backend == SERVER:
         where = "a vllm serve process on the PPO loop's node"
     else:

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
+from heads import MOST_HEADS
+
 LANES = 64
 """Numbers that a request may ask for at one position: drafts, their acceptances, and the token that ends the run."""
-DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, 31, 62
-MOST_DRAFTS = 31
+DRAFT_LANE, ACCEPT_LANE, LAST_LANE = 0, MOST_HEADS, 2 * MOST_HEADS
 
 _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15

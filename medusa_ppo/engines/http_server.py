@@ -62,6 +62,7 @@ class ServerEngine(base.WorkerEngine):
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
+            trust_env=not token,  # A proxy of the environment has no business on loopback, and would be told the token.
         )
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
@@ -169,7 +170,7 @@ class ServerEngine(base.WorkerEngine):
             time.sleep(0.25)
         raise EngineError(
             "No vLLM server answers.",
-            given=f"{self._client.base_url}; {self._tail()}",
+            given=f"{self._address}; {self._tail()}",
             expected="GET /health -> 200",
             do="Check engine.backend, or read the log.",
         )
@@ -178,6 +179,11 @@ class ServerEngine(base.WorkerEngine):
         if not self._log.is_file():
             return "no log"
         return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+    @property
+    def _address(self) -> httpx.URL:
+        """As it may stand in a log: without the user and password of engine.backend."""
+        return self._client.base_url.copy_with(userinfo=b"")
 
     # ---- HTTP ---------------------------------------------------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class ServerEngine(base.WorkerEngine):
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineError(
                 "The vLLM server can't be reached.",
-                given=f"{self._client.base_url}{path}: {error!r}",
+                given=f"{self._address}{path}: {error!r}",
                 expected=f"an answer within {within_s:.0f} s",
                 do=f"Its log ends:\n{self._tail()}",
             ) from error

@@ -159,12 +159,11 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
         )
     if not (Path(heads) / "config.json").is_file():
         MedusaPlugin.prepare_heads(config, load_actor(model), heads)
-    flags = server_flags(model, str(Path(heads).resolve()), config)
+    # The address that was checked comes last, so that it counts: vLLM takes the last one, and abbreviations.
+    flags = [*server_flags(model, str(Path(heads).resolve()), config), *(word for word in more if word != "--"), "--host", host]
     # The server keeps its API in one process and the model in another; the route that reaches our workers is one of development mode.
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    os.execvpe(
-        sys.executable, [sys.executable, "-m", SERVER_MODULE, *flags, "--host", host, *more], environment | {"VLLM_SERVER_DEV_MODE": "1"}
-    )
+    os.execvpe(sys.executable, [sys.executable, "-m", SERVER_MODULE, *flags], environment | {"VLLM_SERVER_DEV_MODE": "1"})
 
 
 def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:

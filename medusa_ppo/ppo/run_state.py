@@ -32,7 +32,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from heads.checkpoint import write_json
+from heads.checkpoint import remove_directory, write_json
 from heads.errors import CheckpointError, ConfigError, MedusaError
 from medusa_ppo import __version__
 from medusa_ppo import metrics as names
@@ -40,7 +40,7 @@ from medusa_ppo.config import RunConfig, known_keys
 from medusa_ppo.config_file import merged, unknown
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
-from medusa_ppo.reports.store import without_secrets
+from medusa_ppo.reports.trackers import plain
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, c
         _take_companion(run_dir / COMPANION_FOLDER, folder / COMPANION_FOLDER)
         if (run_dir / METRICS_FILE).is_file():
             shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
-        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": _plain(config)}
+        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": plain(config)}
         write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:
         _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
@@ -91,7 +91,7 @@ def _keep(run_dir: Path, step: int, count: int) -> None:
     with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
         shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
     for old in sorted((run_dir / KEPT_FOLDER).glob("step-*"))[:-count]:
-        shutil.rmtree(old)
+        remove_directory(old)
 
 
 def keep_best(run_dir: Path, figures: Mapping[str, float], learner: PPOLearner, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,12 +120,12 @@ def fresh_folder(target: Path) -> Iterator[Path]:
         yield new
         new.chmod(0o755)  # mkdtemp makes it ours alone.
         _to_disk(new)
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if os.path.lexists(target):
+            remove_directory(old)
             os.rename(target, old)
         os.rename(new, target)
         _to_disk(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        remove_directory(old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -172,7 +172,7 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         if raw["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
         position = RunPosition(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
-        old, default, now = raw["config"], _plain(RunConfig()), _plain(config)
+        old, default, now = raw["config"], plain(RunConfig()), plain(config)
         if "version" in raw:
             whole = merged(merged(default, BEFORE), old)  # With the keys that are newer than the state.
             was = {key: _look_up(whole, key) for key in keys}
@@ -187,11 +187,6 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
         raise ConfigError("The configuration is not the one that was saved.", given=given, expected="the same values", do=do)
     return position
-
-
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as it stands in a file."""
-    return dict(without_secrets(config.model_dump(mode="json")))
 
 
 def _within(key: str, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
 import time
@@ -38,7 +40,7 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         other: a second run to lay over it.
         refresh_s: the page loads itself again after so many seconds; 0: never.
     """
-    panels = Panels(run, other)
+    panels, script = Panels(run, other), (HERE / "page.js").read_text(encoding="utf-8")
     figures = {name: getattr(panels, name)() for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")}
     learning, others, timelines = panels.learning(), panels.others(), panels.timelines()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
@@ -68,7 +70,8 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         other=other,
         comparison=_comparison(run, summary, other),
         refresh_s=refresh_s,
-        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=Markup("sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),  # And no other runs.
         data=_script_data(panels, [*figures.values(), *learning, *others]),
     )
 

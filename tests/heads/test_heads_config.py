@@ -19,6 +19,7 @@ def test_round_trip() -> None:
         ({"kind": "eagle"}, "kind"),
         ({"lm_head": "tied"}, "lm_head"),
         ({"num_heads": 0}, "num_heads"),
+        ({"num_heads": 32}, "num_heads <= 31"),
         ({"rank": True}, "rank"),
         ({"num_layers": 1.0}, "num_layers"),
         ({"kind": "hydra", "context": -1}, "context"),

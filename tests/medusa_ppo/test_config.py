@@ -52,6 +52,8 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("companion.cores=one,two", "valid integer"),
         ("nonsense", "key=value"),
         ("name.x.y=1", "section"),
+        ("name=../other", "out=FOLDER"),
+        ("name=/other", "out=FOLDER"),
     ],
 )
 def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None:

@@ -119,3 +119,20 @@ def test_streamed_rows_are_the_same_and_read_only_as_far_as_asked_for(tmp_path: 
     assert [next(rows) for _ in range(2)] == data.load_rows(path)[:2]
     with pytest.raises(DataError, match="can't be read"):
         list(rows)
+
+
+@pytest.mark.parametrize("text", ["null", 'null\n{"a": 1}\n', "\ufeffnull\n", '{"a": 1}\n \t null\n', "[\nnull]"])
+def test_a_row_that_is_null_is_refused_before_the_reader_dies_of_it(tmp_path: Path, text: str) -> None:
+    for file in (tmp_path / "rows.jsonl", tmp_path / "folder" / "train.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    line = text[: text.index("null")].count("\n") + 1
+    for path in (tmp_path / "rows.jsonl", tmp_path / "folder"):
+        with pytest.raises(DataError, match=f"line {line}"):
+            data.load_rows(path)
+
+
+def test_null_in_a_row_is_a_value_or_a_word(tmp_path: Path) -> None:
+    rows = [{"q": None, "a": "¿null?"}, {"q": "x", "a": "null"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    assert data.load_rows(tmp_path / "rows.jsonl") == rows

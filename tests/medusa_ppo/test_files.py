@@ -54,3 +54,18 @@ def test_what_is_no_owners_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "shm" / "other" / folders.LOCK).mkdir(parents=True)
     kept = OwnedFolder("mppo-").keep()
     assert sweep() == [] and kept.is_dir() and not list(kept.iterdir())
+
+
+def test_links_and_what_others_made_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may write into these folders."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / folders.LOCK).touch()
+    (tmp_path / "shm" / "medusa-ppo-link").symlink_to(precious)
+    (tmp_path / "shm" / "medusa-ppo-lock").mkdir()
+    (tmp_path / "shm" / "medusa-ppo-lock" / folders.LOCK).symlink_to(precious / folders.LOCK)
+    assert sweep() == [] and (precious / folders.LOCK).is_file() and (tmp_path / "shm" / "medusa-ppo-lock").is_dir()
+    (tmp_path / "shm" / "medusa-ppo-other").mkdir()
+    (tmp_path / "shm" / "medusa-ppo-other" / folders.LOCK).touch()
+    monkeypatch.setattr(folders.os, "geteuid", lambda: 12345)
+    assert sweep() == []

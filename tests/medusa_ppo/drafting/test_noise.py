@@ -6,12 +6,12 @@ import pytest
 import torch
 from scipy import stats
 
+from heads import MOST_HEADS
 from medusa_ppo.drafting import (
     ACCEPT_LANE,
     DRAFT_LANE,
     LANES,
     LAST_LANE,
-    MOST_DRAFTS,
     counted,
     cumulate,
     draw,
@@ -65,7 +65,7 @@ def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
 
 
 def test_purposes_never_share_a_number() -> None:
-    used = [*range(DRAFT_LANE, DRAFT_LANE + MOST_DRAFTS), *range(ACCEPT_LANE, ACCEPT_LANE + MOST_DRAFTS), LAST_LANE]
+    used = [*range(DRAFT_LANE, DRAFT_LANE + MOST_HEADS), *range(ACCEPT_LANE, ACCEPT_LANE + MOST_HEADS), LAST_LANE]
     assert len(set(used)) == len(used) and max(used) < LANES
 
 

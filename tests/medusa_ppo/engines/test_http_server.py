@@ -265,6 +265,30 @@ def test_a_refusal_says_what_to_do(ask, status: str, says: str) -> None:
     engine.close()
 
 
+def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Strange(lambda connection, request: connection.sendall(answer({"data": [{"id": "model"}]})))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{http_server.free_port()}")
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: SimpleNamespace(drafting={}))
+    monkeypatch.setattr(ServerEngine, "_start", lambda engine, config, token: server.address)
+    monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
+    monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(http_server, "START_TIMEOUT_S", 1.0)
+    engine = ServerEngine("model", None, EngineConfig(backend="server", max_num_seqs=1))
+    assert engine._model_name == "model" and b"Bearer" in server.requests[0]
+    engine.close()
+    server.close()
+
+
+def test_an_error_tells_the_address_without_its_password(ask) -> None:
+    engine, server = ask(lambda c, r: c.close())
+    engine._client = httpx.Client(base_url=server.address.replace("//", "//me:pw@"), limits=http_server.LIMITS)
+    with pytest.raises(EngineError, match=server.address.partition("//")[2]) as caught:
+        engine.plugin_report()
+    assert "pw" not in str(caught.value)
+    engine.close()
+
+
 def test_a_closed_engine_removes_its_log_and_no_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "device")  # As a device is, no regular file.
     (tmp_path / "log").touch()

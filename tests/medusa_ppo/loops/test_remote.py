@@ -146,3 +146,7 @@ def test_a_server_is_started_with_heads_that_are_made_once(chain_actor: Path, tm
     monkeypatch.setenv(TOKEN, "secret")
     serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "0.0.0.0", [])
     assert started[-1][-2:] == ["--host", "0.0.0.0"] and len(started) == 3
+    monkeypatch.delenv(TOKEN)
+    more = ["--", "--host", "0.0.0.0", "--hos=0.0.0.0"]
+    serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "127.0.0.1", more)
+    assert started[-1][-2:] == ["--host", "127.0.0.1"] and "--" not in started[-1], "of several vLLM takes the last"

@@ -66,6 +66,22 @@ def test_saving_again_replaces_and_leaves_nothing_else(tiny_actor, config: RunCo
     assert [p.name for p in config.run_dir.iterdir()] == ["checkpoint"]
 
 
+def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_not_followed(tiny_actor, config: RunConfig, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    kept = config.run_dir / "checkpoints" / "step-000000"
+    kept.parent.mkdir(parents=True)
+    for link in (config.run_dir / "checkpoint", config.run_dir / ".checkpoint.old", kept):
+        link.symlink_to(outside)
+    config = build_config({"name": "run", "out": str(tmp_path), "ppo": {"keep_checkpoints": 1}})
+    for step in (1, 2, 3):
+        save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(step, step, 0.0), config)
+    assert read_position(config.run_dir, config).next_step == 3 and [p.name for p in outside.iterdir()] == ["precious"]
+    assert sorted(p.name for p in config.run_dir.iterdir()) == ["checkpoint", "checkpoints"]
+    assert [p.name for p in kept.parent.iterdir()] == ["step-000003"]
+
+
 def test_a_crash_between_the_renames_loses_nothing(tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     one = learner(tiny_actor())
     save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)

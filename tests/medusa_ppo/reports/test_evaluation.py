@@ -72,7 +72,7 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
         page = render_eval_page(result(compare))
         tags = Tags()
         tags.feed(page)
-        assert not tags.open and tags.places == ["data:,"] and "<b>&|" not in page
+        assert not tags.open and tags.places == ["data:,"] and "<b>&|" not in page and "default-src 'none'" in page
         assert "1.850" in page and page.count("<table") == 5 and ("paired" in page) is compare
 
 

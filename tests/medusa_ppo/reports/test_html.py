@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import platform
@@ -70,6 +72,10 @@ def test_the_page_is_whole_and_loads_nothing(runs: Path, name: str) -> None:
     loading = [item for item in page.attributes if item[1] in ("src", "href", "srcset", "data", "action")]
     assert loading == [("link", "href", "data:,")]
     assert "default-src 'none'" in text
+    script = re.search(r"<script>(.*?)</script>", text, re.S)
+    assert script is not None
+    only = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{only}';" in text, "a script that came in with the data does not run"
     ids = [value for _, attribute, value in page.attributes if attribute == "id"]
     assert len(ids) == len(set(ids))
 

@@ -14,7 +14,7 @@ import pytest
 
 from heads.errors import RunError, UsageError
 from medusa_ppo import __version__
-from medusa_ppo.reports.store import RunWriter, commit, cpu_model, hardware, package_versions, read_run
+from medusa_ppo.reports.store import RunWriter, commit, cpu_model, hardware, package_versions, read_run, without_secrets
 
 
 def write_steps(writer: RunWriter, *steps: int) -> None:
@@ -269,3 +269,52 @@ def test_who_set_up_no_logging_still_sees_warnings() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("seen") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (
+            "data.path=https://bucket/rows.jsonl?X-Amz-Signature=abc&X-Amz-Date=2026",
+            "data.path=https://bucket/rows.jsonl?X-Amz-Signature=***&X-Amz-Date=2026",
+        ),
+        ("can't reach http://me:pw@host/v1: refused", "can't reach http://***@host/v1: refused"),
+        ("header Authorization: Bearer abc.def", "header Authorization: Bearer ***"),
+        ("ghp_0123456789abcdefghij and sk-0123456789abcdefghij", "*** and ***"),
+        ("a basic task-list of disk-0123456789abcdefghij?token", "a basic task-list of disk-0123456789abcdefghij?token"),
+    ],
+)
+def test_what_is_secret_is_known_wherever_it_stands(text: str, left: str) -> None:
+    assert without_secrets(text) == left
+
+
+def test_the_error_that_ended_a_run_tells_no_secret(tmp_path: Path) -> None:
+    RunWriter(tmp_path, {}).finish("failed", {"error": "http://me:pw@host: no answer, hf_abcdef123456"})
+    for path in tmp_path.iterdir():
+        assert "pw@" not in path.read_text() and "hf_abcdef" not in path.read_text(), path.name
+
+
+@pytest.mark.parametrize("started", ["../../outside", "/outside", "..", "x" * 5000, 7, "2026-11-22T10:00:00Z"])
+def test_an_earlier_run_stays_in_the_folder_whatever_it_says_of_itself(tmp_path: Path, started: object) -> None:
+    folder = tmp_path / "a" / "b" / "run"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"started_at": str(tmp_path / "outside") if started == "/outside" else started}))
+    RunWriter(folder, {}).close()
+    assert [path.relative_to(folder).parts[0] for path in tmp_path.rglob("run.json")].count("earlier") == 1
+    assert len(list(folder.glob("earlier/*/run.json"))) == 1
+
+
+@pytest.mark.parametrize("resume_step", [None, 1])
+def test_links_in_a_run_folder_lead_nothing_out_of_it(tmp_path: Path, resume_step: int | None) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "metrics.jsonl").write_text('{"step": 0}\n')
+    for name in ("metrics.jsonl", "run.json", "summary.json", "report.md", "report.html"):
+        (folder / name).symlink_to(outside / name)  # All but the first lead nowhere yet.
+    writer = RunWriter(folder, {}, resume_step=resume_step)
+    write_steps(writer, 1)
+    writer.finish()
+    assert [path.name for path in outside.iterdir()] == ["metrics.jsonl"]
+    assert (outside / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert read_run(folder).step_numbers() == ([1] if resume_step is None else [0, 1])

@@ -60,3 +60,15 @@ def test_a_tracker_that_does_not_start_closes_the_others(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="not logged in"):
         make.start_trackers(config_of(tmp_path, "ray", "wandb"), 4)
     assert closed == ["run"]
+
+
+def test_a_service_gets_the_configuration_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another's machine, where the run's files are not."""
+    given: list[object] = []
+    monkeypatch.setattr(make, "WandbTracker", lambda *values: given.extend(values))
+    monkeypatch.setattr(make, "TrackioTracker", lambda *values, resumed: given.extend(values))
+    engine = {"backend": "http://me:pw@host", "extra": {"api_key": "pw2"}}
+    config = build_config({"out": str(tmp_path), "engine": engine, "report": {"compare_pairs": None}})
+    for name in ("wandb", "trackio"):
+        make.STARTS[name](config, 0)
+    assert len(given) == 7 and "***" in repr(given) and "pw" not in repr(given).replace(str(tmp_path), "")

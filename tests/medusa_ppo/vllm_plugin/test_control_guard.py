@@ -25,7 +25,8 @@ def ask(path: str, headers: dict[str, str] | None = None) -> int:
 
 def test_control_routes_need_the_token_and_others_do_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(TOKEN, "secret")
-    for path in ("/collective_rpc", "/pause", "/v1x", "//v1/", "/healthy", "/metricsx", "/"):
+    lora = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter/")
+    for path in ("/collective_rpc", "/pause", "/v1x", "//v1/", "/healthy", "/metricsx", "/", *lora):
         assert ask(path) == 401, path
         assert ask(path, {"Authorization": "Bearer wrong"}) == 401, path
         assert ask(path, token_header()) == 200
