@@ -48,7 +48,7 @@ def test_engine_and_trainer_see_the_same_images(vision_actor, picture, tmp_path:
         assert gap(first) < 1e-4 and first.counters.drafts > 0
         with torch.no_grad():
             actor.lm_head.weight.mul_(1.5)
-        assert gap(first) > 1e-2
+        assert gap(first) > 1e-3
         sync(actor, 1)
         assert gap(engine.generate(prompts, SAMPLING)) < 1e-4, "the new actor came, and its tower is where it was"
         assert isinstance(prompts[0], ImagePrompt)
