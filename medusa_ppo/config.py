@@ -32,6 +32,8 @@ from medusa_ppo.ppo_config import ATTENTION, PPOConfig
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 EMBEDDED_ACTORS = ("demo", "demo-grown")
 """Names of actors that are trained on first use."""
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Vision-language models (`model_type` in config.json) that can be an actor and see images."""
 COLOCATED, SERVER = "colocated", "server"
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses kept out of training, to judge candidates on."""
@@ -87,8 +89,11 @@ class DataConfig(Section):
     """The prompt, with the row's fields in braces, e.g. 'Question: {question}\\nAnswer:'."""
     answer_column: Text | None = "answer"
     """Column with the reference answer that the reward reads; null: none. A reward model reads none, so a missing column is none then."""
+    images: Text | None = None
+    """Column with each row's image, or a list of them: paths (from the data file's folder), or files' bytes as `datasets` has them. For a
+    vision-language actor; the template's text is then a user's message in the model's chat template. null: none."""
     max_prompt_tokens: Count = 256
-    """Longer prompts are left out and counted."""
+    """Longer prompts are left out and counted; an image's tokens count too."""
     eval_path: Text | None = None
     """Where the prompts of the evaluation come from, as `path`; null: the same."""
     eval_split: Text = "test"
@@ -306,7 +311,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunConfig:
-        for problem, keys, expected, do in (*_contradictions(self), *_ppo_contradictions(self)):
+        for problem, keys, expected, do in (*_contradictions(self), *_ppo_contradictions(self), *_image_contradictions(self)):
             values = [f"{key}={getattr(getattr(self, section), name)}" for key in keys for section, name in [key.split(".")]]
             raise ConfigError(problem, given=", ".join(values), expected=expected, do=do)
         return self
@@ -450,6 +455,26 @@ def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
     if config.report.compare_pairs:
         keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
         yield "The engine of a comparison would stand beside the run's own.", keys, "one of the two", do
+
+
+def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for prompts with images."""
+    if config.data.images is None:
+        return
+    beside = (
+        ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
+        ("engine.backend", COLOCATED, "Images travel to colocated engines only."),
+        ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
+        ("model.critic_path", None, "Another critic would have a tower of its own, and the features are the actor's."),
+        ("ppo.placement", "separate", "The vision tower takes no turns."),
+        ("ppo.piece_prompts", None, "Prompts with images are asked for as a whole batch."),
+        ("report.keep_rollouts", None, "Files of rollouts hold no images."),
+    )
+    for key, possible, problem in beside:
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != possible:
+            said = "null" if possible is None else possible
+            yield problem, ("data.images", key), f"{key}={said}", f"Set {key}={said}, or data.images=null."
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -65,11 +65,15 @@ PTX_LOSS = "ptx_loss"  # Mean loss on the texts of data.ptx_path, nats a token.
 EVAL_REWARD = "eval_reward_mean"  # Mean reward on the prompts of the evaluation, with the updated actor (some steps only).
 EVAL_CORRECT = "eval_correct_frac"  # Share of the evaluation's responses with the right answer (some steps only).
 
+IMAGES = "images"  # Different images that actor, critic and reference looked at in this step.
+TOWER_RUNS = "vision_tower_runs"  # Images that the vision tower computed since the last step; once each while its features are kept.
+
 GENERATE_S = "generate_s"  # Seconds of the rollout generation.
 SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes; with ppo.piece_prompts of those after the generation.
 GENERATE_SCORE_S = "generate_score_s"  # Seconds from the generation's first to the scoring's last.
 GENERATE_SCORE_IDLE = "generate_score_idle_frac"  # Share of these in which the engine, or what scores, stood idle: mean of the two.
 SPANS = "role_spans_s"  # When each role worked: [from, to] in seconds of the step.
+TOWER_S = "vision_tower_s"  # Seconds of the vision tower, mostly beside the generation.
 UPDATE_S = "update_s"  # Seconds of the PPO update.
 SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.
 GENERATE_PEAK = "generate_peak_gib"  # Most memory of the loop's process in the generation: torch's on its GPU, or resident on a CPU.

@@ -20,6 +20,7 @@ from heads.errors import DataError
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 if TYPE_CHECKING:
+    from medusa_ppo.actors.vision import Seen
     from medusa_ppo.ppo.models import TokenStats
 
 
@@ -32,12 +33,14 @@ class MicroBatch:
         input_ids_BT: int64, prompt + response + padding.
         response_mask_BT: bool, token t belongs to the response.
         first: place of the batch's first sequence in the rollout batch; above 0 where the batch is a piece of it.
+        seen: the images of its prompts; None without.
     """
 
     sequences: tuple[int, ...]
     input_ids_BT: Tensor
     response_mask_BT: Tensor
     first: int = 0
+    seen: Seen | None = None
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -124,6 +127,10 @@ class PPOBatch:
             input_ids_BT[row, :total] = torch.tensor([*prompt, *response])
             response_mask_BT[row, len(prompt) : total] = True
         return MicroBatch(sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device), self.first)
+
+    def prompts_of(self, micro: MicroBatch) -> list[tuple[int, ...]]:
+        """The prompts of its rows."""
+        return [self._prompts[s] for s in micro.sequences]
 
     def pack(self, values_SR: Tensor, micro: MicroBatch) -> Tensor:
         """values_SR in the packed order of a micro batch: values_M, on the batch's device."""

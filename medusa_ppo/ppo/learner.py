@@ -12,10 +12,10 @@ How far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a bro
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
+from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores
@@ -48,10 +49,12 @@ class PPOLearner(ABC):
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
         device: where batches are prepared.
+        features: of the images of prompts; None: there are none.
     """
 
     actor: Actor
     device: torch.device
+    features: FeatureStore | None = None
 
     def __init__(self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
         """
@@ -82,7 +85,10 @@ class PPOLearner(ABC):
 
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
         config = self.config
-        return list(batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens))
+        micros = batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens)
+        if (store := self.features) is None:
+            return list(micros)
+        return [replace(micro, seen=store.look(batch.prompts_of(micro), micro.input_ids_BT)) for micro in micros]
 
     @torch.no_grad()
     def score(self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
@@ -156,7 +162,7 @@ class PPOLearner(ABC):
         value, skipped = ({}, 0) if self.critic is None else self._update_critic(batch, scores, step, share)
         report = {**policy().report(), **value, names.LEARNING_RATE: share * self.config.actor_learning_rate}
         report[names.STEPS_SKIPPED] += skipped
-        return report
+        return report | (self.features.figures() if self.features is not None else {})
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, "only asked for where there is one"
@@ -237,16 +243,29 @@ class Learner(PPOLearner):
 
     actor: PreTrainedModel
 
-    def __init__(self, actor: PreTrainedModel, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        critic: Critic | None,
+        config: PPOConfig,
+        *,
+        seed: int = 0,
+        autocast: bool = False,
+        features: FeatureStore | None = None,
+    ) -> None:
         """
         Args:
-            actor: transformers causal LM, float32; the reference is copied from it now.
+            actor: transformers causal LM, float32; the reference is copied from it now. Its vision tower, if it has one, is frozen.
             critic, config, seed, autocast: as `PPOLearner`.
+            features: where prompts have images: what the actor's tower makes of them.
         """
         super().__init__(critic, config, seed=seed, autocast=autocast)
         self.actor = actor.eval()
         self.actor.requires_grad_(True)
-        self.reference = copy.deepcopy(actor).eval().requires_grad_(False)
+        if (tower := tower_of(actor)) is not None:
+            tower.requires_grad_(False)
+        self.features = features
+        self.reference = copy_without_tower(actor, actor).eval().requires_grad_(False)
         if config.reference_dtype == "bfloat16":
             nn.Module.to(self.reference, torch.bfloat16)
         if config.recompute:
@@ -325,6 +344,8 @@ class Learner(PPOLearner):
     def save_actor(self, folder: Path) -> None:
         with self.turns.aside(ACTOR):
             self.actor.save_pretrained(folder)
+        if self.features is not None:
+            self.features.reader.save(folder)
 
     def _save_policy(self, folder: Path) -> None:
         save_trained(folder, "actor", self.actor, self.actor_optimizer)

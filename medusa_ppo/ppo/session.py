@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.errors import MedusaError
 from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
+from medusa_ppo.actors.vision import FeatureStore, ImageReader
 from medusa_ppo.config import RunConfig
 from medusa_ppo.demo import RECIPES, actor_note, ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync, actor_stream
@@ -90,8 +91,9 @@ class RunSession:
         self._stack.callback(reward.close)
         actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
-        streams = self._streams(tokenizer)
-        learner = self._learner(actor_path)
+        reader = ImageReader.load(actor_path, tokenizer) if config.data.images else None
+        streams = self._streams(tokenizer, reader)
+        learner = self._learner(actor_path, reader)
         lines = None
         if resume:
             saved = run_state.saved_folder(config.run_dir)
@@ -141,19 +143,21 @@ class RunSession:
         text = read_model_config(actor_path)
         return config.replicas * (weights + cache_bytes({**text, **(text.get("text_config") or {})}, config))
 
-    def _streams(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
+    def _streams(
+        self, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
+    ) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
         """The prompts; where they are asked for those of the evaluation, and texts to learn by heart."""
         config, data = self._config, self._config.data
         needs_answer, evaluation, texts = not is_model(config.ppo.reward), None, None
-        prompts = PromptStream.load(data, tokenizer, seed=config.seed, needs_answer=needs_answer)
+        prompts = PromptStream.load(data, tokenizer, seed=config.seed, needs_answer=needs_answer, reader=reader)
         if config.ppo.eval_every:
-            evaluation = PromptStream.load_evaluation(data, tokenizer, needs_answer=needs_answer)
+            evaluation = PromptStream.load_evaluation(data, tokenizer, needs_answer=needs_answer, reader=reader)
         if data.ptx_path:
             longest = data.max_prompt_tokens + config.sampling.max_new_tokens
             texts = PromptStream.load_texts(data.ptx_path, tokenizer, seed=config.seed, longest=longest)
         return prompts, evaluation, texts
 
-    def _learner(self, actor_path: str) -> PPOLearner:
+    def _learner(self, actor_path: str, reader: ImageReader | None = None) -> PPOLearner:
         """Actor, critic and reference, wherever they are trained."""
         config = self._config
         if config.actor.backend == "transformers":
@@ -161,7 +165,8 @@ class RunSession:
             critic = None
             if config.ppo.advantages == "gae":
                 critic = Critic(_load(self._folder_of(config.model.critic_path)) if config.model.critic_path else actor)
-            return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
+            features = FeatureStore(actor, reader) if reader is not None else None
+            return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16", features=features)
         # An optional dependency.
         from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
 

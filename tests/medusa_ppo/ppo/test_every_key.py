@@ -76,6 +76,7 @@ ROWS: dict[str, Row] = {
     "data.split": ("train[:2]", "prompts", {}),
     "data.template": ("Q: {prompt}", "prompts", {}),
     "data.answer_column": ("solution", "prompts", {}),
+    "data.images": ("files", "prompts", {}),
     "data.max_prompt_tokens": (5, "prompts", {}),
     "data.eval_path": ("third.jsonl", "streams", EVALUATED),
     "data.eval_split": ("train[:2]", "streams", EVALUATED),
@@ -258,8 +259,9 @@ class Places:
         return settings.sequence_parallel
 
     def prompts(self, config: RunConfig) -> Any:
-        found = PromptStream.load(config.data, letters, seed=0)  # type: ignore[arg-type]
-        return [(prompt.text, prompt.row["answer"]) for prompt in found.prompts]
+        reader: Any = SimpleNamespace(prompts=lambda texts, images: [(len(files[0]),) for files in images])
+        found = PromptStream.load(config.data, letters, seed=0, reader=reader)  # type: ignore[arg-type]
+        return [(prompt.text, prompt.row["answer"], prompt.token_ids) for prompt in found.prompts]
 
     def sampling(self, config: RunConfig) -> Any:
         return sampling_of(config, 3)
@@ -498,7 +500,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> 
     torch.manual_seed(1)
     save_heads(folder / "heads", MedusaHeads(HeadsConfig(32, 16, 4, "hydra")), lm_head_VD=tiny_actor().lm_head.weight.detach())
     for name, mark in (("rows", "a"), ("other", "b"), ("third", "c")):
-        rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1)} for n in (3, 5, 8)]
+        rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1), "files": "long_responses.py"} for n in (3, 5, 8)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.txt").write_text(f"one {mark}\ntwo {mark}\n")
     save_judge(folder / "judge")

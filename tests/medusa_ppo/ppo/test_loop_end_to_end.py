@@ -167,6 +167,30 @@ def check_nothing_left(before: set[str], children: set[psutil.Process]) -> None:
     assert not alive, [p.cmdline()[:3] for p in alive]
 
 
+def test_a_vision_language_actor_runs_the_whole_loop_with_heads(vision_actor, picture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM computes its own features, the trainer those of each image once; their log-probs agree, and heads learn and are swapped."""
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture(number, 60, 60 + 30 * number))
+    rows = [{"prompt": f"{n}?", "answer": "", "image": [f"{n % 4}.png", "0.png"][: 1 + n % 2]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = vision_actor()
+    config = settings(folder, tmp_path, steps=4)
+    data = config.data.model_copy(update={"path": "rows.jsonl", "split": "train", "images": "image"})
+    ppo = config.ppo.model_copy(update={"checkpoint_every": None})
+    config = config.model_copy(update={"data": data, "ppo": ppo, "report": config.report.model_copy(update={"speed_every": None})})
+
+    summary = run_ppo(config)
+
+    steps = read_run(config.run_dir).steps
+    assert summary["status"] == "finished" and len(steps) == 4
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "engine and trainer see the same images, after each sync"
+    assert sum(s[names.TOWER_RUNS] for s in steps) == 4 and min(s[names.IMAGES] for s in steps) >= 1, "each image once in the whole run"
+    assert steps[-1][names.HEADS_VERSION] >= 1 and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    assert (config.run_dir / "actor" / "preprocessor_config.json").is_file()
+
+
 RUN = """
 import sys
 from medusa_ppo.ppo.loop import run_ppo
