@@ -21,6 +21,7 @@ from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 if TYPE_CHECKING:
     from medusa_ppo.actors.vision import Seen
+    from medusa_ppo.config import PPOConfig
     from medusa_ppo.ppo.models import TokenStats
 
 
@@ -233,3 +234,15 @@ def _check(rollouts: Rollouts) -> None:
             raise DataError(
                 "A prompt is empty.", given=f"prompt {response.prompt_index}", expected="at least one token", do="Correct the template."
             )
+
+
+def minibatches(trained: Sequence[int], config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
+    """Of the sequences that are learned from, those of each optimizer step of an update.
+
+    Seeded by the step and by nothing else, so that a resumed run draws the same.
+    """
+    order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    for _ in range(config.epochs):
+        for places in torch.randperm(len(trained), generator=order).split(config.minibatch_size):
+            if len(places):
+                yield [trained[place] for place in places.tolist()]

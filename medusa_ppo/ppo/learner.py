@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,19 +28,17 @@ from medusa_ppo.actors.hf import Actor
 from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models
-from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores
+from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
 from medusa_ppo.ppo.models import Critic, Support, TokenStats, load_trained, save_trained, token_stats
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, Turns
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.ppo.shaping import GradientNorms, Shaping, engine_gap, learning_rate_share, set_learning_rate
+from medusa_ppo.ppo.shaping import GradientNorms, Shaping, adamw, engine_gap, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
 Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
 
 Done = TypeVar("Done")
-ADAM_BETAS = (0.9, 0.95)
-ADAM_EPSILON = 1e-8
 
 
 class PPOLearner(ABC):
@@ -354,18 +352,6 @@ class Learner(PPOLearner):
         load_trained(folder, "actor", self.actor, self.actor_optimizer)
 
 
-def minibatches(trained: Sequence[int], config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
-    """Of the sequences that are learned from, those of each optimizer step of an update.
-
-    Seeded by the step and by nothing else, so that a resumed run draws the same.
-    """
-    order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    for _ in range(config.epochs):
-        for places in torch.randperm(len(trained), generator=order).split(config.minibatch_size):
-            if len(places):
-                yield [trained[place] for place in places.tolist()]
-
-
 class UpdateTotals:
     """Sums over all tokens of all passes of the actor's update."""
 
@@ -412,8 +398,3 @@ class UpdateTotals:
             names.STEPS_SKIPPED: float(self.norms.skipped),
             **({names.PTX_LOSS: sum(texts) / len(texts)} if texts else {}),
         }
-
-
-def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
-    # No weight decay: it would pull the policy towards zero and away from the reference.
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.errors import CheckpointError, RunError
 from medusa_ppo import metrics as names
@@ -24,6 +24,7 @@ from medusa_ppo.ppo_config import MASK
 STATE_FILE = "shaping.json"
 IMPORTANCE_BOUND = 2.0
 """Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.95), 1e-8
 KL_CHANGE = 0.1
 """Most that the coefficient changes in a step, as a share of it."""
 
@@ -146,3 +147,8 @@ def engine_gap(batch: PPOBatch, found: PolicyScores, bound: float | None) -> tup
         names.ENGINE_KL: models.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
         names.IMPORTANCE_CUT: models.masked_mean((ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR).item(),
     }
+
+
+def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    # No weight decay: it would pull the policy towards zero and away from the reference.
+    return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)
