@@ -32,6 +32,8 @@ from medusa_ppo.ppo_config import ATTENTION, PPOConfig
 TRACKERS = ("tensorboard", "wandb", "trackio", "ray")
 EMBEDDED_ACTORS = ("demo", "demo-grown")
 """Names of actors that are trained on first use."""
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Vision-language models (`model_type` in config.json) that can be an actor and see images."""
 COLOCATED, SERVER = "colocated", "server"
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses kept out of training, to judge candidates on."""
@@ -87,8 +89,11 @@ class DataConfig(Section):
     """The prompt, with the row's fields in braces, e.g. 'Question: {question}\\nAnswer:'."""
     answer_column: Text | None = "answer"
     """Column with the reference answer that the reward reads; null: none. A reward model reads none, so a missing column is none then."""
+    images: Text | None = None
+    """Column with each row's image, or a list of them: paths (from the data file's folder), or files' bytes as `datasets` has them. For a
+    vision-language actor; the template's text is then a user's message in the model's chat template. null: none."""
     max_prompt_tokens: Count = 256
-    """Longer prompts are left out and counted."""
+    """Longer prompts are left out and counted; an image's tokens count too."""
     eval_path: Text | None = None
     """Where the prompts of the evaluation come from, as `path`; null: the same."""
     eval_split: Text = "test"
@@ -306,7 +311,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RunConfig:
-        for problem, keys, expected, do in (*_contradictions(self), *_ppo_contradictions(self)):
+        for problem, keys, expected, do in (*_contradictions(self), *_ppo_contradictions(self), *_image_contradictions(self)):
             values = [f"{key}={getattr(getattr(self, section), name)}" for key in keys for section, name in [key.split(".")]]
             raise ConfigError(problem, given=", ".join(values), expected=expected, do=do)
         return self
@@ -391,6 +396,7 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         if ppo.staleness > 1 and config.engine.choose_drafts:
             keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
             yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    yield from _place_contradictions(config)
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
         if ppo.piece_prompts > ppo.prompts_per_step:
@@ -417,6 +423,58 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
     if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
         keys, do = ("actor.backend", "ppo.recompute"), "Set ppo.recompute=true, or actor.backend=megatron."
         yield "transformers' attention keeps nothing that could be made again.", keys, "ppo.recompute=true or false", do
+
+
+def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for where it all happens: processes for rewards, roles that take turns on one device."""
+    engine, ppo, ranks = config.engine, config.ppo, int(config.engine.extra.get("tensor_parallel_size", 1))
+    keys: tuple[str, ...]
+    if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
+        keys, do = ("ppo.reward_timeout_s", "ppo.reward_processes"), "Set ppo.reward_processes=1 or more."
+        yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
+    if ppo.reward_processes is not None and ":" not in ppo.reward:
+        keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
+        yield "A reward model is computed by the loop, not in processes.", keys, "a reward module:function", do
+    if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
+        keys, do = ("ppo.side_by_side", "ppo.placement", "actor.backend"), "Set ppo.side_by_side=false."
+        yield "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.", keys, "two of them at their defaults", do
+    if ppo.placement == "separate":
+        return
+    if engine.sleep_level is None:
+        keys, do = ("ppo.placement", "engine.sleep_level"), "Set engine.sleep_level=1, or ppo.placement=separate."
+        yield "An engine that stays awake leaves no memory to the others.", keys, "engine.sleep_level=1 or 2", do
+    if config.actor.backend == "megatron":
+        keys, do = ("ppo.placement", "actor.backend"), "Set ppo.placement=separate, or actor.backend=transformers."
+        yield "The ranks of a Megatron actor keep their places.", keys, "actor.backend=transformers", do
+    if engine.replicas > 1 or ranks > 1:
+        keys, do = ("ppo.placement", "engine.replicas", "engine.extra"), "Set ppo.placement=separate, or one engine of one rank."
+        yield "The loop's process has one device, and engines have more.", keys, "one engine of one rank", do
+    if engine.transfer == "broadcast":
+        keys, do = ("ppo.placement", "engine.transfer"), "Set engine.transfer=file."
+        yield "Two processes on one device can't broadcast to each other.", keys, "engine.transfer=file", do
+    if config.report.compare_pairs:
+        keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
+        yield "The engine of a comparison would stand beside the run's own.", keys, "one of the two", do
+
+
+def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for prompts with images."""
+    if config.data.images is None:
+        return
+    beside = (
+        ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
+        ("engine.backend", COLOCATED, "Images travel to colocated engines only."),
+        ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
+        ("model.critic_path", None, "Another critic would have a tower of its own, and the features are the actor's."),
+        ("ppo.placement", "separate", "The vision tower takes no turns."),
+        ("ppo.piece_prompts", None, "Prompts with images are asked for as a whole batch."),
+        ("report.keep_rollouts", None, "Files of rollouts hold no images."),
+    )
+    for key, possible, problem in beside:
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != possible:
+            said = "null" if possible is None else possible
+            yield problem, ("data.images", key), f"{key}={said}", f"Set {key}={said}, or data.images=null."
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:

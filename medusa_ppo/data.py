@@ -77,6 +77,42 @@ def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "pr
     return prompts
 
 
+def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes, ...]]:
+    """Each row's images as files hold them; none where the column is empty.
+
+    Args:
+        column: a path or a file's bytes, what `datasets` has of its own images (both in a mapping), or a list of these.
+        path: the data's own: paths that are not absolute begin at its folder.
+
+    Raises:
+        DataError: no such column, or a file that can't be read.
+    """
+    require_column(rows, column)
+    place = Path(path).expanduser()
+    folder = place if place.is_dir() else place.parent if place.is_file() else Path()
+    found = []
+    for index, row in enumerate(rows):
+        value = row[column]
+        items = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        found.append(tuple(_image_file(item, folder, f"row {index}, column {column}") for item in items))
+    return found
+
+
+def _image_file(item: Any, folder: Path, where: str) -> bytes:
+    if isinstance(item, dict):
+        item = item.get("bytes") or item.get("path")
+    if isinstance(item, bytes):
+        return item
+    if not isinstance(item, str):
+        expected, do = "a path, a file's bytes, or a list of them", "Name the column of the images in data.images."
+        raise DataError("This is no image.", given=f"{where}: {type(item).__name__} {item!r:.80}", expected=expected, do=do)
+    try:
+        return (folder / item).read_bytes()
+    except (OSError, ValueError) as error:
+        do = "Correct the path, or remove the row; paths begin at the data file's folder."
+        raise DataError("An image can't be read.", given=f"{where}: {error}", expected="an image file", do=do) from None
+
+
 def template_fields(template: str) -> list[str]:
     """Names in braces, in order. Raises DataError for anything but plain names."""
     try:

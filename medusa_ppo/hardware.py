@@ -21,6 +21,8 @@ QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader,nounits
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
 """Shares of a GPU for an engine: beside PPO's update, which needs more than half, and on a GPU where nobody else computes."""
+TURNS_MEMORY = 0.8
+"""The same where PPO leaves the GPU while the engine writes: what its context and torch keep stays."""
 CPU_MEMORY = 0.1
 MODEL_LEN = 512
 """Longest prompt plus response of an engine whose loop does not say how long they are."""
@@ -118,6 +120,8 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
     if engine.max_model_len is None:
         length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
         found.append(Choice("engine.max_model_len", length, "data.max_prompt_tokens + sampling.max_new_tokens"))
+    if engine.memory_fraction is None and ppo.placement == "shared" and hardware.gpus:
+        found.append(Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns"))
     known = {choice.key for choice in found}
     found += [choice for choice in _of_engine(engine, hardware) if choice.key not in known]
     if config.companion.enabled and config.companion.num_gpus is None:

@@ -43,6 +43,7 @@ PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
 
 REWARD_MEAN = "reward_mean"  # Mean reward of the rollouts, KL penalty not included.
 CORRECT_FRAC = "correct_frac"  # Share of responses with the right answer.
+REWARDS_LATE = "rewards_late"  # Rewards so far that took longer than ppo.reward_timeout_s, and are 0.
 KL_REFERENCE = "kl_reference"  # Mean over tokens of log pi - log pi_ref on the rollouts, nats.
 KL_COEFFICIENT = "kl_coefficient"  # Weight of the KL penalty in this step, reward units per nat.
 KL_UPDATE = "kl_update"  # Mean of (ratio - 1) - log ratio over the update, nats.
@@ -64,17 +65,26 @@ PTX_LOSS = "ptx_loss"  # Mean loss on the texts of data.ptx_path, nats a token.
 EVAL_REWARD = "eval_reward_mean"  # Mean reward on the prompts of the evaluation, with the updated actor (some steps only).
 EVAL_CORRECT = "eval_correct_frac"  # Share of the evaluation's responses with the right answer (some steps only).
 
+IMAGES = "images"  # Different images that actor, critic and reference looked at in this step.
+TOWER_RUNS = "vision_tower_runs"  # Images that the vision tower computed since the last step; once each while its features are kept.
+
 GENERATE_S = "generate_s"  # Seconds of the rollout generation.
 SCORE_S = "score_s"  # Seconds of the log-prob, value and reward passes; with ppo.piece_prompts of those after the generation.
 GENERATE_SCORE_S = "generate_score_s"  # Seconds from the generation's first to the scoring's last.
 GENERATE_SCORE_IDLE = "generate_score_idle_frac"  # Share of these in which the engine, or what scores, stood idle: mean of the two.
 SPANS = "role_spans_s"  # When each role worked: [from, to] in seconds of the step.
+TOWER_S = "vision_tower_s"  # Seconds of the vision tower, mostly beside the generation.
 UPDATE_S = "update_s"  # Seconds of the PPO update.
 SYNC_S = "sync_s"  # Seconds of carrying the actor into the engine.
 GENERATE_PEAK = "generate_peak_gib"  # Most memory of the loop's process in the generation: torch's on its GPU, or resident on a CPU.
 SCORE_PEAK = "score_peak_gib"  # The same while it scores.
 UPDATE_PEAK = "update_peak_gib"  # The same in the update.
 SYNC_PEAK = "sync_peak_gib"  # The same in the sync.
+LEDGER_PEAK = "ledger_peak_gib"  # Most bytes that all roles had on devices at once: weights, gradients, moments, keys and values.
+LEDGER_ROLES = "ledger_roles_gib"  # The most of each role.
+OFFLOAD_S = "offload_s"  # Seconds of carrying roles to host memory and back (ppo.placement=shared).
+OFFLOAD_BYTES = "offload_bytes"  # Bytes that were copied for it.
+ENGINE_WAKE_S = "engine_wake_s"  # Seconds that the engine took to fall asleep and to wake up.
 EVALUATE_S = "evaluate_s"  # Seconds of the evaluation (some steps only).
 SYNC_COLLECT_S = "sync_collect_s"  # Of these, seconds until its weights were collected and written; in a broadcast, of waiting for them.
 SYNC_BYTES = "sync_bytes"  # Bytes of the actor's weights that each engine read.

@@ -26,6 +26,11 @@ class PPOConfig(Section):
     piece_prompts: Count | None = None
     """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
     batch is scored when all have ended."""
+    placement: Literal["separate", "shared"] = "separate"
+    """`separate`: every role keeps its memory; `shared`: actor, critic, reference and reward take turns on the engine's device while it
+    sleeps (`engine.sleep_level`), and wait in host memory while it writes."""
+    side_by_side: bool = False
+    """The reference scores beside actor and critic, and the critic learns beside the actor, in a thread with `threads` of its own."""
     epochs: Count = 2
     """Passes over each rollout batch."""
     minibatch_size: Count = 32
@@ -87,6 +92,10 @@ class PPOConfig(Section):
     reward: Text = "medusa_ppo.ppo.rewards:exact_answer"
     """Python callable `module:function`, or the folder or hub name of a reward model. A callable's answers are right from a reward of 1 on,
     or of its attribute `correct_from`."""
+    reward_processes: Count | None = None
+    """Processes beside the loop that call a reward function, one response each at a time; null: it is called in the loop's own thread."""
+    reward_timeout_s: Positive | None = None
+    """Seconds for the reward of one response (with `reward_processes`): then its process is ended, and the reward is 0; null: any."""
     reward_template: Text = "{prompt}{response}"
     """What a reward model reads, as in its training: with its marks and its end token."""
     step_separator: Text | None = None

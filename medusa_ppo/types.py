@@ -9,7 +9,7 @@ head k at row m predicts `response_ids_M[m + k]` of the same sequence. Prompts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -37,6 +37,23 @@ class Sampling:
     responses_per_prompt: int = 1
     seed: int | None = None
     ignore_eos: bool = False
+
+
+class ImagePrompt(tuple[int, ...]):
+    """Token ids of a prompt with images, as the actor reads them: an image's token stands there once for each of its features.
+
+    Attributes:
+        images: the images in their order, as files hold them (PNG, JPEG, ...).
+        short_ids: the same with each image's token once, as vLLM takes it.
+    """
+
+    images: tuple[bytes, ...]
+    short_ids: tuple[int, ...]
+
+    def __new__(cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()) -> ImagePrompt:
+        prompt = super().__new__(cls, ids)
+        prompt.images, prompt.short_ids = images, short_ids
+        return prompt
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,107 @@ def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+IMAGE_WORDS = ["<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
+    "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def vision_actor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """vision_actor(family="qwen2_5_vl") -> folder of a tiny vision-language actor with its processor; its next token mostly follows from
+    the last one, as `chain_actor`'s. An image token is a word that it may write."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str = "qwen2_5_vl") -> Path:
+        if family not in made:
+            made[family] = _save_vision_actor(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return folder
+
+
+def _save_vision_actor(folder: Path, family: str) -> Path:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=IMAGE_WORDS[0], additional_special_tokens=IMAGE_WORDS[1:])
+    tokenizer.chat_template = CHAT
+    end, _, start, stop, image, video = tokenizer.convert_tokens_to_ids(IMAGE_WORDS)
+    patch = 16 if family == "qwen3_vl" else 14
+    text = {
+        "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
+        "hidden_size": CHAIN_WIDTH,
+        "intermediate_size": 2 * CHAIN_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "tie_word_embeddings": False,
+    }
+    if family == "qwen3_vl":
+        text["head_dim"] = CHAIN_WIDTH // 2
+    vision = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= {
+        "qwen2_vl": {"embed_dim": 32, "hidden_size": CHAIN_WIDTH, "mlp_ratio": 2},
+        "qwen2_5_vl": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": CHAIN_WIDTH,
+            "window_size": 4 * patch,
+            "fullatt_block_indexes": [1],
+        },
+        "qwen3_vl": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": CHAIN_WIDTH,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    }[family]
+    ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": stop}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).float()
+    embedding = torch.nn.functional.normalize(torch.randn(text["vocab_size"], CHAIN_WIDTH), dim=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(embedding)
+        model.lm_head.weight.copy_(1.5 * embedding[torch.randperm(len(embedding))])
+    model.generation_config.eos_token_id = end
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    side = 2 * patch
+    Qwen2VLImageProcessorPil(min_pixels=side * side, max_pixels=9 * side * side, patch_size=patch).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[..., bytes]:
+    """picture(seed=0, width=60, height=60) -> a PNG of colours that the seed decides."""
+
+    def paint(seed: int = 0, width: int = 60, height: int = 60) -> bytes:
+        import io
+
+        import numpy as np
+        from PIL import Image
+
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file := io.BytesIO(), format="PNG")
+        return file.getvalue()
+
+    return paint
+
+
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., str]:
     """run_ranks(script, ranks, *arguments): `python SCRIPT RANK RANKS ARGUMENTS...` for each rank; all are ended, whatever happens."""

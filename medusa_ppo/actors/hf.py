@@ -21,12 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from heads.errors import ConfigError, DataError, ModelError
 from medusa_ppo.actors import ActorView
 from medusa_ppo.actors.actor_tables import Table, plain_model
+from medusa_ppo.config import VISION_FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32") -> PreTrainedModel:
-    """Load a causal LM from a folder or by its hub name; nothing is ever unpickled and no remote code runs.
+    """Load a causal LM, or a vision-language model, from a folder or by its hub name; nothing is ever unpickled and no remote code runs.
 
     Args:
         path: folder of a transformers checkpoint, or a hub name.
@@ -44,12 +52,10 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
         ModelError: no such folder, unreachable hub name, not a causal LM, no usable weights, weights that are missing.
         ConfigError: unknown dtype.
     """
-    name = os.fspath(path)
-    torch_dtype = _dtype(dtype)
-    _check_is_causal(name)
+    name, torch_dtype, kind = os.fspath(path), _dtype(dtype), _auto_class(actor_config(path))
     with _loading(name, "The actor can't be loaded."):
         safe: dict[str, Any] = {"use_safetensors": _use_safetensors(name), "weights_only": True, "trust_remote_code": False}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, output_loading_info=True, **safe)
+        loaded: Any = kind.from_pretrained(name, dtype=torch_dtype, output_loading_info=True, **safe)
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -86,9 +92,9 @@ def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
     Raises:
         ModelError: no causal LM of transformers.
     """
-    _check_is_causal(os.fspath(path))
+    config = actor_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        model = _auto_class(config).from_config(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return names[id(model.get_output_embeddings().weight)], names[id(model.get_input_embeddings().weight)]
 
@@ -339,19 +345,28 @@ def _check_exists(name: str) -> None:
         )
 
 
-def _check_is_causal(name: str) -> None:
-    """Refuse what transformers would load as a causal LM although it attends to both sides."""
+def actor_config(path: str | os.PathLike[str]) -> Any:
+    """The configuration of a model that can be an actor. ModelError, also for a causal LM by name that attends to both sides."""
+    name = os.fspath(path)
     _check_exists(name)
     with _loading(name, "The model's configuration can't be read."):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-    if masked_lm or getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
+    if masked_lm or getattr(config, "is_encoder_decoder", False) or _auto_class(config) is None:
         raise ModelError(
             "The model is not a decoder-only causal LM.",
             given=f"{name} (model_type {config.model_type})",
             expected="a causal LM, e.g. of the Llama, Qwen, Mistral, Gemma or GPT-2 family",
             do="Choose a decoder-only model; encoders and encoder-decoders can't be an actor.",
         )
+    return config
+
+
+def _auto_class(config: Any) -> Any:
+    """What loads a model of this configuration; None where it can't be an actor."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else None
 
 
 def _use_safetensors(name: str) -> bool | None:

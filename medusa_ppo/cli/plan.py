@@ -151,7 +151,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
     if config.actor.backend == "transformers":
         parts |= _actor_parts(config, model)
-        parts["what a micro-batch keeps for its backward pass"] = _kept_bytes(config, model)
+        parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
     parts["actor's file in shared memory, for engines that come late or again"] = _element(config) * model.parameters
     return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), parts)
@@ -179,7 +179,7 @@ def _micro_tokens(config: RunConfig) -> int:
     return max(length, min(tokens, config.ppo.micro_batch_tokens or tokens))
 
 
-def _kept_bytes(config: RunConfig, model: ModelSizes) -> int:
+def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
     """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one layer that is made again."""
     each, ends = model.layer_bytes(config.model.dtype == "bfloat16"), 4 * FLOAT32 * model.hidden
     layers = model.layers * FLOAT32 * model.hidden + each if config.ppo.recompute else model.layers * each
@@ -199,15 +199,18 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
         return {}
     critic, reference = _critic(config, model), _actor_parts(config, model)["reference"]
     weights = model.parameters + (critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0)
-    standing = (ADAM_COPIES - 1) * FLOAT32 * weights + reference
+    standing = {"score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference, "update": (ADAM_COPIES - 1) * FLOAT32 * weights + reference}
+    if config.ppo.placement == "shared":  # One role at a time, with its moments only where it learns.
+        largest = max(model.parameters, weights - model.parameters)
+        standing = {"score": FLOAT32 * largest, "update": (ADAM_COPIES - 1) * FLOAT32 * largest}
     copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
     tokens, chunk = _micro_tokens(config), _chunk_bytes(config, model, gpus)
     passing = FLOAT32 * tokens * (model.intermediate + model.hidden)
     table = FLOAT32 * model.vocab * model.hidden
     scored = max(3 * passing + FLOAT32 * tokens * model.hidden, chunk + FLOAT32 * tokens * model.hidden)
     # Activations go as gradients come.
-    updated = max(_kept_bytes(config, model) + max(passing, 3 * chunk // 4) + table, FLOAT32 * model.parameters)
-    return {"score": standing + copies + scored, "update": standing + copies + updated}
+    updated = max(kept_bytes(config, model) + max(passing, 3 * chunk // 4) + table, FLOAT32 * model.parameters)
+    return {"score": standing["score"] + copies + scored, "update": standing["update"] + copies + updated}
 
 
 def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
@@ -284,6 +287,8 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
         Move("actor weights", f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}", weights, engines),
     ]
+    if config.ppo.placement == "shared":
+        moves += turn_moves(config, model)
     if config.actor.backend == "megatron":
         moves.append(Move("actor weights", "actor ranks to PPO loop", weights))
         if config.companion.enabled:
@@ -300,6 +305,16 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         if workers > 1:
             moves.append(Move("gradients, summed", "between companion workers", sizes, _sums(config, tokens)))
     return moves
+
+
+def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
+    """What roles that take turns copy in a step: each comes to score, actor and critic come to learn and leave as they became then."""
+    critic, parts = _critic(config, model), _actor_parts(config, model)
+    learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
+    return [
+        Move("reference, and weights and moments of actor and critic", "host memory to the device", parts["reference"] + 4 * learning),
+        Move("weights and moments of actor and critic", "the device to host memory", 3 * learning),
+    ]
 
 
 def _element(config: RunConfig) -> int:

@@ -20,6 +20,7 @@ from heads.errors import RunError, SwapError
 from heads.tensorfile import StateWriter, tensorwise_checksum
 from medusa_ppo.actors import SpreadActor
 from medusa_ppo.actors.hf import DTYPES, Actor, embedding_weight, lm_head_weight
+from medusa_ppo.actors.vision import tower_of
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.pool import EnginePool, Seat
 from medusa_ppo.files import OwnedFolder
@@ -241,7 +242,12 @@ def actor_stream(actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: i
 
 
 def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The actor's live weights by their names in a checkpoint; a tied lm_head is left out, as in files of tied models."""
+    """The actor's live weights by their names in its checkpoint; a tied lm_head is left out, as in files of tied models."""
     output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
     alias = {f"{name}.weight" for name, module in actor.named_modules() if tied and module is output}
-    return {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}
+    state = {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}
+    if tower_of(actor) is None:
+        return state
+    from transformers.core_model_loading import revert_weight_conversion  # Private to save_pretrained in all but name; needed here alone.
+
+    return revert_weight_conversion(actor, state)  # These models have other names in files than in memory.

@@ -7,17 +7,18 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heads.errors import EngineError, MedusaError, SwapError
 from heads.tensorfile import Header
+from medusa_ppo.actors.vision import open_image
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
 from medusa_ppo.engines.pieces import Ended, Finished, tell
-from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import Checked, Counters, ImagePrompt, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
@@ -53,12 +54,14 @@ class ColocatedEngine(base.WorkerEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         params, llm = self._params(prompts, sampling), self._running()
-        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(sampling.responses_per_prompt)]
+        repeat = sampling.responses_per_prompt
+        requests: list[Any] = [request for prompt in prompts for request in [_request(prompt)] * repeat]
 
         def answer() -> list[Response]:
             with _engine_errors("generating"):
                 outputs = llm.generate(requests, params, use_tqdm=False)
-            return [_response(i // sampling.responses_per_prompt, output.outputs[0]) for i, output in enumerate(outputs)]
+            _check_images(prompts, [output.prompt_token_ids for output in outputs[::repeat]])
+            return [_response(i // repeat, output.outputs[0]) for i, output in enumerate(outputs)]
 
         return self._answered(prompts, sampling, answer)
 
@@ -118,7 +121,11 @@ class ColocatedEngine(base.WorkerEngine):
         return self._has_actor(SwapReceipt(version, answer["checksum"], answer["seconds"]), started)
 
     def _forget_prompts(self) -> bool:
-        return self._running().reset_prefix_cache(reset_running_requests=True)
+        llm = self._running()
+        if "limit_mm_per_prompt" in self.plan.engine_args:
+            # Its workers forget the features of images when weights are loaded, and vLLM's scheduler does not know.
+            llm.llm_engine.reset_encoder_cache()
+        return llm.reset_prefix_cache(reset_running_requests=True)
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
         receipt = super()._has_actor(receipt, started)
@@ -261,6 +268,25 @@ def _engine_errors(doing: str) -> Iterator[None]:
             expected="a running engine",
             do="Read vLLM's message above.",
         ) from error
+
+
+def _request(prompt: Sequence[int]) -> dict[str, Any]:
+    """A prompt as vLLM takes it: images beside the ids, each of them one token, whose features vLLM computes itself."""
+    if not isinstance(prompt, ImagePrompt):
+        return {"prompt_token_ids": list(prompt)}
+    return {"prompt_token_ids": list(prompt.short_ids), "multi_modal_data": {"image": [open_image(image) for image in prompt.images]}}
+
+
+def _check_images(prompts: base.Prompts, read: Sequence[Sequence[int] | None]) -> None:
+    """EngineError when vLLM gave an image another number of tokens than the trainer."""
+    for prompt, ids in zip(prompts, read, strict=True):
+        if isinstance(prompt, ImagePrompt) and list(ids or ()) != list(prompt):
+            raise EngineError(
+                "The engine reads a prompt's images in another way than the trainer.",
+                given=f"{len(ids or ())} tokens",
+                expected=f"{len(prompt)} tokens",
+                do="Leave mm_processor_kwargs out of engine.extra; the size of images is said in the model's preprocessor_config.json.",
+            )
 
 
 def _response(prompt_index: int, completion: Any) -> Response:

@@ -18,7 +18,7 @@ from typing import Any
 
 from heads import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
-from medusa_ppo.config import EngineConfig
+from medusa_ppo.config import VISION_FAMILIES, EngineConfig
 from medusa_ppo.hardware import settled_engine
 from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION, Drafting
 from medusa_ppo.vllm_plugin.registration import (
@@ -119,6 +119,9 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
+    if model.get("model_type") in VISION_FAMILIES:
+        # vLLM finds the places of images by the tokenizer, and looks for the vocabulary of Medusa heads in the outermost config.
+        args |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": {"vocab_size": vocab_size}}
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}

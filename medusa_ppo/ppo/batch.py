@@ -20,6 +20,8 @@ from heads.errors import DataError
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 if TYPE_CHECKING:
+    from medusa_ppo.actors.vision import Seen
+    from medusa_ppo.config import PPOConfig
     from medusa_ppo.ppo.models import TokenStats
 
 
@@ -32,12 +34,14 @@ class MicroBatch:
         input_ids_BT: int64, prompt + response + padding.
         response_mask_BT: bool, token t belongs to the response.
         first: place of the batch's first sequence in the rollout batch; above 0 where the batch is a piece of it.
+        seen: the images of its prompts; None without.
     """
 
     sequences: tuple[int, ...]
     input_ids_BT: Tensor
     response_mask_BT: Tensor
     first: int = 0
+    seen: Seen | None = None
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -124,6 +128,10 @@ class PPOBatch:
             input_ids_BT[row, :total] = torch.tensor([*prompt, *response])
             response_mask_BT[row, len(prompt) : total] = True
         return MicroBatch(sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device), self.first)
+
+    def prompts_of(self, micro: MicroBatch) -> list[tuple[int, ...]]:
+        """The prompts of its rows."""
+        return [self._prompts[s] for s in micro.sequences]
 
     def pack(self, values_SR: Tensor, micro: MicroBatch) -> Tensor:
         """values_SR in the packed order of a micro batch: values_M, on the batch's device."""
@@ -226,3 +234,15 @@ def _check(rollouts: Rollouts) -> None:
             raise DataError(
                 "A prompt is empty.", given=f"prompt {response.prompt_index}", expected="at least one token", do="Correct the template."
             )
+
+
+def minibatches(trained: Sequence[int], config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
+    """Of the sequences that are learned from, those of each optimizer step of an update.
+
+    Seeded by the step and by nothing else, so that a resumed run draws the same.
+    """
+    order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    for _ in range(config.epochs):
+        for places in torch.randperm(len(trained), generator=order).split(config.minibatch_size):
+            if len(places):
+                yield [trained[place] for place in places.tolist()]

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError
 from medusa_ppo import metrics as names
+from medusa_ppo.actors.vision import ImageReader
 from medusa_ppo.config import DataConfig, RunConfig
-from medusa_ppo.data import Row, load_rows, render_prompts, require_column
+from medusa_ppo.data import Row, image_files, load_rows, render_prompts, require_column
 from medusa_ppo.demo import demo_rows
 from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -61,11 +62,20 @@ class PromptStream:
         self._seed = seed
 
     @classmethod
-    def load(cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, needs_answer: bool = True) -> PromptStream:
+    def load(
+        cls,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        needs_answer: bool = True,
+        reader: ImageReader | None = None,
+    ) -> PromptStream:
         """Read, render and tokenize the data of a run.
 
         Args:
             needs_answer: the reward may read the answer column, so it must be there.
+            reader: of the images, where the data has some.
 
         Raises:
             DataError: see medusa_ppo.data; also when the answer column is missing or every prompt is too long.
@@ -75,7 +85,11 @@ class PromptStream:
         if config.answer_column and (needs_answer or all(config.answer_column in row for row in rows)):
             require_column(rows, config.answer_column)
             rows = [{**row, ANSWER: row[config.answer_column]} for row in rows]
-        every = [Prompt(text, tuple(ids), row) for text, ids, row in zip(texts, tokenizer(texts)["input_ids"], rows, strict=True)]
+        if reader is None or config.images is None:
+            ids: list[tuple[int, ...]] = [tuple(found) for found in tokenizer(texts)["input_ids"]]
+        else:
+            ids = reader.prompts(texts, image_files(rows, config.images, config.path))
+        every = [Prompt(*parts) for parts in zip(texts, ids, rows, strict=True)]
         usable = [prompt for prompt in every if 0 < len(prompt.token_ids) <= config.max_prompt_tokens]
         if len(usable) < len(every):
             logger.warning(
@@ -84,14 +98,16 @@ class PromptStream:
         return cls(usable, seed=seed, left_out=len(every) - len(usable))
 
     @classmethod
-    def load_evaluation(cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, needs_answer: bool = True) -> PromptStream:
+    def load_evaluation(
+        cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, needs_answer: bool = True, reader: ImageReader | None = None
+    ) -> PromptStream:
         """The prompts of the evaluation. Raises DataError, also where they would be those of the training."""
         path = config.eval_path or config.path
         if path == config.path and path != DEMO and Path(path).is_file():
             do = "Set data.eval_path to another file."
             raise DataError("A file has no splits.", given=f"{path}, {config.eval_split}", expected="other prompts", do=do)
         other = config.model_copy(update={"path": path, "split": config.eval_split})
-        return cls.load(other, tokenizer, seed=0, needs_answer=needs_answer)
+        return cls.load(other, tokenizer, seed=0, needs_answer=needs_answer, reader=reader)
 
     @classmethod
     def load_texts(cls, path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, longest: int) -> PromptStream:

@@ -12,11 +12,12 @@ How far the two are apart is logged (`logprob_gap`, `engine_kl`): it shows a bro
 from __future__ import annotations
 
 import contextlib
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +25,20 @@ from transformers import PreTrainedModel
 
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import Actor
+from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models
-from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores
+from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
 from medusa_ppo.ppo.models import Critic, Support, TokenStats, load_trained, save_trained, token_stats
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, Turns
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.ppo.shaping import GradientNorms, Shaping, learning_rate_share, set_learning_rate
+from medusa_ppo.ppo.shaping import GradientNorms, Shaping, adamw, engine_gap, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
 Tap = Callable[[Actor, Tensor, tuple[int, ...]], contextlib.AbstractContextManager[Any]]
 
-ADAM_BETAS = (0.9, 0.95)
-ADAM_EPSILON = 1e-8
-IMPORTANCE_BOUND = 2.0
-"""Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
+Done = TypeVar("Done")
 
 
 class PPOLearner(ABC):
@@ -47,10 +47,12 @@ class PPOLearner(ABC):
     Attributes:
         actor: as `MedusaPlugin` and `ActorSync` take it.
         device: where batches are prepared.
+        features: of the images of prompts; None: there are none.
     """
 
     actor: Actor
     device: torch.device
+    features: FeatureStore | None = None
 
     def __init__(self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
         """
@@ -62,16 +64,29 @@ class PPOLearner(ABC):
         """
         self.critic = critic
         self.config = config
-        self.shaping = Shaping(config)
+        self.shaping, self.turns = Shaping(config), Turns(config.placement == "shared")
+        self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
+        if critic is not None:
+            self.turns.add(CRITIC, critic, self.critic_optimizer)
         if config.recompute is True and critic is not None:
             models.recompute_layers(critic)
 
+    def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:
+        """Begin with it in a thread beside this one, where ppo.side_by_side says so, or else do it; the function waits for its end."""
+        if self._beside is not None:
+            return self._beside.submit(work).result
+        done = work()
+        return lambda: done
+
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
         config = self.config
-        return list(batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens))
+        micros = batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens)
+        if (store := self.features) is None:
+            return list(micros)
+        return [replace(micro, seen=store.look(batch.prompts_of(micro), micro.input_ids_BT)) for micro in micros]
 
     @torch.no_grad()
     def score(self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
@@ -95,7 +110,7 @@ class PPOLearner(ABC):
         timeline = timeline or Timeline()
         policy, values_SR = self._begin_scoring(batch, sampling, tap, timeline), torch.zeros(batch.mask_SR.shape)
         if self.critic is not None:
-            with timeline.at_work("critic"):
+            with timeline.at_work("critic"), self.turns.on(CRITIC):
                 for micro in self._micros(batch, range(len(batch))):
                     batch.unpack(self.critic(micro, self.autocast), micro, values_SR)
         return Measured(policy(), values_SR)
@@ -109,7 +124,7 @@ class PPOLearner(ABC):
         penalty = 0.0 if config.kl_in_loss else coefficient
         rewards_SR = models.token_rewards(earned, found.logprobs_SR, found.reference_SR, mask_SR, penalty, config.kl_estimator)
         advantages_SR, returns_SR = self._advantages(batch, rewards_SR, values_SR, trained_S)
-        gap_SR, gaps = _engine_gap(batch, found, config.importance_bound)
+        gap_SR, gaps = engine_gap(batch, found, config.importance_bound)
         weights_SR = None if config.importance_bound is None else models.importance_weights(gap_SR, config.importance_bound)
         sequences = tuple(trained_S.nonzero()[:, 0].tolist())
         scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, advantages_SR, returns_SR, weights_SR, sequences, coefficient)
@@ -145,7 +160,7 @@ class PPOLearner(ABC):
         value, skipped = ({}, 0) if self.critic is None else self._update_critic(batch, scores, step, share)
         report = {**policy().report(), **value, names.LEARNING_RATE: share * self.config.actor_learning_rate}
         report[names.STEPS_SKIPPED] += skipped
-        return report
+        return report | (self.features.figures() if self.features is not None else {})
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
         assert self.critic is not None and self.critic_optimizer is not None, "only asked for where there is one"
@@ -158,9 +173,10 @@ class PPOLearner(ABC):
         if clip_range is not None and config.value_clip_unit == "returns":
             clip_range *= models.masked_deviation(scores.returns_SR, batch.mask_SR)
         set_learning_rate(self._trained_critic()[1], share * config.critic_learning_rate)
-        for sequences in minibatches(scores.sequences, config, self.seed, step):
-            loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
-            tokens += int(batch.lengths_S[sequences].sum())
+        with self.turns.on(CRITIC, training=True):
+            for sequences in minibatches(scores.sequences, config, self.seed, step):
+                loss += self._critic_minibatch(batch, scores, sequences, clip_range, norms)
+                tokens += int(batch.lengths_S[sequences].sum())
         norms.mean("critic")
         return {names.VALUE_LOSS: loss / max(1, tokens)}, norms.skipped
 
@@ -176,22 +192,26 @@ class PPOLearner(ABC):
             total += value_loss.item()
         if norms.sound(torch.nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()):
             optimizer.step()
+        self.turns.report(CRITIC)
         optimizer.zero_grad(set_to_none=True)
         return total
 
     def save(self, folder: Path) -> None:
         """Write weights and moments of actor and critic: `actor`, `actor_optimizer`, `critic`, `critic_optimizer` (.safetensors)."""
-        self._save_policy(folder)
         self.shaping.save(folder)
-        if self.critic is not None:
-            save_trained(folder, "critic", *self._trained_critic())
+        with self.turns.aside(ACTOR, CRITIC):
+            self._save_policy(folder)
+            if self.critic is not None:
+                save_trained(folder, "critic", *self._trained_critic())
 
     def load(self, folder: Path) -> None:
         """Put what `save` wrote in its place. CheckpointError when a file is missing, damaged, or does not fit."""
-        self._load_policy(folder)
+        with self.turns.on(ACTOR, training=True):
+            self._load_policy(folder)
         self.shaping.load(folder)
         if self.critic is not None:
-            load_trained(folder, "critic", *self._trained_critic())
+            with self.turns.on(CRITIC, training=True):
+                load_trained(folder, "critic", *self._trained_critic())
 
     @abstractmethod
     def save_actor(self, folder: Path) -> None:
@@ -221,22 +241,37 @@ class Learner(PPOLearner):
 
     actor: PreTrainedModel
 
-    def __init__(self, actor: PreTrainedModel, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        critic: Critic | None,
+        config: PPOConfig,
+        *,
+        seed: int = 0,
+        autocast: bool = False,
+        features: FeatureStore | None = None,
+    ) -> None:
         """
         Args:
-            actor: transformers causal LM, float32; the reference is copied from it now.
+            actor: transformers causal LM, float32; the reference is copied from it now. Its vision tower, if it has one, is frozen.
             critic, config, seed, autocast: as `PPOLearner`.
+            features: where prompts have images: what the actor's tower makes of them.
         """
         super().__init__(critic, config, seed=seed, autocast=autocast)
         self.actor = actor.eval()
         self.actor.requires_grad_(True)
-        self.reference = copy.deepcopy(actor).eval().requires_grad_(False)
+        if (tower := tower_of(actor)) is not None:
+            tower.requires_grad_(False)
+        self.features = features
+        self.reference = copy_without_tower(actor, actor).eval().requires_grad_(False)
         if config.reference_dtype == "bfloat16":
             nn.Module.to(self.reference, torch.bfloat16)
         if config.recompute:
             models.recompute_layers(self.actor)
         self.device = next(self.actor.parameters()).device
         self.actor_optimizer = adamw(list(self.actor.parameters()), config.actor_learning_rate)
+        self.turns.add(ACTOR, self.actor, self.actor_optimizer)
+        self.turns.add(REFERENCE, self.reference)
         self._support = Support(Sampling())  # Of the batch that was scored last.
 
     def begin_batch(self, sampling: Sampling) -> None:
@@ -244,20 +279,34 @@ class Learner(PPOLearner):
 
     def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
         found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
-        with timeline.at_work("actor"):  # First: whoever taps it can start while reference and critic still run.
+
+        def reference() -> None:
+            with torch.no_grad(), timeline.at_work("reference"), self.turns.on(REFERENCE):
+                for micro in micros:
+                    stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
+                    batch.unpack(stats.logprobs_M, micro, found.reference_SR)
+
+        # What the sampling left to the actor the reference learns from the actor's pass.
+        early = self._meanwhile(reference) if self._beside and not self._support.cuts else None
+        # First: whoever taps it can start while reference and critic still run.
+        with timeline.at_work("actor"), self.turns.on(ACTOR):
             for micro in micros:
                 with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
                     stats = token_stats(self.actor, micro, sampling, entropy=True, support=self._support, autocast=self.autocast)
                 found.put(batch, micro, stats)
-        with timeline.at_work("reference"):
-            for micro in micros:
-                stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
-                batch.unpack(stats.logprobs_M, micro, found.reference_SR)
-        return lambda: found
+        refer = early or self._meanwhile(reference)
+        return lambda: (refer(), found)[1]
 
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
+        return self._meanwhile(lambda: self._update_actor(batch, scores, sampling, step, texts))
+
+    def _update_actor(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None) -> UpdateTotals:
+        with self.turns.on(ACTOR, training=True):
+            return self._actor_steps(batch, scores, sampling, step, texts)
+
+    def _actor_steps(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None) -> UpdateTotals:
         config, totals = self.config, UpdateTotals()
         set_learning_rate(self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
@@ -276,8 +325,9 @@ class Learner(PPOLearner):
             norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()
+            self.turns.report(ACTOR)
             self.actor_optimizer.zero_grad(set_to_none=True)
-        return lambda: totals
+        return totals
 
     def _learn_texts(self, texts: PPOBatch, first: int, count: int) -> float:
         """Add the gradient of the mean loss on so many of the texts, in turn; gives that loss."""
@@ -290,38 +340,16 @@ class Learner(PPOLearner):
         return total
 
     def save_actor(self, folder: Path) -> None:
-        self.actor.save_pretrained(folder)
+        with self.turns.aside(ACTOR):
+            self.actor.save_pretrained(folder)
+        if self.features is not None:
+            self.features.reader.save(folder)
 
     def _save_policy(self, folder: Path) -> None:
         save_trained(folder, "actor", self.actor, self.actor_optimizer)
 
     def _load_policy(self, folder: Path) -> None:
         load_trained(folder, "actor", self.actor, self.actor_optimizer)
-
-
-def minibatches(trained: Sequence[int], config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
-    """Of the sequences that are learned from, those of each optimizer step of an update.
-
-    Seeded by the step and by nothing else, so that a resumed run draws the same.
-    """
-    order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    for _ in range(config.epochs):
-        for places in torch.randperm(len(trained), generator=order).split(config.minibatch_size):
-            if len(places):
-                yield [trained[place] for place in places.tolist()]
-
-
-def _engine_gap(batch: PPOBatch, found: PolicyScores, bound: float | None) -> tuple[Tensor, dict[str, float]]:
-    """log pi - log pi_engine of each token, 0 on padding, and what the log says about it."""
-    mask_SR = batch.mask_SR
-    gap_SR = torch.where(mask_SR, found.logprobs_SR - batch.behaviour_SR, 0.0)
-    ratio_SR = gap_SR.exp()
-    return gap_SR, {
-        names.LOGPROB_GAP: models.masked_mean(gap_SR.abs(), mask_SR).item(),
-        names.LOGPROB_GAP_MAX: gap_SR.abs().max().item(),
-        names.ENGINE_KL: models.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
-        names.IMPORTANCE_CUT: models.masked_mean((ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR).item(),
-    }
 
 
 class UpdateTotals:
@@ -370,8 +398,3 @@ class UpdateTotals:
             names.STEPS_SKIPPED: float(self.norms.skipped),
             **({names.PTX_LOSS: sum(texts) / len(texts)} if texts else {}),
         }
-
-
-def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
-    # No weight decay: it would pull the policy towards zero and away from the reference.
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)

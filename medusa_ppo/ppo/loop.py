@@ -20,6 +20,7 @@ from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
@@ -41,7 +42,7 @@ class PPOLoop:
         self.position = position or RunPosition()
         self.prompts, self.tokenizer, self.learner = parts.prompts, parts.tokenizer, parts.learner
         self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
-        self.evaluation, self.texts = parts.evaluation, parts.texts
+        self.evaluation, self.texts, self.turns = parts.evaluation, parts.texts, parts.learner.turns
         self.plugin = parts.plugin  # medusa
         self.maker = RolloutMaker(
             parts.learner,
@@ -81,6 +82,7 @@ class PPOLoop:
         # (1) GENERATE: the engine writes the responses, with the actor's weights of this version; whole pieces are scored meanwhile.
         # With ppo.staleness they were begun in an earlier step, and the engine goes on with those of later ones.
         with self.progress.phase(phases.GENERATE, step), self.memory.during(names.GENERATE_PEAK):
+            self.turns.clear()
             if not self.maker.has_begun(step):
                 self.begun = step
             self._write_up_to(step, step)
@@ -91,8 +93,7 @@ class PPOLoop:
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
             self._write_up_to(step + config.ppo.staleness, step)
-            if config.engine.sleep_level:
-                self.engine.sleep(config.engine.sleep_level)
+            self.turns.sleep(self.engine, config.engine.sleep_level)
         values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
         values[names.POLICY_LAG] = version - rollouts.policy_version
         self.rollout_files.write(step, rollouts)
@@ -113,11 +114,11 @@ class PPOLoop:
             values |= learner.update(batch, scores, rollouts.sampling, step, texts)
 
         # (4) SYNC: the new actor into the engine.
-        with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), self.memory.during(names.SYNC_PEAK):
+        aside, peak = self.turns.aside(ACTOR), self.memory.during(names.SYNC_PEAK)
+        with self.progress.phase(phases.SYNC, step) as sync_s, at_work("sync"), peak, aside:
             if self.plugin is not None:  # medusa
                 self.plugin.policy_updated(learner.actor, version + 1)  # medusa
-            if config.engine.sleep_level:
-                self.engine.wake()
+            self.turns.wake(self.engine, config.engine.sleep_level)
             if self.maker.idle:  # Or before the next responses are begun.
                 self.sync(learner.actor, version + 1)
 
@@ -126,7 +127,7 @@ class PPOLoop:
             values |= self._evaluate(self.evaluation, step)
 
         # (6) REPORT
-        values |= self.maker.figures() | self.memory.take()
+        values |= self.maker.figures() | self.memory.take() | self.turns.take()
         values |= {names.SCORE_S: score_s(), names.UPDATE_S: update_s(), names.SYNC_S: sync_s()}
         values |= {names.SYNC_COLLECT_S: self.sync.collect_s, names.SYNC_BYTES: self.sync.nbytes}
         values[names.ENGINE_RESTARTS] = self.engine.restarts
@@ -157,9 +158,11 @@ class PPOLoop:
         texts, rows = [p.text for p in asked], [p.row for p in asked]
         if separator is not None:
             pieces = [self.tokenizer.batch_decode([[i] for i in r.token_ids], skip_special_tokens=True) for r in rollouts.responses]
-            return earned_by_steps(self.reward, pieces, texts, rows, separator)
+            with self.turns.on(REWARD):
+                return earned_by_steps(self.reward, pieces, texts, rows, separator)
         responses = self.tokenizer.batch_decode([list(r.token_ids) for r in rollouts.responses], skip_special_tokens=True)
-        return self.reward.score(texts, responses, rows)
+        with self.turns.on(REWARD):
+            return self.reward.score(texts, responses, rows)
 
     def _evaluate(self, prompts: PromptStream, step: int) -> Metrics:
         with self.progress.phase(phases.EVALUATE, step) as evaluate_s:
@@ -182,7 +185,8 @@ class PPOLoop:
         rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
         correct_S = self.reward.correct(rewards_S)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
-        return {names.REWARD_MEAN: rewards_S.mean().item(), **known}
+        late = {} if self.config.ppo.reward_timeout_s is None else {names.REWARDS_LATE: self.reward.late}
+        return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **late}
 
 
 def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: bool = False, allow: Sequence[str] = ()) -> dict[str, Any]:

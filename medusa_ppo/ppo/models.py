@@ -12,7 +12,6 @@ critic's value of the state *before* y_r was chosen, `rewards_SR[s, r]` = what c
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from heads.errors import CheckpointError, ModelError
 from heads.vocabulary import WHOLE, Vocabulary
 from medusa_ppo.actors.actor_tables import beyond_lm_head
 from medusa_ppo.actors.hf import lm_head_weight
+from medusa_ppo.actors.vision import copy_without_tower, forward
 from medusa_ppo.ppo.batch import MicroBatch
 from medusa_ppo.types import Sampling
 
@@ -155,7 +155,7 @@ def token_stats(
             source_MX = _response_logits(actor, micro)
         else:
             base: Any = actor.base_model
-            source_MX = base(input_ids=micro.input_ids_BT, use_cache=False).last_hidden_state[micro.predict_mask_BT]
+            source_MX = forward(base, micro.input_ids_BT, micro.seen).last_hidden_state[micro.predict_mask_BT]
     ids_M = micro.response_ids_M
 
     def stats_of(source_CX: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ class Critic(nn.Module):
             causal_lm: the model whose body (without lm_head) is copied.
         """
         super().__init__()
-        self.backbone: nn.Module = copy.deepcopy(causal_lm.base_model).requires_grad_(True)
+        self.backbone: nn.Module = copy_without_tower(causal_lm, causal_lm.base_model).requires_grad_(True)
         weight = next(self.backbone.parameters())
         self.value_head = nn.Linear(lm_head_weight(causal_lm).shape[1], 1, device=weight.device)
         # Zero start: the first values are 0, not noise as large as the rewards.
@@ -230,7 +230,7 @@ class Critic(nn.Module):
     def forward(self, micro: MicroBatch, autocast: bool = False) -> Tensor:
         """values_M float32, in the packed order of the micro batch."""
         with _autocast(micro.input_ids_BT.device, autocast):
-            hidden_BTD = self.backbone(input_ids=micro.input_ids_BT, use_cache=False).last_hidden_state
+            hidden_BTD = forward(self.backbone, micro.input_ids_BT, micro.seen).last_hidden_state
         return self.value_head(hidden_BTD[micro.predict_mask_BT].float()).squeeze(-1)
 
 
@@ -239,7 +239,7 @@ def _response_logits(actor: nn.Module, micro: MicroBatch) -> Tensor:
     first = micro.first_predicting
     keep = micro.input_ids_BT.shape[1] - first
     extra = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(actor.forward).parameters else {}
-    logits = actor(input_ids=micro.input_ids_BT, use_cache=False, **extra).logits
+    logits = forward(actor, micro.input_ids_BT, micro.seen, **extra).logits
     return logits[micro.predict_mask_BT[:, -logits.shape[1] :]]
 
 

@@ -6,28 +6,26 @@ Shape letters: S responses, R response positions, B rows of a batch, T tokens.
 from __future__ import annotations
 
 import bisect
-import difflib
-import importlib
-import inspect
+import functools
 import itertools
+import logging
 import math
-import os
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.data import Row, template_fields
+from medusa_ppo.ppo.reward_pool import RewardFunction, RewardPool, Sample, find_callable
 
-RewardFunction = Callable[[str, str, Row], Any]
+logger = logging.getLogger(__name__)
 
 RIGHT_FROM = 1.0
 """A response counts as right from this reward on, unless the function has an attribute `correct_from`."""
@@ -38,7 +36,15 @@ SMALLEST_WIDTH = 8
 
 
 class RewardSource(ABC):
-    """Scores whole responses."""
+    """Scores whole responses.
+
+    Attributes:
+        model: what judges; None where no model does.
+        late: rewards so far that did not come in time, and are 0.
+    """
+
+    model: nn.Module | None = None
+    late: int = 0
 
     @abstractmethod
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
@@ -52,38 +58,63 @@ class RewardSource(ABC):
         """bool_S, the response has the right answer; None when the source doesn't know what is right."""
         return None
 
+    def close(self) -> None:  # noqa: B027
+        """End what was started for it; most start nothing."""
+
 
 class CallableReward(RewardSource):
     """`reward(prompt, response, row) -> float`."""
 
-    def __init__(self, function: RewardFunction, name: str, correct_from: float = RIGHT_FROM) -> None:
-        self._function = function
+    def __init__(self, function: RewardFunction, name: str, correct_from: float = RIGHT_FROM, pool: RewardPool | None = None) -> None:
+        """
+        Args:
+            pool: calls the function in its processes; None: it is called here.
+        """
+        self._function, self._pool = function, pool
         self._name = name
         self._correct_from = correct_from
 
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
-        return torch.tensor([self._one(*sample) for sample in zip(prompts, responses, rows, strict=True)], dtype=torch.float32)
+        samples = list(zip(prompts, responses, rows, strict=True))
+        found = [self._called(call, sample[1], lambda given: [float(given)], 1)[0] for sample, call in self._calls(samples)]
+        return torch.tensor(found, dtype=torch.float32)
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
         return scores_S >= self._correct_from
 
     def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
-        return [self._steps(*sample) for sample in zip(prompts, responses, rows, strict=True)]
+        samples = [(prompt, "".join(steps), row) for prompt, steps, row in zip(prompts, responses, rows, strict=True)]
+        return [self._steps(call, steps) for steps, (_, call) in zip(responses, self._calls(samples), strict=True)]
 
-    def _steps(self, prompt: str, steps: Sequence[str], row: Row) -> list[float]:
-        found = self._called(prompt, "".join(steps), row, lambda given: [float(reward) for reward in given])
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _calls(self, samples: Sequence[Sample]) -> list[tuple[Sample, Callable[[], Any] | None]]:
+        """What calls the function for each, or tells of the call in another process; None: that was ended."""
+        if self._pool is None:
+            return [(sample, functools.partial(self._function, *sample)) for sample in samples]
+        outcomes = self._pool.ask(samples)
+        late = sum(outcome.late for outcome in outcomes)
+        self.late += late
+        if late:
+            logger.warning("%s took too long for %d of %d responses: their reward is 0.", self._name, late, len(samples))
+        return [(sample, None if outcome.late else outcome.take) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def _steps(self, call: Callable[[], Any] | None, steps: Sequence[str]) -> list[float]:
+        found = self._called(call, "".join(steps), lambda given: [float(reward) for reward in given], len(steps))
         if len(found) != len(steps):
             do = "Split the response at ppo.step_separator, leave out what is blank, and give one reward for each part."
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
             raise RunError("Process rewards of another number of steps.", given=given, expected=f"{len(steps)} rewards", do=do)
         return found
 
-    def _one(self, prompt: str, response: str, row: Row) -> float:
-        return self._called(prompt, response, row, lambda given: [float(given)])[0]
-
-    def _called(self, prompt: str, response: str, row: Row, read: Callable[[Any], list[float]]) -> list[float]:
+    def _called(self, call: Callable[[], Any] | None, response: str, read: Callable[[Any], list[float]], count: int) -> list[float]:
+        """The call's rewards; so many zeros where there is none."""
+        if call is None:
+            return [0.0] * count
         try:
-            values = read(self._function(prompt, response, row))
+            values = read(call())
         except MedusaError:
             raise
         except Exception as error:  # the user's own code
@@ -117,17 +148,17 @@ class ModelReward(RewardSource):
         expected = "a token-classification model" if by_steps else "a sequence-classification model"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            self._model = kind.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
+            self.model: Any = kind.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
             first = (str(error).strip().splitlines() or [""])[0]
             given = f"{path} ({type(error).__name__}: {first:.200})"
             do = "Check ppo.reward; a Python function is written as module:function."
             raise ModelError("The reward model can't be loaded.", given=given, expected=expected, do=do) from error
-        labels, allowed = self._model.config.num_labels, (1, 2) if by_steps else (1,)
+        labels, allowed = self.model.config.num_labels, (1, 2) if by_steps else (1,)
         if labels not in allowed:
             given, expected = f"{path}: {labels} labels", " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
             raise ModelError("The reward model has not one output.", given=given, expected=expected, do="Use a reward model.")
-        tokens, rows = len(self._tokenizer), self._model.get_input_embeddings().weight.shape[0]
+        tokens, rows = len(self._tokenizer), self.model.get_input_embeddings().weight.shape[0]
         if tokens > rows:
             raise ModelError(
                 "The reward model's vocabulary is not its training's.",
@@ -137,10 +168,10 @@ class ModelReward(RewardSource):
             )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        if self._model.config.pad_token_id is None:
-            self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        if self.model.config.pad_token_id is None:
+            self.model.config.pad_token_id = self._tokenizer.pad_token_id
         # One less than fits: a batch without padding would be computed in another way.
-        self._longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1024) - 1
+        self._longest = int(getattr(self.model.config, "max_position_embeddings", 0) or 1024) - 1
 
     @torch.no_grad()
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
@@ -184,8 +215,8 @@ class ModelReward(RewardSource):
                 for row, s in enumerate(filled):
                     ids_BT[row, : len(ids[s])] = torch.tensor(ids[s], dtype=torch.int64)
                     mask_BT[row, : len(ids[s])] = 1
-                inputs = {"input_ids": ids_BT.to(self._model.device), "attention_mask": mask_BT.to(self._model.device)}
-                logits = self._model(**inputs).logits[: len(chosen)].float().cpu()
+                inputs = {"input_ids": ids_BT.to(self.model.device), "attention_mask": mask_BT.to(self.model.device)}
+                logits = self.model(**inputs).logits[: len(chosen)].float().cpu()
                 if not logits[mask_BT[: len(chosen)].bool() if logits.dim() == 3 else ...].isfinite().all():
                     raise _not_finite("the reward model's output", "Check the reward model's weights.")
                 yield chosen, logits
@@ -269,56 +300,16 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
     """
     if is_model(config.reward):
         return ModelReward(config.reward, device, config.reward_template, by_steps=config.step_separator is not None)
-    function = find_callable(config.reward)
-    return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM))
+    function, pool = find_callable(config.reward), None
+    if config.reward_processes is not None:
+        pool = RewardPool(config.reward, config.reward_processes, config.reward_timeout_s)
+        pool.start()
+    return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM), pool)
 
 
 def is_model(reward: str) -> bool:
     """A reward model judges, and no function that could read a reference answer."""
     return ":" not in reward
-
-
-def find_callable(name: str) -> RewardFunction:
-    """Import `module:function`; modules in the working directory are found as well."""
-    module_name, mark, function_name = name.partition(":")
-    if not mark or not module_name or not function_name:
-        raise ConfigError(
-            "ppo.reward must be module:function.", given=name, expected="e.g. medusa_ppo.ppo.rewards:exact_answer", do="Correct ppo.reward."
-        )
-    module = _import(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(function_name, known, n=1)
-        do = f"Did you mean {module_name}:{near[0]}?" if near else "Correct ppo.reward."
-        raise ConfigError("The module has no such reward function.", given=name, expected=", ".join(known) or "a function in it", do=do)
-    try:
-        inspect.signature(function).bind("prompt", "response", {})
-    except TypeError:
-        given = f"{name}{inspect.signature(function)}"
-        raise ConfigError(
-            "The reward function takes other arguments.", given=given, expected="(prompt, response, row)", do="Change it."
-        ) from None
-    return function
-
-
-def _import(name: str) -> Any:
-    here = os.getcwd()
-    # A console script does not have the working directory on its path, where people keep their reward functions.
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.append(here)
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        given = f"{name}: {error}"
-        do = "Run from the folder that holds the module, or install it."
-        raise ConfigError(
-            "The module of the reward function can't be imported.", given=given, expected="an importable module", do=do
-        ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 ANSWER_COLUMN = "answer"

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -36,7 +36,7 @@ from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.types import Counters, Response, Rollouts, Sampling
+from medusa_ppo.types import Counters, ImagePrompt, Response, Rollouts, Sampling
 
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
 """rewards_S of responses, or with steps rewards_SR."""
@@ -107,7 +107,9 @@ class RolloutMaker:
         return step in self._begun
 
     def begin(self, step: int, prompts: list[Prompt], sampling: Sampling) -> None:
-        """Begin with a step's rollouts."""
+        """Begin with a step's rollouts, and with the features of their prompts' images."""
+        if _with_images(prompts) and self._learner.features is not None:
+            self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
         call = self._engine_thread.submit(self._write, prompts, sampling, step) if self._ahead else None
         self._begun[step] = (prompts, sampling, call)
 
@@ -124,7 +126,10 @@ class RolloutMaker:
         else:
             self._step, found = Step(prompts, sampling, [], None), call.result()
         del self._begun[step]
-        return found
+        rollouts, pair = found
+        if _with_images(prompts):  # Engines answer with plain token ids.
+            rollouts = replace(rollouts, prompts=tuple(prompt.token_ids for prompt in prompts))
+        return rollouts, pair
 
     def figures(self) -> dict[str, Any]:
         """What the step's timeline says; where the engine writes ahead, the spans alone."""
@@ -176,10 +181,10 @@ class RolloutMaker:
             if tap is not None and work.held is not None:
                 work.held.hand_over(self._learner.actor, tap)
         else:  # In one go; after an engine was lost other responses may have come than those that were scored.
-            with self.timeline.at_work("reward"):
-                rewards = self._rewards(rollouts, work.prompts)
             self._learner.begin_batch(work.sampling)
             measured = self._learner.measure(batch, work.sampling, tap, self.timeline)
+            with self.timeline.at_work("reward"):  # After the critic, in whose place a reward model stands where roles take turns.
+                rewards = self._rewards(rollouts, work.prompts)
         return batch, rewards, *self._learner.conclude(batch, measured, rewards)
 
     def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:
@@ -229,6 +234,10 @@ class RolloutMaker:
             return measured, torch.cat(found)
         width = batch.mask_SR.shape[1]
         return measured, torch.cat([torch.nn.functional.pad(rewards_SR, (0, width - rewards_SR.shape[1])) for rewards_SR in found])
+
+
+def _with_images(prompts: Sequence[Prompt]) -> bool:
+    return any(isinstance(prompt.token_ids, ImagePrompt) for prompt in prompts)
 
 
 def _part(work: Step, piece: Piece) -> Rollouts:

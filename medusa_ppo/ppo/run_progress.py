@@ -259,6 +259,7 @@ def step_line(values: Mapping[str, Any]) -> str:
         (names.HEADS_VERSION, "heads v{}"),
         (names.TOKENS_PER_S, "{:.0f} tokens/s"),
         (names.PAIR_SPEEDUP, "speed-up {:.2f}"),
+        (names.IMAGES, "{} images"),
     )
     parts = [form.format(values[key]) for key, form in shown if values.get(key) is not None]
     return "  ".join([f"step {values[names.STEP]:>3}", *parts])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.errors import MedusaError
-from medusa_ppo.actors.hf import Actor, load_actor, load_tokenizer
+from medusa_ppo.actors.hf import DTYPES, Actor, load_actor, load_tokenizer
+from medusa_ppo.actors.vision import FeatureStore, ImageReader
 from medusa_ppo.config import RunConfig
 from medusa_ppo.demo import RECIPES, actor_note, ensure_demo_actor
-from medusa_ppo.engines.actor_sync import ActorSync
+from medusa_ppo.engines.actor_sync import ActorSync, actor_stream
+from medusa_ppo.engines.launch import cache_bytes, read_model_config
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import OwnedFolder
@@ -28,6 +31,7 @@ from medusa_ppo.ppo import run_state
 from medusa_ppo.ppo.generation import PromptStream, num_drafts
 from medusa_ppo.ppo.learner import Learner, PPOLearner
 from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
@@ -84,10 +88,12 @@ class RunSession:
         torch.set_num_threads(config.ppo.threads or 1)
         position = run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
         reward = make_reward(config.ppo, _device())
+        self._stack.callback(reward.close)
         actor_path = self._folder_of(config.model.path)
         tokenizer = load_tokenizer(actor_path)
-        streams = self._streams(tokenizer)
-        learner = self._learner(actor_path)
+        reader = ImageReader.load(actor_path, tokenizer) if config.data.images else None
+        streams = self._streams(tokenizer, reader)
+        learner = self._learner(actor_path, reader)
         lines = None
         if resume:
             saved = run_state.saved_folder(config.run_dir)
@@ -95,6 +101,7 @@ class RunSession:
             lines = saved / METRICS_FILE
         actor = learner.actor
         heads_path = self._prepare_heads(actor)
+        self._place(learner, reward)
         next_step = position.next_step if resume else None
         self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines)
         if config.model.path in RECIPES:
@@ -102,26 +109,55 @@ class RunSession:
         self._start_ray()
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
-        engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
+        with learner.turns.aside(ACTOR):
+            engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
+            learner.turns.engine_started(self._engine_bytes(actor_path, actor))
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype or "auto"))
         if position.policy_version:
-            sync(actor, position.policy_version)
+            with learner.turns.aside(ACTOR):
+                sync(actor, position.policy_version)
         prompts, evaluation, texts = streams
         return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers, evaluation, texts), position, self._writer
 
-    def _streams(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
+    def _place(self, learner: PPOLearner, reward: RewardSource) -> None:
+        """Everyone who computes in this process has a place. ConfigError when they have no room."""
+        turns, config = learner.turns, self._config.engine
+        if reward.model is not None:
+            turns.add(REWARD, reward.model)
+        if torch.cuda.is_available():
+            room = torch.cuda.get_device_properties(0).total_memory
+            beside = torch.cuda.device_count() == 1 and config.replicas == 1 and not config.addresses and not turns.shared
+            turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
+        else:
+            turns.check_room(turns.free_memory())
+
+    def _engine_bytes(self, actor_path: str, actor: Actor) -> int:
+        """Of all engines while they are awake: on a GPU their share of it, else weights, keys and values. 0: of running servers."""
+        config = self._config.engine
+        if config.addresses:
+            return 0
+        if torch.cuda.is_available():
+            return round(config.replicas * (config.memory_fraction or 0) * torch.cuda.get_device_properties(0).total_memory)
+        entries = actor_stream(actor, DTYPES.get(config.dtype or "")).entries
+        weights = sum(kind.itemsize * math.prod(shape) for kind, shape in entries.values())
+        text = read_model_config(actor_path)
+        return config.replicas * (weights + cache_bytes({**text, **(text.get("text_config") or {})}, config))
+
+    def _streams(
+        self, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
+    ) -> tuple[PromptStream, PromptStream | None, PromptStream | None]:
         """The prompts; where they are asked for those of the evaluation, and texts to learn by heart."""
         config, data = self._config, self._config.data
         needs_answer, evaluation, texts = not is_model(config.ppo.reward), None, None
-        prompts = PromptStream.load(data, tokenizer, seed=config.seed, needs_answer=needs_answer)
+        prompts = PromptStream.load(data, tokenizer, seed=config.seed, needs_answer=needs_answer, reader=reader)
         if config.ppo.eval_every:
-            evaluation = PromptStream.load_evaluation(data, tokenizer, needs_answer=needs_answer)
+            evaluation = PromptStream.load_evaluation(data, tokenizer, needs_answer=needs_answer, reader=reader)
         if data.ptx_path:
             longest = data.max_prompt_tokens + config.sampling.max_new_tokens
             texts = PromptStream.load_texts(data.ptx_path, tokenizer, seed=config.seed, longest=longest)
         return prompts, evaluation, texts
 
-    def _learner(self, actor_path: str) -> PPOLearner:
+    def _learner(self, actor_path: str, reader: ImageReader | None = None) -> PPOLearner:
         """Actor, critic and reference, wherever they are trained."""
         config = self._config
         if config.actor.backend == "transformers":
@@ -129,7 +165,8 @@ class RunSession:
             critic = None
             if config.ppo.advantages == "gae":
                 critic = Critic(_load(self._folder_of(config.model.critic_path)) if config.model.critic_path else actor)
-            return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16")
+            features = FeatureStore(actor, reader) if reader is not None else None
+            return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16", features=features)
         # An optional dependency.
         from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
 
@@ -167,7 +204,8 @@ class RunSession:
                 parts.learner.save_actor(folder)
                 parts.tokenizer.save_pretrained(folder)
             if parts.plugin is not None:
-                parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+                with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
+                    parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
         """Let `measure` have the same parts without the plugin, with an engine that is started for it: no speculation, compiled, vLLM's

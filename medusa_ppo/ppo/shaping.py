@@ -12,14 +12,19 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.errors import CheckpointError, RunError
+from medusa_ppo import metrics as names
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo import models
+from medusa_ppo.ppo.batch import PolicyScores, PPOBatch
 from medusa_ppo.ppo_config import MASK
 
 STATE_FILE = "shaping.json"
+IMPORTANCE_BOUND = 2.0
+"""Ratios of actor to engine above this are counted where ppo.importance_bound names none."""
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.95), 1e-8
 KL_CHANGE = 0.1
 """Most that the coefficient changes in a step, as a share of it."""
 
@@ -129,3 +134,21 @@ class GradientNorms:
                 do=f"Lower ppo.{who}_learning_rate, check the rewards for huge values, and go on with --resume.",
             )
         return sum(self.norms) / max(1, len(self.norms))
+
+
+def engine_gap(batch: PPOBatch, found: PolicyScores, bound: float | None) -> tuple[Tensor, dict[str, float]]:
+    """log pi - log pi_engine of each token, 0 on padding, and what the log says about it."""
+    mask_SR = batch.mask_SR
+    gap_SR = torch.where(mask_SR, found.logprobs_SR - batch.behaviour_SR, 0.0)
+    ratio_SR = gap_SR.exp()
+    return gap_SR, {
+        names.LOGPROB_GAP: models.masked_mean(gap_SR.abs(), mask_SR).item(),
+        names.LOGPROB_GAP_MAX: gap_SR.abs().max().item(),
+        names.ENGINE_KL: models.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
+        names.IMPORTANCE_CUT: models.masked_mean((ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR).item(),
+    }
+
+
+def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    # No weight decay: it would pull the policy towards zero and away from the reference.
+    return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from medusa_ppo import metrics as m
 from medusa_ppo.reports import Run, number, numbers
+from medusa_ppo.reports import wording as w
 
 WINDOW_SHARE = 4
 """The first and the last 1/4 of the steps ..."""
@@ -22,6 +23,7 @@ STEP_S = "step_s"
 """Key of a whole step's seconds in a run's comparison."""
 PHASES = {m.GENERATE_S: "generate", m.SCORE_S: "score", m.UPDATE_S: "update", m.SYNC_S: "sync", m.SWAP_S: "swap"}
 """Metrics of the phases of a step, and what a phase is called."""
+LEDGER = ("engine", "actor", "reference", "critic", "reward")
 PEAKS = {m.GENERATE_PEAK: "generate", m.SCORE_PEAK: "score", m.UPDATE_PEAK: "update", m.SYNC_PEAK: "sync"}
 """The same of their memory."""
 
@@ -100,6 +102,11 @@ SUMMARY_KEYS: dict[str, str] = {
     "memory_peak_gib.score": "The same while it scores.",
     "memory_peak_gib.update": "The same in the update.",
     "memory_peak_gib.sync": "The same in the sync.",
+    "ledger.peak_gib": "Most bytes that all roles had on devices at once: weights, gradients, moments, keys and values.",
+    **{f"ledger.{role}_gib": f"The most that the {role} had." for role in LEDGER},
+    "ledger.offload_s": "Seconds of carrying roles to host memory and back in a step, mean over the last window (ppo.placement=shared).",
+    "ledger.offload_bytes": "Bytes that were copied for it, mean over the last window.",
+    "ledger.wake_s": "Seconds that the engine took to fall asleep and to wake up in a step, mean over the last window.",
     "generate_score.seconds": "Seconds from the generation's first to the scoring's last in a step, mean over the last window.",
     "generate_score.idle_frac": "Share of these in which engine or scoring stood idle (mean of the two), mean over the last window.",
     "actor_sync.seconds": "Seconds that carrying the actor into the engines took, mean over the last window.",
@@ -144,6 +151,7 @@ def build_summary(run: Run) -> dict[str, Any]:
         "logprob_gap": {"last": mean(run.column(m.LOGPROB_GAP)[-window:])},
         "phases_s": {phase: _sum(run.column(metric)) for metric, phase in PHASES.items()},
         "memory_peak_gib": {phase: max(_present(run.column(metric)), default=None) for metric, phase in PEAKS.items()},
+        "ledger": _ledger(run, window),
         "generate_score": {
             "seconds": mean(run.column(m.GENERATE_SCORE_S)[-window:]),
             "idle_frac": mean(run.column(m.GENERATE_SCORE_IDLE)[-window:]),
@@ -156,6 +164,30 @@ def build_summary(run: Run) -> dict[str, Any]:
         "versions": run.section("versions"),
         "extras": run.section("extras"),
     }
+
+
+def _ledger(run: Run, window: int) -> dict[str, Any]:
+    steps = [step[m.LEDGER_ROLES] for step in run.steps if isinstance(step.get(m.LEDGER_ROLES), dict)]
+    means = {"offload_s": m.OFFLOAD_S, "offload_bytes": m.OFFLOAD_BYTES, "wake_s": m.ENGINE_WAKE_S}
+    return {
+        "peak_gib": max(_present(run.column(m.LEDGER_PEAK)), default=None),
+        **{f"{role}_gib": max(_present([step.get(role) for step in steps]), default=None) for role in LEDGER},
+        **{name: mean(run.column(metric)[-window:]) for name, metric in means.items()},
+    }
+
+
+def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Rows of the report; none for runs without a ledger."""
+    if ledger is None or ledger["peak_gib"] is None:
+        return []
+    roles = ", ".join(f"{role} {w.plain(gib)}" for role in LEDGER if (gib := ledger[f"{role}_gib"]) is not None)
+    rows = [("Most that all roles had on devices at once, and each, GiB", f"{w.plain(ledger['peak_gib'])}; {roles}")]
+    if ledger["offload_s"] is not None:
+        figure = f"{w.exact_seconds(ledger['offload_s'])} ({w.plain((ledger['offload_bytes'] or 0) / 1024**2)} MiB)"
+        rows.append(("Roles to host memory and back, in each step", figure))
+    if ledger["wake_s"] is not None:
+        rows.append(("The engine asleep and awake again, in each step", w.exact_seconds(ledger["wake_s"])))
+    return rows
 
 
 def window_steps(steps: int) -> int:

@@ -12,7 +12,7 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.summary import STEP_S, mean, mean_acceptance_length, replay_pairs, speed_pairs, step_pairs
+from medusa_ppo.reports.summary import STEP_S, ledger_rows, mean, mean_acceptance_length, replay_pairs, speed_pairs, step_pairs
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
@@ -57,6 +57,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *_account_rows(companion),
         *_generate_score_rows(summary.get("generate_score")),
         *_memory_rows(summary.get("memory_peak_gib") or {}),
+        *ledger_rows(summary.get("ledger")),
         *_sync_rows(summary.get("actor_sync")),
     ]
 

@@ -140,9 +140,11 @@ def register() -> None:
 def activate() -> None:
     """Install, or say why not. UnsupportedVersionError."""
     # Imported here because it imports vLLM, which loads this module first.
+    from medusa_ppo.actors.vision import spare_torchvision
     from medusa_ppo.vllm_plugin.hooks import install
     from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 
+    spare_torchvision()
     install(MedusaProposer)
 
 

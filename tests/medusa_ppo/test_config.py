@@ -171,6 +171,23 @@ def test_options_of_the_update_that_contradict_each_other(pairs: list[str], word
         load_config(None, pairs)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        "actor.backend=megatron",
+        "engine.backend=server",
+        "engine.runner=v2",
+        "model.critic_path=some/folder",
+        "ppo.piece_prompts=2",
+        "report.keep_rollouts=1",
+    ],
+)
+def test_what_can_not_see_images_is_refused(other: str) -> None:
+    key = other.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"(?s)data.images=image, {key}=.*Set {key}=.*data.images=null"):
+        load_config(None, ["data.images=image", other])
+
+
 def test_cut_responses_is_a_word_or_a_number() -> None:
     assert [load_config(None, [f"ppo.cut_responses={value}"]).ppo.cut_responses for value in ("mask", "0.5", "null")] == ["mask", 0.5, None]
     with pytest.raises(ConfigError):

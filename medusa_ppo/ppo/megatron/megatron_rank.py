@@ -37,10 +37,10 @@ from medusa_ppo.actors.megatron_model import RankModel, start_parallel, stop_par
 from medusa_ppo.config import PPOConfig, RunConfig
 from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.meeting import Meeting, Place
-from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores
-from medusa_ppo.ppo.learner import ADAM_BETAS, ADAM_EPSILON, UpdateTotals, minibatches
+from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
+from medusa_ppo.ppo.learner import UpdateTotals
 from medusa_ppo.ppo.models import Support, TokenStats
-from medusa_ppo.ppo.shaping import GradientNorms, learning_rate_share, set_learning_rate
+from medusa_ppo.ppo.shaping import ADAM_BETAS, ADAM_EPSILON, GradientNorms, learning_rate_share, set_learning_rate
 from medusa_ppo.types import Rollouts, Sampling
 
 WEIGHTS = "weights"

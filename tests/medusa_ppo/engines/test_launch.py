@@ -53,6 +53,15 @@ def test_plan(model: Path, tmp_path: Path) -> None:
     assert "speculative_config" not in plain.engine_args
 
 
+def test_a_vision_language_model_gets_what_images_need(model: Path) -> None:
+    assert plan_launch(model, None, EngineConfig(), 0).engine_args["skip_tokenizer_init"]
+    text = {"hidden_size": 8, "vocab_size": 16, "eos_token_id": 3}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
+    plan = plan_launch(model, None, EngineConfig(), 0)
+    assert not plan.engine_args["skip_tokenizer_init"] and plan.engine_args["limit_mm_per_prompt"] == {"video": 0}
+    assert plan.vocab_size == 16 and plan.stop_ids == (5, 3)
+
+
 def test_a_large_vocabulary_is_drafted_from_in_part(model: Path, tmp_path: Path) -> None:
     size = 40_000
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": size, "eos_token_id": 3}))

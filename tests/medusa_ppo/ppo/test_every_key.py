@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from medusa_ppo.ppo.generation import PromptStream, RolloutFiles, SpeedPairs, sa
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.megatron import megatron_rank
 from medusa_ppo.ppo.models import Critic
+from medusa_ppo.ppo.placement import Turns
 from medusa_ppo.ppo.rewards import make_reward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint
@@ -74,6 +76,7 @@ ROWS: dict[str, Row] = {
     "data.split": ("train[:2]", "prompts", {}),
     "data.template": ("Q: {prompt}", "prompts", {}),
     "data.answer_column": ("solution", "prompts", {}),
+    "data.images": ("files", "prompts", {}),
     "data.max_prompt_tokens": (5, "prompts", {}),
     "data.eval_path": ("third.jsonl", "streams", EVALUATED),
     "data.eval_split": ("train[:2]", "streams", EVALUATED),
@@ -128,6 +131,8 @@ ROWS: dict[str, Row] = {
     "ppo.prompts_per_step": (8, "plan", {}),
     "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
     "ppo.piece_prompts": (1, "pieces", {}),
+    "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
+    "ppo.side_by_side": (True, "beside", {}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
@@ -157,6 +162,8 @@ ROWS: dict[str, Row] = {
     "ppo.cut_responses": ("mask", "updated", {}),
     "ppo.ptx_coefficient": (0.7, "updated", {"ppo": {"ptx_coefficient": 0.1}, "data": {"ptx_path": "other.txt"}}),
     "ppo.reward": ("long_responses:longer", "reward", {}),
+    "ppo.reward_processes": (2, "reward_processes", {}),
+    "ppo.reward_timeout_s": (0.01, "reward_processes", {"ppo": {"reward_processes": 1}}),
     "ppo.reward_template": ("{prompt}a{response}", "judged", {}),
     "ppo.step_separator": ("b", "judged", {}),
     "ppo.eval_every": (1, "evaluated", {}),
@@ -178,6 +185,15 @@ def longer(prompt, response, row):
 
 
 longer.correct_from = 2.0
+"""
+
+SLOW_REWARD = """
+import os, time
+
+
+def pid(prompt, response, row):
+    time.sleep(0.3)
+    return os.getpid()
 """
 
 
@@ -243,8 +259,9 @@ class Places:
         return settings.sequence_parallel
 
     def prompts(self, config: RunConfig) -> Any:
-        found = PromptStream.load(config.data, letters, seed=0)  # type: ignore[arg-type]
-        return [(prompt.text, prompt.row["answer"]) for prompt in found.prompts]
+        reader: Any = SimpleNamespace(prompts=lambda texts, images: [(len(files[0]),) for files in images])
+        found = PromptStream.load(config.data, letters, seed=0, reader=reader)  # type: ignore[arg-type]
+        return [(prompt.text, prompt.row["answer"], prompt.token_ids) for prompt in found.prompts]
 
     def sampling(self, config: RunConfig) -> Any:
         return sampling_of(config, 3)
@@ -298,6 +315,15 @@ class Places:
         learner.update(batch, scores, Sampling(), 0)
         return rows
 
+    def beside(self, config: RunConfig) -> Any:
+        """Which threads the reference's passes are in."""
+        actor, found = self._tiny_actor(), set[bool]()
+        learner = Learner(actor, Critic(actor), config.ppo)
+        here = threading.current_thread()
+        learner.reference.model.register_forward_hook(lambda *_: found.add(threading.current_thread() is here))
+        learner.score(PPOBatch(self._rollouts), torch.zeros(len(self._rollouts.responses)), Sampling())
+        return found
+
     def streams(self, config: RunConfig) -> Any:
         """What is evaluated on, and what is learned by heart."""
         session = session_file.RunSession(config, ProgressSink())
@@ -307,7 +333,10 @@ class Places:
         """What the loop asks a reward model."""
         source = make_reward(config.ppo.model_copy(update={"reward": "steps" if config.ppo.step_separator else "judge"}))
         one: Any = SimpleNamespace(
-            config=config, reward=source, tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: ["ab"[i[0] % 2] for i in ids])
+            config=config,
+            reward=source,
+            turns=Turns(),
+            tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: ["ab"[i[0] % 2] for i in ids]),
         )
         prompts: Any = [SimpleNamespace(text="a", row={})] * len(self._rollouts.prompts)
         return loop_file.PPOLoop._rewards(one, self._rollouts, prompts).tolist()
@@ -329,6 +358,7 @@ class Places:
         measured: list[int] = []
         learner: Any = SimpleNamespace(
             device="cpu",
+            turns=Turns(),
             begin_batch=lambda sampling: None,
             measure=lambda batch, *rest: (
                 measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
@@ -352,7 +382,7 @@ class Places:
     def written_ahead(self, config: RunConfig) -> Any:
         """How many steps' prompts the engine has been given when the first step is learned from."""
         asked: list[int] = []
-        learner: Any = SimpleNamespace(device="cpu", update=_enough)
+        learner: Any = SimpleNamespace(device="cpu", turns=Turns(), update=_enough)
         engine: Any = SimpleNamespace(policy_version=0, generate=lambda *_: asked.append(1) or self._rollouts)
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
@@ -380,12 +410,25 @@ class Places:
         scores_S = source.score(["1", "1"], ["#### 2", "a long response"], [{"answer": "2"}] * 2)
         return scores_S.tolist(), source.correct(scores_S).tolist()
 
+    def reward_processes(self, config: RunConfig) -> Any:
+        """In how many processes a slow function is called, and what of it comes in time."""
+        (self._folder / "slow_rewards.py").write_text(
+            "import os, time\n\n\ndef pid(*_):\n    time.sleep(0.3)\n    return float(os.getpid())\n"
+        )
+        source = make_reward(config.ppo.model_copy(update={"reward": "slow_rewards:pid"}))
+        try:
+            pids = source.score(["a"] * 4, ["b"] * 4, [{}] * 4).tolist()
+        finally:
+            source.close()
+        return len({pid for pid in pids if pid}), float(os.getpid()) in pids
+
     def loop(self, config: RunConfig) -> Any:
         saved: list[int] = []
         self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, config: saved.append(position.next_step))
         self._patch.setattr(loop_file.PPOLoop, "step", lambda self, step: {})
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(("prompts", "tokenizer", "learner", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            **dict.fromkeys(("prompts", "tokenizer", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            learner=SimpleNamespace(turns=Turns()),
             trackers=trackers.TrackerGroup(),
         )
         loop = loop_file.PPOLoop(config, parts, ProgressSink())
@@ -457,7 +500,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> 
     torch.manual_seed(1)
     save_heads(folder / "heads", MedusaHeads(HeadsConfig(32, 16, 4, "hydra")), lm_head_VD=tiny_actor().lm_head.weight.detach())
     for name, mark in (("rows", "a"), ("other", "b"), ("third", "c")):
-        rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1)} for n in (3, 5, 8)]
+        rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1), "files": "long_responses.py"} for n in (3, 5, 8)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.txt").write_text(f"one {mark}\ntwo {mark}\n")
     save_judge(folder / "judge")

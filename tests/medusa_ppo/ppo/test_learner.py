@@ -6,17 +6,20 @@ import contextlib
 import copy
 import dataclasses
 import math
+import threading
 
 import pytest
 import torch
 
-from heads.errors import RunError
+from heads.errors import ConfigError, RunError
 from medusa_ppo import metrics as names
-from medusa_ppo.config import PPOConfig
+from medusa_ppo.actors.hf import load_actor, load_tokenizer
+from medusa_ppo.actors.vision import FeatureStore, ImageReader, tower_of
+from medusa_ppo.config import PPOConfig, build_config
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic, masked_deviation
-from medusa_ppo.types import Sampling
+from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 FAST = {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2}
 
@@ -349,3 +352,72 @@ def test_a_value_clip_in_units_of_the_returns_follows_the_rewards_scale(tiny_act
         for unit in ("reward", "returns")
     ]
     assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_side_by_side_changes_no_bit(tiny_actor, make_rollouts, top_k: int):
+    batch, rewards, sampling, found = PPOBatch(make_rollouts(12)), torch.arange(12) / 4, Sampling(top_k=top_k), []
+    for beside in (False, True):
+        one = learner(tiny_actor(), side_by_side=beside, minibatch_size=4)
+        reports = []
+        for step in range(3):
+            scores, report = one.score(batch, rewards, sampling)
+            reports.append(report | one.update(batch, scores, sampling, step))
+        found.append((reports, weights(one.actor), weights(one.critic)))
+    assert found[0][0] == found[1][0] and all(torch.equal(*pair) for pair in zip(found[0][1:], found[1][1:], strict=True))
+
+
+def test_side_by_side_is_at_once(tiny_actor, make_rollouts):
+    """The actor's pass waits until the reference is in its own, and the critic's update until the actor is in its own."""
+    one = learner(tiny_actor(), side_by_side=True)
+    seen = {"reference": threading.Event(), "actor": threading.Event()}
+    one.reference.model.register_forward_hook(lambda *_: seen["reference"].set())
+    waits = one.actor.model.register_forward_hook(lambda *_: None if seen["reference"].wait(30) else pytest.fail("the reference waits"))
+    batch = PPOBatch(make_rollouts(8))
+    scores, _ = one.score(batch, torch.arange(8) / 4, Sampling())
+    waits.remove()
+    one.actor.model.register_forward_hook(lambda *_: seen["actor"].set())
+    one.critic.register_forward_hook(lambda *_: None if seen["actor"].wait(30) else pytest.fail("the critic waits for the actor"))
+    one.update(batch, scores, Sampling(), 0)
+
+
+@pytest.mark.parametrize("more", [{"actor": {"backend": "megatron"}}, {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}}])
+def test_side_by_side_is_refused_where_it_can_not_be(more: dict):
+    with pytest.raises(ConfigError, match=r"ppo\.side_by_side"):
+        build_config({**more, "ppo": {**more.get("ppo", {}), "side_by_side": True}})
+
+
+def test_actor_critic_and_reference_see_images_that_the_tower_computed_once(vision_actor, picture):
+    """Scoring and four epochs of updates; with the features of another image the old log-probs are others."""
+    actor = load_actor(vision_actor())
+    reader = ImageReader.load(vision_actor(), load_tokenizer(vision_actor()))
+    runs: list[int] = []
+    tower_of(actor).register_forward_hook(lambda *_: runs.append(1))
+    tower = {name: weight.clone() for name, weight in tower_of(actor).named_parameters()}
+
+    def rollouts(first: int) -> Rollouts:
+        images = [(picture(first, 60, 90),), (picture(1), picture(2)), (picture(1),), ()]
+        prompts = tuple(reader.prompts(["a", "b", "c", "d"], images))
+        answers = [(65 + i, reader.image_id, 66, 67)[: 2 + i % 3] for i in range(8)]  # One writes the image's token itself.
+        responses = tuple(Response(i // 2, ids, (-1.0,) * len(ids), "stop") for i, ids in enumerate(answers))
+        return Rollouts(prompts, responses, Counters(), 1.0, Sampling())
+
+    one = Learner(
+        actor, Critic(actor), PPOConfig(**FAST, epochs=4, minibatch_size=4, micro_batch_size=2), features=FeatureStore(actor, reader)
+    )
+    assert tower_of(one.reference) is not tower_of(one.actor) and not list(tower_of(one.reference).parameters())
+    batch, rewards_S = PPOBatch(rollouts(0)), torch.arange(8.0)
+
+    scores, _ = one.score(batch, rewards_S, Sampling())
+    before = weights(one.actor), weights(one.critic)
+    report = one.update(batch, scores, Sampling(), 0)
+
+    assert len(runs) == 3 == report[names.IMAGES] == report[names.TOWER_RUNS]
+    assert not torch.equal(before[0], weights(one.actor)) and not torch.equal(before[1], weights(one.critic))
+    assert all(torch.equal(tower[name], weight) for name, weight in tower_of(one.actor).named_parameters()), "frozen"
+    blind = Learner(load_actor(vision_actor()), None, PPOConfig(advantages="rloo"), features=one.features)
+    other, _ = blind.score(PPOBatch(rollouts(7)), rewards_S, Sampling())
+    changed_S = (other.logprobs_SR - scores.logprobs_SR).abs().amax(dim=1) > 1e-4
+    assert changed_S.tolist() == [True] * 2 + [False] * 6, "only answers to the prompt with the other image"
+    one.save_actor(folder := vision_actor().parent / "saved")
+    assert ImageReader.load(folder, reader._tokenizer).count(picture(0, 60, 90)) == reader.count(picture(0, 60, 90))

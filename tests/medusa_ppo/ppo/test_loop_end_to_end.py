@@ -30,6 +30,13 @@ def even(prompt, response, row):
 """
 
 
+WAYS = {
+    "pieces": {"ppo": {"piece_prompts": 2}},
+    "ahead": {"ppo": {"staleness": 2, "importance_bound": 2.0}},
+    "shared": {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}},
+}
+
+
 def settings(actor: Path, out: Path, steps: int, compare_pairs: int | None = None) -> RunConfig:
     return build_config(
         {
@@ -111,6 +118,39 @@ def test_a_run_from_nothing_to_the_report_and_on(chain_actor: Path, tmp_path: Pa
     check_nothing_left(before, children)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_through_a_step_on_a_real_engine(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str):
+    """Four steps, heads and companion included; what each way promises of its engine."""
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    before, children = leftovers(), set(psutil.Process().children(recursive=True))
+    values = settings(chain_actor, tmp_path, steps=4).model_dump(mode="json") | {"report": {}}
+    for section, more in WAYS[way].items():
+        values[section] |= more
+    config = build_config(values)
+
+    run_ppo(config)
+
+    steps = read_run(config.run_dir).steps
+    assert [s[names.STEP] for s in steps] == list(range(4)) and all(s[names.DRAFTS] > 0 for s in steps)
+    assert steps[-1][names.HEADS_VERSION] >= 1, "heads trained in the run were swapped in"
+    lags = [s[names.POLICY_LAG] for s in steps]
+    if way == "ahead":
+        assert max(lags) in (1, 2), lags
+        assert max(s[names.LOGPROB_GAP] for s in steps if not s[names.POLICY_LAG]) < 1e-3
+    else:
+        assert lags == [0] * 4 and max(s[names.LOGPROB_GAP] for s in steps) < 1e-3
+    if way == "pieces":
+        assert all(len(s[names.SPANS]["actor"]) == 4 for s in steps)
+    roles = steps[-1][names.LEDGER_ROLES]
+    assert set(roles) == {"engine", "actor", "reference", "critic"}
+    at_once = max(roles.values()) if way == "shared" else roles["engine"] + roles["actor"] + roles["reference"]
+    assert steps[-1][names.LEDGER_PEAK] == pytest.approx(at_once) if way == "shared" else steps[-1][names.LEDGER_PEAK] > at_once
+    check_results(config, chain_actor)
+    check_nothing_left(before, children)
+
+
 def check_results(config: RunConfig, start: Path) -> None:
     trained, first = (AutoModelForCausalLM.from_pretrained(path) for path in (config.run_dir / "actor", start))
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
@@ -125,6 +165,30 @@ def check_nothing_left(before: set[str], children: set[psutil.Process]) -> None:
     assert leftovers() <= before
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - children, timeout=20)
     assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+def test_a_vision_language_actor_runs_the_whole_loop_with_heads(vision_actor, picture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM computes its own features, the trainer those of each image once; their log-probs agree, and heads learn and are swapped."""
+    (tmp_path / "even_reward.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture(number, 60, 60 + 30 * number))
+    rows = [{"prompt": f"{n}?", "answer": "", "image": [f"{n % 4}.png", "0.png"][: 1 + n % 2]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = vision_actor()
+    config = settings(folder, tmp_path, steps=4)
+    data = config.data.model_copy(update={"path": "rows.jsonl", "split": "train", "images": "image"})
+    ppo = config.ppo.model_copy(update={"checkpoint_every": None})
+    config = config.model_copy(update={"data": data, "ppo": ppo, "report": config.report.model_copy(update={"speed_every": None})})
+
+    summary = run_ppo(config)
+
+    steps = read_run(config.run_dir).steps
+    assert summary["status"] == "finished" and len(steps) == 4
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "engine and trainer see the same images, after each sync"
+    assert sum(s[names.TOWER_RUNS] for s in steps) == 4 and min(s[names.IMAGES] for s in steps) >= 1, "each image once in the whole run"
+    assert steps[-1][names.HEADS_VERSION] >= 1 and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    assert (config.run_dir / "actor" / "preprocessor_config.json").is_file()
 
 
 RUN = """

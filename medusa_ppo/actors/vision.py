@@ -1,0 +1,379 @@
+"""Images for a vision-language actor: prompts with their image tokens, and the frozen tower's features, computed once an image.
+
+The tower is the actor's own, and PPO leaves it frozen: its features of an image never change, so actor, critic and reference all read
+those that were computed once (`FeatureStore`), and only the actor has a tower. The engine is another program and computes its own.
+
+Shape letters: B rows, T tokens, I images, N features of an image (as many as it has tokens), D hidden, L further levels of features that
+some families add to their first layers, X = D times (1 + L).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import transformers
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.processing_utils import ProcessorMixin
+
+from heads.errors import DataError, ModelError, RunError
+from medusa_ppo import metrics as names
+from medusa_ppo.actors.hf import actor_config
+from medusa_ppo.config import VISION_FAMILIES
+from medusa_ppo.types import ImagePrompt
+
+TORCHVISION_MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+PILLOW_MODULE = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+FEATURES_KEY = "mm_encoder_outputs"
+"""What transformers calls features that a forward pass is given in the place of pixels."""
+FEATURE_BYTES = 2 * 1024**3
+"""Features that are kept on the host, in bytes; beyond them those of the image that was asked for longest ago are forgotten."""
+
+
+class Features(NamedTuple):
+    """Of one image, on the host. `rows_NX` float; `grid_3` int64: patches in time, height and width."""
+
+    rows_NX: Tensor
+    grid_3: Tensor
+
+
+def tower_of(model: Any) -> Any:
+    """The vision tower of a transformers model of the families that are known here; None where there is none."""
+    known = isinstance(model, PreTrainedModel) and model.config.model_type in VISION_FAMILIES
+    return getattr(model.base_model, "visual", None) if known else None
+
+
+def copy_without_tower(model: PreTrainedModel, part: nn.Module) -> Any:
+    """A deep copy of the model, or of a part of it. It gets features, and so has no tower of its own."""
+    tower = tower_of(model)
+    return copy.deepcopy(part, {} if tower is None else {id(tower): nn.Identity()})
+
+
+class _ImageProcessor:
+    """Stands where a processor has its part for videos, for whoever asks that one for sizes (vLLM, of Qwen3-VL)."""
+
+    def __get__(self, processor: Any, kind: type) -> Any:
+        return self if processor is None else processor.image_processor
+
+
+@functools.cache
+def spare_torchvision() -> None:
+    """Let a processor of transformers that reads videos too be loaded for images alone where torchvision is missing.
+
+    transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision. vLLM
+    0.32 imports a function of the other kind's module; Pillow's has it too.
+    """
+    if importlib.util.find_spec("torchvision") is None and hasattr(ProcessorMixin, "get_attributes"):
+        mixin, attributes = cast(Any, ProcessorMixin), ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
+        mixin.get_attributes = classmethod(lambda cls: [name for name in attributes(cls) if name != "video_processor"])
+        mixin.video_processor = _ImageProcessor()
+        stand_in: Any = ModuleType(TORCHVISION_MODULE)
+        stand_in.__getattr__ = lambda name: getattr(importlib.import_module(PILLOW_MODULE), name)
+        sys.modules.setdefault(TORCHVISION_MODULE, stand_in)
+
+
+def open_image(content: bytes) -> Image.Image:
+    """A whole image in RGB, as Pillow reads it. Raises whatever Pillow does."""
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+class ImageReader:
+    """How an actor reads images: its chat template says where they stand in a prompt, its image processor what of them the tower sees."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, processor: Any, image_id: int) -> None:
+        """
+        Args:
+            processor: an image processor of the Qwen-VL kind.
+            image_id: the token that stands for a feature.
+        """
+        self._tokenizer, self._processor, self.image_id = tokenizer, processor, image_id
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> ImageReader:
+        """Raises ModelError: a model without a vision tower that is known here, or without an image processor."""
+        name, config = os.fspath(path), actor_config(path)
+        if config.model_type not in VISION_FAMILIES:
+            raise ModelError(
+                "The actor has no vision tower that is known here.",
+                given=f"{name} (model_type {config.model_type})",
+                expected=", ".join(VISION_FAMILIES),
+                do="Set data.images=null, or choose such an actor.",
+            )
+        try:
+            processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:  # OSError, ValueError, ImportError, KeyError, ...: one sentence for all
+            reason = (str(error).strip().splitlines() or ["no message"])[0]
+            raise ModelError(
+                "The actor's image processor can't be loaded.",
+                given=f"{name} ({type(error).__name__}: {reason:.200})",
+                expected="preprocessor_config.json beside the model",
+                do="Copy it from the model that the actor was made of.",
+            ) from error
+        return cls(tokenizer, processor, int(config.image_token_id))
+
+    def prompts(self, texts: Sequence[str], images: Sequence[tuple[bytes, ...]]) -> list[tuple[int, ...]]:
+        """One prompt for each row. Raises DataError: an image can't be read, or the template does not place the row's images."""
+        return [self._prompt(row, text, files) for row, (text, files) in enumerate(zip(texts, images, strict=True))]
+
+    def _prompt(self, row: int, text: str, images: tuple[bytes, ...]) -> tuple[int, ...]:
+        short = tuple(self._tokenizer(self._rendered(text, len(images)), add_special_tokens=False)["input_ids"])
+        if short.count(self.image_id) != len(images):
+            raise DataError(
+                "The prompt does not hold the row's images.",
+                given=f"row {row}: {short.count(self.image_id)} places, {len(images)} images",
+                expected="as many places as images",
+                do=f"Correct the row, the model's chat template, or {self.image_token} in data.template.",
+            )
+        if not images:
+            return short
+        counts = iter([self.count(image, row) for image in images])
+        ids = [i for token in short for i in [token] * (next(counts) if token == self.image_id else 1)]
+        return ImagePrompt(ids, images, short)
+
+    def _rendered(self, text: str, images: int) -> str:
+        """As a user's message behind its images; a text that has places for images already is left as it is."""
+        if self.image_token in text:
+            return text
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
+        messages: Any = [{"role": "user", "content": content}]
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # No template, or whatever jinja raises.
+            raise DataError(
+                "The actor's chat template can't be used.",
+                given=f"{type(error).__name__}: {str(error)[:200]}",
+                expected="a template that takes a list of images and texts",
+                do=f"Add the model's chat_template.jinja, or write {self.image_token} into data.template.",
+            ) from error
+
+    @property
+    def image_token(self) -> str:
+        """The text of the image token."""
+        return str(self._tokenizer.convert_ids_to_tokens(self.image_id))
+
+    def count(self, image: bytes, row: int | None = None) -> int:
+        """How many features the image has. DataError when it can't be read."""
+        try:
+            width, height = open_image(image).size
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, its own; the processor ValueError for a ribbon
+            raise DataError(
+                "An image can't be read.",
+                given=f"row {row}: {len(image)} bytes ({type(error).__name__}: {str(error)[:200]})",
+                expected="a whole image that Pillow reads, not more than 200 times as long as wide",
+                do="Replace it, or remove the row.",
+            ) from error
+        return int(patches) // self._processor.merge_size**2
+
+    def pixels(self, image: bytes) -> tuple[Tensor, Tensor]:
+        """What the tower reads of an image: its patches, and grid_I3 of this one."""
+        found = self._processor(images=[open_image(image)], return_tensors="pt")
+        return found["pixel_values"], found["image_grid_thw"]
+
+    def save(self, folder: Path) -> None:
+        """Write the image processor beside a model."""
+        self._processor.save_pretrained(folder)
+
+
+def features_of(actor: PreTrainedModel, reader: ImageReader, image: bytes) -> Features:
+    """One run of the tower, on one image: what comes out does not depend on which images are computed together."""
+    pixels, grid_I3 = reader.pixels(image)
+    device = next(tower_of(actor).parameters()).device
+    model: Any = actor
+    with torch.no_grad():
+        found = model.get_image_features(pixels.to(device), grid_I3.to(device), return_dict=True)
+    levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+    return Features(torch.cat([level[0] for level in levels], dim=1).cpu(), grid_I3[0])
+
+
+def spread(images: Sequence[bytes], sizes: Sequence[int], compute: Callable[[bytes], Features], group: dist.ProcessGroup) -> list[Features]:
+    """The features of all images on every rank of a group, each image computed by one of them: data parallel, whatever the ranks share
+    otherwise. All ranks call it with the same images; each next largest image goes to whoever has least to do.
+
+    Args:
+        sizes: features of each image.
+
+    Raises:
+        RunError: another rank failed; on that rank its own error.
+    """
+    rank, load, mine = dist.get_rank(group), [0] * dist.get_world_size(group), list[int]()
+    for place in sorted(range(len(images)), key=lambda i: -sizes[i]):
+        owner = load.index(min(load))
+        load[owner] += sizes[place]
+        if owner == rank:
+            mine.append(place)
+    own, failure = dict[int, Features](), None
+    try:
+        own = {place: compute(images[place]) for place in mine}
+    except Exception as error:  # Raised below, when the others know of it.
+        failure = error
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    width_failed = torch.tensor([max((part.rows_NX.shape[1] for part in own.values()), default=0), int(failure is not None)], device=device)
+    dist.all_reduce(width_failed, dist.ReduceOp.MAX, group=group)
+    width, failed = width_failed.tolist()
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RunError("The vision tower failed on another rank.", given=f"rank {rank} waits", expected="features", do="Read its message.")
+    rows_NX, grids_I3 = torch.zeros((sum(sizes), width), device=device), torch.zeros((len(images), 3), dtype=torch.int64, device=device)
+    parts_NX = rows_NX.split(list(sizes))
+    for place, part in own.items():
+        parts_NX[place].copy_(part.rows_NX)
+        grids_I3[place] = part.grid_3.to(device)
+    for shared in (rows_NX, grids_I3):  # Only one rank has more than zeros of an image: the sum is exact.
+        dist.all_reduce(shared, group=group)
+    return [Features(part_NX.cpu().clone(), grid_3.cpu()) for part_NX, grid_3 in zip(parts_NX, grids_I3, strict=True)]
+
+
+class FeatureStore:
+    """Features of the images that were seen last; each is computed once, in a thread of its own, before or when it is first asked for.
+
+    Attributes:
+        reader: what reads the images.
+    """
+
+    def __init__(
+        self, actor: PreTrainedModel, reader: ImageReader, *, most_bytes: int = FEATURE_BYTES, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """
+        Args:
+            actor: the model with the tower.
+            most_bytes: budget of what is kept. Where it is smaller than a step's images they are computed more than once, and counted.
+            group: ranks that share the tower's work, each with a store that is asked for the same images in the same order; None: none.
+
+        Raises:
+            ModelError: the model takes no features in the place of pixels.
+        """
+        if FEATURES_KEY not in inspect.signature(actor.forward).parameters:
+            raise ModelError(
+                "The actor can't be given features of images.",
+                given=f"{type(actor).__name__}, transformers {transformers.__version__}",
+                expected=f"a vision-language model whose forward pass takes {FEATURES_KEY}",
+                do="Set data.images=null, choose such an actor, or install transformers 5.19.",
+            )
+        self.reader = reader
+        self._actor, self._most_bytes, self._group = actor, most_bytes, group
+        # torch's number of threads is one of each thread's own.
+        self._thread = ThreadPoolExecutor(1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),))
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._asked: set[bytes] = set()
+        self._runs, self._seconds, self._told = 0, 0.0, (0, 0.0)
+
+    def prefetch(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Begin with the images of these prompts. What fails will fail again, and be raised, when they are asked for."""
+        self._thread.submit(self._fill, by_content(images_of(prompts)))
+
+    def look(self, prompts: Sequence[Sequence[int]], input_ids_BT: Tensor) -> Seen | None:
+        """What a model is given beside the token ids of these rows, each of which begins with its prompt; None without images."""
+        images = images_of(prompts)
+        if not images:
+            return None
+        different = by_content(images)
+        found = self._thread.submit(self._fill, different).result()
+        self._asked.update(found)
+        keys = {image: key for key, image in different.items()}
+        features = [found[keys[image]] for image in images]
+        prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
+        token_BT, columns_T = input_ids_BT == self.reader.image_id, torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        other_id = 0 if self.reader.image_id else 1
+        return Seen(features, token_BT & (columns_T < prompt_B1), token_BT & (columns_T >= prompt_B1), other_id)
+
+    def figures(self) -> dict[str, float]:
+        """Different images that were looked at since the last call, and runs and seconds of the tower, which may be ahead of them."""
+        (runs, seconds), now = self._told, (self._runs, self._seconds)
+        found = {names.IMAGES: len(self._asked), names.TOWER_RUNS: now[0] - runs, names.TOWER_S: now[1] - seconds}
+        self._asked, self._told = set(), now
+        return found
+
+    def _fill(self, images: dict[bytes, bytes]) -> dict[bytes, Features]:
+        """In the store's thread: the features of these images, by content, those that are missing computed and kept."""
+        found = {key: self._kept.pop(key) for key in images if key in self._kept}
+        missing = {key: image for key, image in images.items() if key not in found}
+        began = time.perf_counter()
+        try:
+            found |= zip(missing, self._compute(list(missing.values())), strict=True)
+        finally:
+            self._kept |= found  # Asked for last, so forgotten last.
+        self._seconds += time.perf_counter() - began
+        self._runs += len(missing)
+        while len(self._kept) > 1 and sum(part.rows_NX.nbytes for part in self._kept.values()) > self._most_bytes:
+            self._kept.popitem(last=False)
+        return found
+
+    def _compute(self, images: Sequence[bytes]) -> Iterable[Features]:
+        compute = functools.partial(features_of, self._actor, self.reader)
+        if self._group is None:
+            return map(compute, images)
+        return spread(images, [self.reader.count(image) for image in images], compute, self._group)
+
+
+def images_of(prompts: Iterable[Sequence[int]]) -> list[bytes]:
+    """The images of prompts, one after the other."""
+    return [image for prompt in prompts if isinstance(prompt, ImagePrompt) for image in prompt.images]
+
+
+def by_content(images: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Different images under a hash of each."""
+    return {hashlib.sha256(image).digest(): image for image in images}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Features of the images of a micro batch, and where they belong.
+
+    Attributes:
+        features: of each image, row after row.
+        placed_BT: bool, a feature's place.
+        written_BT: bool, the actor has written the image token itself, as a word like any other: no feature belongs there.
+        other_id: any other token.
+    """
+
+    features: list[Features]
+    placed_BT: Tensor
+    written_BT: Tensor
+    other_id: int
+
+    def arguments(self, embedding_VD: Tensor) -> dict[str, Any]:
+        """What the forward pass of a model with these token embeddings takes in the place of pixels."""
+        rows = [part.rows_NX.to(embedding_VD.device, embedding_VD.dtype) for part in self.features]
+        levels = list(zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True))
+        found = SimpleNamespace(pooler_output=levels[0], deepstack_features=levels[1:])
+        grids_I3 = torch.stack([part.grid_3 for part in self.features]).to(embedding_VD.device)
+        return {FEATURES_KEY: {"image": found}, "image_grid_thw": grids_I3, "mm_token_type_ids": self.placed_BT.int()}
+
+
+def forward(model: Any, input_ids_BT: Tensor, seen: Seen | None, **more: Any) -> Any:
+    """A model's pass over token ids, and over the images beside them.
+
+    transformers takes every image token for the place of a feature. One that the actor has written is hidden from it under another id, and
+    has its own embedding all the same.
+    """
+    if seen is None:
+        return model(input_ids=input_ids_BT, use_cache=False, **more)
+    table = model.get_input_embeddings()
+    hidden_BT = input_ids_BT.masked_fill(seen.written_BT, seen.other_id)
+    handle = table.register_forward_pre_hook(lambda module, given: (input_ids_BT,)) if bool(seen.written_BT.any()) else None
+    try:
+        return model(input_ids=hidden_BT, use_cache=False, **seen.arguments(table.weight), **more)
+    finally:
+        if handle is not None:
+            handle.remove()

@@ -1,0 +1,286 @@
+"""Who has memory on the devices: a ledger that all roles report to, and roles that take turns on one set of devices.
+
+    ppo.placement=separate    every role keeps its memory
+    ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
+                              the engine sleeps while others compute, they wait in host memory while it writes
+
+A role that leaves is copied into host buffers of its own (what nobody changed since the last time is there already), and its tensors become
+empty: whoever uses them fails, and the device has the memory back. A role that comes takes over the tensors of the one that leaves
+where shapes agree, so the reference stands in the actor's place and the reward model in the critic's, and nothing is allocated for it.
+
+The ledger counts weights, gradients, AdamW's moments, and an engine's weights, keys and values; not what passes keep for themselves. Where
+there is no GPU the "device" is what the ledger counts, and tensors really move between buffers of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from heads.errors import ConfigError
+from medusa_ppo import metrics as names
+
+ENGINE, ACTOR, REFERENCE, CRITIC, REWARD = "engine", "actor", "reference", "critic", "reward"
+UNFREED = "left, held elsewhere"
+"""What roles gave up and somebody still holds; nothing, unless there is a fault."""
+GIB = 2**30
+TRAINED_COPIES = 4  # Weights, gradients and two moments.
+MOMENT = "/"
+
+
+class Ledger:
+    """Bytes on the devices now and at most, by role. Any thread may report."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self.peak = 0
+        self._lock = threading.Lock()
+
+    def report(self, role: str, count: int) -> None:
+        """The role has so many bytes now."""
+        with self._lock:
+            self.now[role] = count
+            self.most[role] = max(count, self.most.get(role, 0))
+            self.peak = max(self.peak, sum(self.now.values()))
+
+    def take(self) -> dict[str, Any]:
+        """The most of all together, and of each, since the last time."""
+        with self._lock:
+            found = {names.LEDGER_PEAK: self.peak / GIB, names.LEDGER_ROLES: {role: most / GIB for role, most in self.most.items() if most}}
+            self.peak, self.most = sum(self.now.values()), dict(self.now)
+        return found
+
+
+class Spare:
+    """Tensors of the device that roles have left, as far as the one that comes can use them.
+
+    Attributes:
+        freed: of each that it can't use, how to see whether it is gone, and its bytes.
+    """
+
+    def __init__(self, wanted: Iterable[Tensor]) -> None:
+        self._wanted = Counter((tensor.shape, tensor.dtype) for tensor in wanted)
+        self._kept: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.freed: list[tuple[StorageWeakRef, int]] = []
+
+    def give(self, tensor: Tensor) -> None:
+        kind = tensor.shape, tensor.dtype
+        if self._wanted[kind]:
+            self._wanted[kind] -= 1
+            self._kept.setdefault(kind, []).append(tensor)
+        else:
+            self.freed.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+
+    def take(self, like: Tensor, device: torch.device) -> Tensor:
+        """One of this shape; a new one where none was left."""
+        kept = self._kept.get((like.shape, like.dtype))
+        return kept.pop() if kept else torch.empty_like(like, device=device, pin_memory=False)
+
+
+class Resident:
+    """A role's weights, and its optimizer's moments: on the device, or in host buffers."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._device = next(module.parameters()).device
+        self._host: dict[str, Tensor] = {}
+        self._away: set[str] = set()
+        self.changed = True  # Since it left last.
+
+    @property
+    def here(self) -> bool:
+        """Something of it is on the device."""
+        return len(self._away) < len(self._slots())
+
+    def _slots(self) -> dict[str, Tensor]:
+        """Its tensors by name: weights, and moments as `weight/moment`."""
+        own, state = dict(self._module.named_parameters()), self._optimizer.state if self._optimizer else {}
+        moments = {name + MOMENT + key: value for name in own for key, value in state.get(own[name], {}).items() if value.dim()}
+        return {**own, **moments}
+
+    def leave(self, spare: Spare) -> int:
+        """To the host, all of it. Gives the bytes that had to be copied."""
+        moved = 0
+        for name, tensor in self._slots().items():
+            if name in self._away:
+                continue
+            here = tensor.data
+            if self.changed or name not in self._host:
+                if name not in self._host:
+                    self._host[name] = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
+                self._host[name].copy_(here)
+                moved += here.nbytes
+            tensor.data = here.new_empty(0)
+            self._away.add(name)
+            spare.give(here)
+        self.changed = False
+        return moved
+
+    def lacks(self, training: bool) -> dict[str, Tensor]:
+        """What would come, as it waits on the host; moments only for training."""
+        return {name: self._host[name] for name in self._slots() if name in self._away and (training or MOMENT not in name)}
+
+    def come(self, spare: Spare, training: bool) -> int:
+        """To the device. Gives the bytes that were copied."""
+        slots, lacking = self._slots(), self.lacks(training)
+        for name, host in lacking.items():
+            slots[name].data = spare.take(host, self._device).copy_(host)
+            self._away.remove(name)
+        return sum(host.nbytes for host in lacking.values())
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """In the block what waits on the host can be read there."""
+        waiting = {name: tensor for name, tensor in self._slots().items() if name in self._away}
+        for name, tensor in waiting.items():
+            tensor.data = self._host[name]
+        try:
+            yield
+        finally:
+            for tensor in waiting.values():
+                tensor.data = tensor.new_empty(0, device=self._device)
+
+    def nbytes(self) -> int:
+        """On the device now, with gradients."""
+        tensors = [tensor for name, tensor in self._slots().items() if name not in self._away]
+        tensors += [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for tensor in tensors for storage in [tensor.untyped_storage()]}.values())
+
+    def full_bytes(self) -> int:
+        """On the device at most."""
+        weights = sum(parameter.nbytes for parameter in self._module.parameters())
+        return weights * (TRAINED_COPIES if self._optimizer else 1)
+
+
+class Turns:
+    """The roles of a run and their ledger; with `shared` they take turns."""
+
+    def __init__(self, shared: bool = False) -> None:
+        self.shared, self.ledger = shared, Ledger()
+        self._engine_bytes = 0
+        self._roles: dict[str, Resident] = {}
+        self._left: list[tuple[StorageWeakRef, int]] = []
+        self._moved, self._move_s, self._wake_s = 0, 0.0, 0.0
+
+    def add(self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """A role of this process; its tensors are on the device. `optimizer`: of a role that learns."""
+        self._roles[role] = Resident(module, optimizer)
+        self.report(role)
+
+    def engine_started(self, count: int) -> None:
+        """There is an engine, of so many bytes while it is awake."""
+        self._engine_bytes = count
+        self.ledger.report(ENGINE, count)
+
+    def report(self, role: str) -> None:
+        """Let the ledger see what the role has now; the learner asks for it where gradients are there."""
+        if role in self._roles:
+            self.ledger.report(role, self._roles[role].nbytes())
+
+    @contextlib.contextmanager
+    def on(self, role: str, *, training: bool = False) -> Iterator[None]:
+        """The role computes in this block; if roles take turns the others have left, and it stays until another one comes."""
+        if self.shared and role in self._roles:
+            self._move(role, training)
+            self._roles[role].changed |= training
+        self.report(role)
+        yield
+        self.report(role)
+
+    @contextlib.contextmanager
+    def aside(self, *roles: str) -> Iterator[None]:
+        """In this block the roles are read and nobody computes: if roles take turns nothing is on the device, these are read elsewhere."""
+        self.clear()
+        with contextlib.ExitStack() as stack:
+            for role in roles:
+                if role in self._roles:
+                    stack.enter_context(self._roles[role].read())
+            yield
+
+    def clear(self) -> None:
+        """Everyone leaves, if roles take turns."""
+        if self.shared and any(resident.here for resident in self._roles.values()):
+            self._move(None)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # The engine is another process.
+
+    def sleep(self, engine: Any, level: int | None) -> None:
+        """Let the engine sleep, where a level says so."""
+        if level:
+            began = time.perf_counter()
+            engine.sleep(level)
+            self._wake_s += time.perf_counter() - began
+            self.ledger.report(ENGINE, 0)
+
+    def wake(self, engine: Any, level: int | None) -> None:
+        """Wake the engine where `sleep` let it sleep."""
+        if level:
+            began = time.perf_counter()
+            engine.wake()
+            self._wake_s += time.perf_counter() - began
+            self.ledger.report(ENGINE, self._engine_bytes)
+
+    def take(self) -> dict[str, Any]:
+        """The step's figures; none where the actor is not in this process."""
+        if ACTOR not in self._roles:
+            return {}
+        found = self.ledger.take() | ({names.ENGINE_WAKE_S: self._wake_s} if self._wake_s else {})
+        if self.shared:
+            found |= {names.OFFLOAD_S: self._move_s, names.OFFLOAD_BYTES: self._moved}
+        self._moved, self._move_s, self._wake_s = 0, 0.0, 0.0
+        return found
+
+    def free_memory(self) -> int:
+        """Room for all roles on a machine without a GPU, what they have already included. Host memory is the device: copies that wait take
+        room of the same kind."""
+        full = [resident.full_bytes() for resident in self._roles.values()]
+        return psutil.virtual_memory().available + sum(self.ledger.now.values()) - (sum(full) if self.shared else 0)
+
+    def check_room(self, room: int, engine: int = 0) -> None:
+        """ConfigError when the roles don't fit.
+
+        Args:
+            room: bytes that all of them can have.
+            engine: of these, what an engine on the same device keeps.
+        """
+        full = {role: resident.full_bytes() for role, resident in self._roles.items()}
+        need = max(full.values()) if self.shared else sum(full.values()) + engine
+        if need <= room:
+            return
+        parts = ", ".join(f"{role} {count / GIB:.2f}" for role, count in {**full, **({ENGINE: engine} if engine else {})}.items())
+        do = "Set ppo.placement=shared (with engine.sleep_level=1), or cut the actor over ranks: actor.backend=megatron."
+        if self.shared:
+            do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
+        raise ConfigError(
+            "The roles don't fit the device.",
+            given=f"ppo.placement={'shared' if self.shared else 'separate'}: {parts} GiB, {need / GIB:.2f} at once",
+            expected=f"at most {room / GIB:.2f} GiB, and room for what passes keep",
+            do=do,
+        )
+
+    def _move(self, coming: str | None, training: bool = False) -> None:
+        """All others leave the device, and this one comes."""
+        began = time.perf_counter()
+        spare = Spare(self._roles[coming].lacks(training).values() if coming is not None else ())
+        for role, resident in self._roles.items():
+            if role != coming and resident.here:
+                self._moved += resident.leave(spare)
+                self.report(role)
+        if coming is not None:
+            self._moved += self._roles[coming].come(spare, training)
+        self._left = [(storage, count) for storage, count in [*self._left, *spare.freed] if not storage.expired()]
+        if self._left or UNFREED in self.ledger.now:
+            self.ledger.report(UNFREED, sum(count for _, count in self._left))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._move_s += time.perf_counter() - began

@@ -1,0 +1,205 @@
+"""Reward functions: finding one by its name, and calling it in processes of its own, with a time limit for each response (no torch).
+
+A function that hangs can't be stopped in the process that called it. Here it runs in another one, which is ended and replaced when its time
+is over; the others go on. Each process has one response at a time, so who is slow keeps nobody waiting but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from heads.errors import ConfigError, MedusaError, RunError
+
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+Sample = tuple[str, str, dict[str, Any]]
+START_S = 120.0
+"""A process that imports the function for longer counts as hanging."""
+READY = "ready"
+
+
+class Outcome(NamedTuple):
+    """What became of a call: its value (a number, or several), or what it raised (an error of ours, or a name and a text), or neither: its
+    time was over."""
+
+    value: float | list[float] = 0.0
+    error: MedusaError | tuple[str, str] | None = None
+    late: bool = False
+
+    def take(self) -> float | list[float]:
+        """The value, as if the function had been called here."""
+        if isinstance(self.error, MedusaError):
+            raise self.error
+        if self.error is not None:
+            name, text = self.error
+            raise type(name, (Exception,), {})(text)
+        return self.value
+
+
+class Worker:
+    """A process that calls the function."""
+
+    def __init__(self, name: str) -> None:
+        context = multiprocessing.get_context("spawn")  # A fork would take over the loop's threads and devices.
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, theirs), daemon=True, name="medusa-ppo-reward")
+        self.process.start()
+        theirs.close()
+        self.ready, self.place, self.until = False, -1, time.monotonic() + START_S
+
+    def give(self, place: int, sample: Sample, timeout_s: float | None) -> None:
+        self.place, self.until = place, float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        self.pipe.send(sample)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class RewardPool:
+    """Processes that call a reward function. They start with the first question; a context manager is not needed: call `close`."""
+
+    def __init__(self, name: str, processes: int, timeout_s: float | None = None) -> None:
+        """
+        Args:
+            name: `module:function`.
+            timeout_s: for each call; None: any.
+        """
+        self._name, self._count, self._timeout_s = name, processes, timeout_s
+        self._workers: list[Worker] = []
+
+    def start(self) -> None:
+        """Start what is not there, or no more; nobody waits for it."""
+        for worker in [worker for worker in self._workers if not worker.process.is_alive()]:
+            self._workers.remove(worker)
+            worker.end()
+        self._workers += [Worker(self._name) for _ in range(self._count - len(self._workers))]
+
+    def ask(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """The function's answers, in order. RunError when its processes don't start."""
+        self.start()
+        waiting, found = deque(range(len(samples))), dict[int, Outcome]()
+        while len(found) < len(samples):
+            for worker in self._workers:
+                if worker.ready and worker.place < 0 and waiting:
+                    worker.give(place := waiting.popleft(), samples[place], self._timeout_s)
+            busy = [worker for worker in self._workers if worker.place >= 0 or not worker.ready]
+            until = min(worker.until for worker in busy)
+            heard = wait([worker.pipe for worker in busy], None if until == float("inf") else max(0.0, until - time.monotonic()))
+            for worker in busy:
+                if worker.pipe in heard:
+                    self._hear(worker, found)
+                elif time.monotonic() >= worker.until:
+                    self._replace(worker, Outcome(late=True), found)
+        return [found[place] for place in range(len(samples))]
+
+    def _hear(self, worker: Worker, found: dict[int, Outcome]) -> None:
+        try:
+            said = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join(1.0)
+            given, do = f"{self._name}, exit code {worker.process.exitcode}", "Read its last words, and correct the function."
+            problem = RunError("A process of the reward function ended.", given=given, expected="a number", do=do)
+            self._replace(worker, Outcome(error=problem), found)
+            return
+        if said != READY:
+            found[worker.place] = said
+        worker.ready, worker.place = True, -1
+
+    def _replace(self, worker: Worker, outcome: Outcome, found: dict[int, Outcome]) -> None:
+        """Another process in its place, and this outcome for what it was at."""
+        worker.end()
+        if not worker.ready:
+            self._workers.remove(worker)
+            self.close()
+            given = f"{self._name}: {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
+            do = "Import its module in a fresh Python; what fails there fails here."
+            raise RunError("A process for rewards did not start.", given=given, expected=f"within {START_S:.0f} s", do=do)
+        found[worker.place] = outcome
+        self._workers[self._workers.index(worker)] = Worker(self._name)
+
+    def close(self) -> None:
+        """End all processes; harmless when called again."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.end()
+
+
+def serve(name: str, pipe: Connection) -> None:
+    """In the process: call the function with what comes, until nothing comes any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loop's.
+    function = find_callable(name)
+    pipe.send(READY)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            sample = pipe.recv()
+            try:
+                said = Outcome(plain(function(*sample)))
+            except MedusaError as error:
+                said = Outcome(error=error)
+            except Exception as error:  # the user's own code
+                said = Outcome(error=(type(error).__name__, str(error)))
+            pipe.send(said)
+
+
+def plain(given: Any) -> float | list[float]:
+    """A number, or several, of whatever kind."""
+    try:
+        return float(given)
+    except TypeError:
+        return [float(reward) for reward in given]
+
+
+def find_callable(name: str) -> RewardFunction:
+    """Import `module:function`; modules in the working directory are found as well."""
+    module_name, mark, function_name = name.partition(":")
+    if not mark or not module_name or not function_name:
+        raise ConfigError(
+            "ppo.reward must be module:function.", given=name, expected="e.g. medusa_ppo.ppo.rewards:exact_answer", do="Correct ppo.reward."
+        )
+    module = _import(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(function_name, known, n=1)
+        do = f"Did you mean {module_name}:{near[0]}?" if near else "Correct ppo.reward."
+        raise ConfigError("The module has no such reward function.", given=name, expected=", ".join(known) or "a function in it", do=do)
+    try:
+        inspect.signature(function).bind("prompt", "response", {})
+    except TypeError:
+        given = f"{name}{inspect.signature(function)}"
+        raise ConfigError(
+            "The reward function takes other arguments.", given=given, expected="(prompt, response, row)", do="Change it."
+        ) from None
+    return function
+
+
+def _import(name: str) -> Any:
+    here = os.getcwd()
+    # A console script does not have the working directory on its path, where people keep their reward functions.
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        given = f"{name}: {error}"
+        do = "Run from the folder that holds the module, or install it."
+        raise ConfigError(
+            "The module of the reward function can't be imported.", given=given, expected="an importable module", do=do
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)

@@ -1,0 +1,196 @@
+"""Roles that take turns on one device: the same bits as with a place for each, less memory, and no use of what is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from heads.errors import ConfigError
+from medusa_ppo import metrics as names
+from medusa_ppo.config import RunConfig, build_config
+from medusa_ppo.ppo.generation import Prompt, PromptStream
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, UNFREED, Turns
+from medusa_ppo.ppo.rewards import ModelReward
+from medusa_ppo.ppo.run_state import RunPosition
+from medusa_ppo.reports.store import read_run
+from medusa_ppo.reports.summary import build_summary
+from medusa_ppo.reports.tables import summary_rows
+from tests.medusa_ppo.ppo.conftest import SamplingEngine
+from tests.medusa_ppo.ppo.test_loop import Saved, Scene, settings
+
+GIB = 2**30
+
+
+def placed(tmp_path: Path, placement: str, **ppo: object) -> RunConfig:
+    config = settings(tmp_path / placement, placement="separate", **ppo)
+    if placement == "separate":
+        return config
+    engine = config.engine.model_copy(update={"sleep_level": 1})
+    return config.model_copy(update={"engine": engine, "ppo": config.ppo.model_copy(update={"placement": placement})})
+
+
+def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) -> Scene:
+    """With an engine of as many bytes as the actor's weights, and a reward model that is a role too."""
+    scene = Scene(config, actor, engine_class)
+    turns = scene.learner.turns
+    turns.engine_started(sum(p.nbytes for p in actor.parameters()))
+    if judge is not None:
+        scene.parts.reward = ModelReward(str(judge))
+        turns.add(REWARD, scene.parts.reward.model)
+    scene.parts.tokenizer = Saved()
+    scene.parts.evaluation = PromptStream([Prompt(str(i), (i,), {}) for i in range(5, 9)], seed=0) if config.ppo.eval_every else None
+    return scene
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> dict[str, tuple[Scene, list[dict]]]:
+    """The same run in both placements: a reward model, an evaluation, checkpoints, two passes."""
+    folder = tmp_path_factory.mktemp("placed")
+    save_judge(folder / "judge", hidden=32)
+    found = {}
+    for placement in ("separate", "shared"):
+        scene = scene_of(placed(folder, placement, eval_every=2, checkpoint_every=1), tiny_actor(), SamplingEngine, folder / "judge")
+        found[placement] = scene, scene.run()
+    return found
+
+
+def test_turns_change_no_bit(runs):
+    (separate, plain), (shared, found) = runs["separate"], runs["shared"]
+    same = (names.REWARD_MEAN, names.VALUE_LOSS, names.POLICY_LOSS, names.KL_REFERENCE, names.ACTOR_GRAD_NORM, names.EVAL_REWARD)
+    assert [[step.get(name) for name in same] for step in found] == [[step.get(name) for name in same] for step in plain]
+    for name in ("actor", "actor_optimizer", "critic", "critic_optimizer"):
+        ours, theirs = (scene.config.run_dir / "checkpoint" / f"{name}.safetensors" for scene in (shared, separate))
+        assert ours.read_bytes() == theirs.read_bytes(), name
+    ours, theirs = (scene.config.run_dir / "best" / "model.safetensors" for scene in (shared, separate))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
+    (separate, plain), (shared, found) = runs["separate"], runs["shared"]
+    weights = {role: sum(p.nbytes for p in module.parameters()) / GIB for role, module in modules(separate).items()}
+    for steps in (plain, found):
+        roles = steps[-1][names.LEDGER_ROLES]
+        assert set(roles) == {ENGINE, ACTOR, REFERENCE, CRITIC, REWARD}
+        assert roles[ACTOR] == pytest.approx(4 * weights[ACTOR]) and roles[REFERENCE] == pytest.approx(weights[REFERENCE])
+    assert plain[-1][names.LEDGER_PEAK] == pytest.approx(
+        weights[ACTOR] + 4 * weights[ACTOR] + 3 * weights[CRITIC] + weights[REFERENCE] + weights[REWARD], rel=0.02
+    ), "gradients are there for one of the two at a time"
+    assert found[-1][names.LEDGER_PEAK] == pytest.approx(4 * weights[ACTOR], rel=0.02)
+    assert found[-1][names.LEDGER_PEAK] / plain[-1][names.LEDGER_PEAK] <= 0.6
+    assert names.OFFLOAD_S not in plain[-1] and found[-1][names.OFFLOAD_S] > 0 and found[-1][names.OFFLOAD_BYTES] > 0
+    rows = dict(summary_rows(build_summary(read_run(shared.config.run_dir))))
+    assert "actor" in rows["Most that all roles had on devices at once, and each, GiB"]
+    assert "MiB" in rows["Roles to host memory and back, in each step"]
+
+
+def modules(scene: Scene) -> dict[str, torch.nn.Module]:
+    learner = scene.learner
+    return {ACTOR: learner.actor, REFERENCE: learner.reference, CRITIC: learner.critic, REWARD: scene.parts.reward.model}
+
+
+def test_after_a_run_nothing_is_on_the_device_and_whoever_uses_it_fails(runs):
+    scene, _ = runs["shared"]
+    turns = scene.learner.turns
+    turns.clear()
+    assert {role: count for role, count in turns.ledger.now.items() if count} == {ENGINE: turns.ledger.now[ENGINE]}
+    for role, module in modules(scene).items():
+        assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters()), role
+    with pytest.raises(RuntimeError):
+        scene.learner.actor(input_ids=torch.tensor([[1, 2]]))
+    with turns.on(ACTOR):
+        scene.learner.actor(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_a_shared_run_goes_on_where_it_was_saved(tmp_path: Path, tiny_actor, sampling_engine):
+    whole = scene_of(placed(tmp_path / "whole", "shared", steps=3, checkpoint_every=1), tiny_actor(), sampling_engine)
+    whole.run()
+    first = scene_of(placed(tmp_path / "cut", "shared", steps=2, checkpoint_every=1), tiny_actor(), sampling_engine)
+    first.run()
+    rest = scene_of(placed(tmp_path / "rest", "shared", steps=3, checkpoint_every=1), tiny_actor(), sampling_engine)
+    rest.learner.turns.clear()
+    rest.learner.load(first.config.run_dir / "checkpoint")
+    with rest.learner.turns.aside(ACTOR):
+        rest.sync(rest.learner.actor, 2)
+    rest.run(RunPosition(2, 2))
+    ours, theirs = (scene.config.run_dir / "checkpoint" / "actor_optimizer.safetensors" for scene in (rest, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def linear(seed: int, size: int = 8) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(size, size)
+
+
+def pair() -> tuple[Turns, torch.nn.Linear, torch.nn.Linear]:
+    turns, first, second = Turns(shared=True), linear(0), linear(1)
+    turns.add(CRITIC, first)
+    turns.add(REWARD, second)
+    turns.clear()
+    return turns, first, second
+
+
+def test_who_comes_takes_the_place_of_who_leaves():
+    turns, first, second = pair()
+    expected = linear(1).weight
+    with turns.on(CRITIC):
+        place = first.weight.data_ptr()
+    with turns.on(REWARD):
+        assert second.weight.data_ptr() == place and torch.equal(second.weight, expected)
+        assert turns.ledger.now == {CRITIC: 0, REWARD: 4 * (64 + 8)}
+
+
+def test_what_nobody_changed_is_not_copied_again():
+    turns, first, _ = pair()
+    moved, before = [], turns._moved
+    for training in (False, True):
+        with turns.on(CRITIC, training=training):
+            if training:
+                first.weight.data.add_(1.0)
+        turns.clear()
+        moved.append(turns._moved - before)
+    assert moved == [4 * 72, 4 * 72 * 3], "once there; once there and once back"
+    with turns.aside(CRITIC):
+        assert torch.equal(first.weight, linear(0).weight + 1.0), "read where it waits"
+    assert first.weight.numel() == 0
+
+
+def test_what_somebody_still_holds_is_not_booked_as_freed():
+    turns, first, _ = pair()
+    with turns.on(CRITIC):
+        held = first.weight.detach()
+    turns.clear()
+    assert turns.ledger.now[UNFREED] == held.nbytes
+    del held
+    with turns.on(REWARD):
+        assert turns.ledger.now[UNFREED] == 0
+
+
+@pytest.mark.parametrize(("shared", "given"), [(False, "4.00 at once"), (True, "2.00 at once")])
+def test_roles_without_room_are_refused(shared: bool, given: str):
+    turns = Turns(shared)
+    for role in (ACTOR, REFERENCE):
+        turns._roles[role] = SimpleNamespace(full_bytes=lambda: 2 * GIB)
+    turns.check_room(4 * GIB)
+    with pytest.raises(ConfigError, match="don't fit") as told:
+        turns.check_room(GIB)
+    assert given.split()[0] in str(told.value) and "actor 2.00" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"engine": {"sleep_level": None}},
+        {"engine": {"sleep_level": 1, "replicas": 2}},
+        {"engine": {"sleep_level": 1, "extra": {"tensor_parallel_size": 2}}},
+        {"engine": {"sleep_level": 1, "transfer": "broadcast"}},
+        {"engine": {"sleep_level": 1}, "actor": {"backend": "megatron"}},
+        {"engine": {"sleep_level": 1}, "report": {"compare_pairs": 2}},
+    ],
+)
+def test_placements_that_do_not_fit_the_devices_are_refused(more: dict):
+    with pytest.raises(ConfigError, match=r"ppo\.placement"):
+        build_config({"ppo": {"placement": "shared"}, **more})
+    build_config({"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}})
