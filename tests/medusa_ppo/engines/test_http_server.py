@@ -27,9 +27,10 @@ from medusa_ppo.engines import http_server
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.types import Sampling
+from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
+    from tests.medusa_ppo.engines.conftest import Actor
 
 
 def gone(pid: int) -> bool:

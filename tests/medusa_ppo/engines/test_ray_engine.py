@@ -21,9 +21,10 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.types import Response, Sampling
+from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
+    from tests.medusa_ppo.engines.conftest import Actor
 
 pytestmark = pytest.mark.engine
 

@@ -28,9 +28,10 @@ from medusa_ppo.vllm_plugin import hooks as internals
 from medusa_ppo.vllm_plugin import mends
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.registration import release, vllm_version
+from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:
-    from tests.medusa_ppo.engines.conftest import Actor, honesty_z, sampled_rows
+    from tests.medusa_ppo.engines.conftest import Actor
 
 pytestmark = pytest.mark.engine
 # Its stand-in for a Triton kernel does not take USE_FP64_GUMBEL, which the sampler passes: any speculation ends in a TypeError.
