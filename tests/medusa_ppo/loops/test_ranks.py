@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import operator
 import os
+import queue
 import socket
 import sys
 import tempfile
@@ -41,7 +42,8 @@ Work = Callable[[int], Any]
 # The processes come from a server without threads: a fork of pytest's own, where Ray and OpenMP have run, may hang.
 STARTS = multiprocessing.get_context("forkserver")
 STARTS.set_forkserver_preload(["medusa_ppo.loops.attachment", "torch.distributed.fsdp"])
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for known in (__name__, RecordingCompanion.__module__):  # The processes can't import tests.
+    cloudpickle.register_pickle_by_value(sys.modules[known])
 
 
 class ByValue:
@@ -70,6 +72,18 @@ def _rank(rank: int, size: int, port: int, work: Work, box: Any) -> None:
     os._exit(0)
 
 
+def _answer(box: Any, started: list[Any]) -> Any:
+    """The next answer; an error as soon as a process is gone without one."""
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        gone = [process.exitcode for process in started]
+        try:
+            return box.get(timeout=1)
+        except queue.Empty:
+            assert None in gone or time.monotonic() > until, f"all processes are gone: exit codes {gone}"
+    raise TimeoutError("no answer in 300 s")
+
+
 def together(work: Work, size: int = 2, answers: int | None = None) -> dict[int, Any]:
     """`work(rank)` in processes of their own; what each gave or raised."""
     with socket.socket() as probe:
@@ -80,7 +94,7 @@ def together(work: Work, size: int = 2, answers: int | None = None) -> dict[int,
     for process in started:
         process.start()
     try:
-        found = [box.get(timeout=300) for _ in range(answers or size)]
+        found = [_answer(box, started) for _ in range(answers or size)]
     finally:
         for process in started:
             process.kill()
