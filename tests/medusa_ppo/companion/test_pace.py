@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from medusa_ppo.companion import Pace
+from tests.medusa_ppo.companion.conftest import until
 
 
 def test_both_ends_see_one_byte(tmp_path: Path) -> None:
@@ -35,15 +36,17 @@ def test_training_stands_still_at_once_and_goes_on(ray_session: None, chain, cli
     client = client_of(task, epochs=40)
     client.shared = True
     client.submit(task.batch(200, 16))
-    deadline = time.monotonic() + 30
-    while not client.status().train_s and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert until(lambda: client.status().train_s > 0)
     client.give_way(True)
-    time.sleep(0.3)
-    before = client.status()
-    time.sleep(0.5)
-    after = client.status()
-    assert before.batches_trained == 0 and 0 < after.train_s < before.train_s + 0.1, "waiting is no training"
+    seen: list[float] = []
+
+    def stands_still() -> bool:
+        """It ends the piece of work that it is in, and then next to nothing is added: waiting itself."""
+        seen.append(client.status().train_s)
+        return len(seen) > 5 and seen[-1] - seen[-6] < 0.02
+
+    assert until(stands_still), "waiting is no training"
+    assert client.status().batches_trained == 0
     client.give_way(False)
     assert client.drain(60) and client.status().batches_trained == 1
     client.give_way(True)
