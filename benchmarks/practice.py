@@ -3,10 +3,13 @@
     python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
     python benchmarks/practice.py engine      # an engine in bfloat16, with and without truncated importance sampling, beside float32
     python benchmarks/practice.py stale       # responses written ahead by an older actor, at most 1, 2 and 4 updates, beside none
+    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 14] [--arms 0 1 2 4 1+0.75]
+                                              # the same with vLLM, heads and companion: the demo's small actor, rewards, acceptance and lag
+                                              # by step; 1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A run that is done stays
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
-The loop is the product's own (`PPOLoop`); its engine samples with transformers, in this process, without heads: what is shown is what PPO
-learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at most six tokens is
+The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in this process, without heads: what is
+shown is what PPO learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at most six tokens is
 right when its first three are the prompt's letter; the reward is the share of these three.
 
 Shape letters: B rows, T tokens, V vocabulary.
@@ -19,6 +22,8 @@ import copy
 import logging
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -41,6 +46,7 @@ from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, ModelReward
 from medusa_ppo.ppo.session import Parts
+from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -224,6 +230,43 @@ def stale(options: argparse.Namespace) -> None:
         logger.info("| %d | %.3f | %.3f | %s | %.2f | %.0f | %.1e | %.4f |", *row)
 
 
+def curves(options: argparse.Namespace) -> None:
+    """Whole runs of the product, seed by seed, and a table of their steps."""
+    shared = ["model.path=demo", "engine.max_num_seqs=32", "engine.enforce_eager=true", "engine.choose_drafts=false", f"out={options.out}"]
+    shared += [
+        "report.compare_pairs=null",
+        "report.speed_every=null",
+        "ppo.importance_bound=2",
+        "companion.wait=true",
+        f"ppo.steps={options.steps}",
+    ]
+    found: dict[str, list[Run]] = {arm: [] for arm in options.arms}
+    for seed in range(options.seeds):
+        for arm in options.arms:
+            folder, (most, _, share) = options.out / f"{arm}-{seed}", arm.partition("+")
+            given = [
+                *shared,
+                f"name={folder.name}",
+                f"seed={seed}",
+                f"ppo.staleness={most}",
+                *([f"ppo.carry_after={share}"] if share else []),
+            ]
+            if not (folder / "summary.json").is_file():
+                command = "from medusa_ppo.cli import main; main()"
+                subprocess.run([sys.executable, "-c", command, "ppo", "--config", "configs/demo.yaml", *given], check=True)
+            found[arm].append(read_run(folder))
+    columns = {"reward": names.REWARD_MEAN, "tokens a step": names.MAL_SERVING, "lag": names.POLICY_LAG, "engine_kl": names.ENGINE_KL}
+    for title, name in columns.items():
+        logger.info("\n%s, mean of %d seeds\n| staleness | %s |", title, options.seeds, " | ".join(map(str, range(options.steps))))
+        logger.info("|%s", "---|" * (options.steps + 1))
+        for arm, runs in found.items():
+            means = [statistics.fmean(float(run.steps[step][name]) for run in runs) for step in range(options.steps)]
+            logger.info("| %s | %s |", arm, " | ".join(f"{value:.3g}" for value in means))
+    logger.info("\nreward of the last %d steps, by seed", LAST)
+    for arm, runs in found.items():
+        logger.info("%s: %s", arm, ", ".join(f"{mean_of(run.steps[-LAST:], names.REWARD_MEAN):.3f}" for run in runs))
+
+
 @torch.no_grad()
 def reward(options: argparse.Namespace) -> None:
     """The same text in many mixes, and seconds beside batches that are padded to their own longest, in turn."""
@@ -280,8 +323,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["learning", "engine", "stale", "reward"])
+    parser.add_argument("what", choices=["learning", "engine", "stale", "curves", "reward"])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
+    parser.add_argument("--arms", nargs="+", default=["0", "1", "2", "4"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", action="append", choices=OPTIONS)
     parser.add_argument("--texts", type=int, default=10_000)
@@ -290,7 +335,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="texts of a timed call")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"learning": learning, "engine": engine, "stale": stale, "reward": reward}[options.what](options)
+    {"learning": learning, "engine": engine, "stale": stale, "curves": curves, "reward": reward}[options.what](options)
 
 
 if __name__ == "__main__":
