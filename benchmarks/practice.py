@@ -9,8 +9,8 @@
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
 The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in this process, without heads: what is
-shown is what PPO learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at most six tokens is
-right when its first three are the prompt's letter; the reward is the share of these three.
+shown is what PPO learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at
+most six tokens is right when its first three are the prompt's letter; the reward is the share of these three.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """

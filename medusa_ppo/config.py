@@ -387,15 +387,23 @@ def _ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...
         if ppo.importance_bound is None:
             do = "Set ppo.importance_bound=2, or ppo.staleness=0."
             yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
-        beside = ("ppo.piece_prompts", "ppo.eval_every", "engine.sleep_level", "report.speed_every", "report.compare_pairs")
-        for key in beside:
+        beside = ["ppo.piece_prompts", "report.speed_every", "report.compare_pairs"]
+        for key in beside + ["ppo.eval_every", "engine.sleep_level"] * (ppo.steps_ahead > 0):
             section, name = key.split(".")
             if getattr(getattr(config, section), name) is not None:
                 keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
                 yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
-        if ppo.staleness > 1 and config.engine.choose_drafts:
+        if ppo.steps_ahead > 1 and config.engine.choose_drafts:
             keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
             yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    if ppo.carry_after is not None:
+        keys, do = ("ppo.carry_after", "ppo.staleness"), "Set ppo.staleness=1 or more, or ppo.carry_after=null."
+        if not ppo.staleness:
+            yield "What is carried over was begun by an older actor.", keys, "ppo.staleness above 0", do
+        keys = ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images")
+        if config.engine.backend != COLOCATED or config.engine.replicas > 1 or data.images:
+            do = "Set ppo.carry_after=null, or the others to their defaults."
+            yield "Only one colocated engine stops responses half-way, of prompts without images.", keys, "one of the two", do
     yield from _place_contradictions(config)
     if ppo.piece_prompts:
         keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."

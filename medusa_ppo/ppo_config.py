@@ -23,6 +23,9 @@ class PPOConfig(Section):
     staleness: int = Field(0, ge=0)
     """Most updates that the actor that wrote a batch may be behind the one that learns from it: so far ahead the engine writes while others
     are learned from (with `importance_bound`); 0: one after the other."""
+    carry_after: float | None = Field(None, gt=0, lt=1)
+    """Share of a batch's prompts after whose answers the engine stops: the others go on in the next step, with its actor, at most
+    `staleness` times (of which one less is left for writing ahead); null: it waits for all."""
     piece_prompts: Count | None = None
     """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
     batch is scored when all have ended."""
@@ -109,3 +112,8 @@ class PPOConfig(Section):
     """Keep so many of the last saves in RUN/checkpoints as well; null: only the newest is there."""
     threads: Count | None = None
     """CPU threads of the update, of each rank where the actor has several; null: all cores, shared among them."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that the engine writes ahead: of the updates that a token may be behind, one is for being carried over."""
+        return self.staleness - (self.carry_after is not None)

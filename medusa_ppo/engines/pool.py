@@ -24,7 +24,7 @@ from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.pieces import Finished, Piece, cut, in_call, piece_seed
+from medusa_ppo.engines.pieces import Finished, Partly, Piece, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 Factory = Callable[[int], base.RolloutEngine]
 Call = Callable[[base.RolloutEngine], Any]
+Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
@@ -100,12 +101,22 @@ class EnginePool(base.RolloutEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
-        return self._generate(prompts, sampling, None)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked))
 
     def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
-        return self._generate(prompts, sampling, finished)
+        def ask(engine: base.RolloutEngine, piece: Piece, *asked: Any) -> Rollouts:
+            return engine.generate_as_finished(*asked, in_call(finished, piece, sampling.responses_per_prompt))
 
-    def _generate(self, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
+        return self._generate(prompts, sampling, ask)
+
+    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """As the engine's; of several none would know when all together have enough."""
+        if len(self._seats) > 1:
+            given, do = f"{len(self._seats)} engines", "Set engine.replicas=1, or ppo.carry_after=null."
+            raise EngineError("Several engines can't stop a batch half-way.", given=given, expected="one", do=do)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly))
+
+    def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         if not prompts:
             raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
         started = time.perf_counter()
@@ -116,7 +127,7 @@ class EnginePool(base.RolloutEngine):
         running: Running = {}
         try:
             while waiting or running:
-                self._hand_out(waiting, running, prompts, sampling, finished)
+                self._hand_out(waiting, running, prompts, sampling, ask)
                 starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
                 if not running and not starting:
                     raise self._none_left()
@@ -142,7 +153,7 @@ class EnginePool(base.RolloutEngine):
         running: Running,
         prompts: base.Prompts,
         sampling: Sampling,
-        finished: Finished | None,
+        ask: Ask,
     ) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
@@ -151,8 +162,8 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                told = None if finished is None else in_call(finished, piece, sampling.responses_per_prompt)
-                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded, told)] = (seat, index, piece)
+                job = self._threads.submit(self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask)
+                running[job] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -224,12 +235,10 @@ class EnginePool(base.RolloutEngine):
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
+    def _ask(self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         assert seat.engine is not None
         self._catch_up(seat)
-        if finished is None:
-            return seat.engine.generate(prompts, sampling)
-        return seat.engine.generate_as_finished(prompts, sampling, finished)
+        return ask(seat.engine, piece, prompts, sampling)
 
     def _catch_up(self, seat: Seat) -> None:
         """Bring an engine to the pool's versions and settings."""
@@ -252,7 +261,9 @@ class EnginePool(base.RolloutEngine):
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
         shares = self.shares if len(self._seats) > 1 else ()
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=shares)
+        partly = any(part.written_tokens is not None for _, part in answers)
+        written = sum(part.generated_tokens for _, part in answers) if partly else None
+        rollouts = Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling, engines=shares, written_tokens=written)
         return base.with_versions(rollouts, self)
 
     # ---- the same on all engines ----------------------------------------------------------------------------------------------

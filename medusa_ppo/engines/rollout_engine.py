@@ -17,7 +17,7 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.engines.pieces import Finished
+from medusa_ppo.engines.pieces import Finished, Partly
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -66,6 +66,10 @@ class RolloutEngine(ABC):
         for place, response in enumerate(rollouts.responses):
             finished(place, response)
         return rollouts
+
+    def generate_partly(self, prompts: Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """As `generate`, going on with what was begun, until enough have ended. The others come as they are (UNFINISHED)."""
+        raise self._only_colocated("can't stop a response half-way", "Set ppo.carry_after=null.")
 
     @abstractmethod
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:

@@ -130,6 +130,7 @@ ROWS: dict[str, Row] = {
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
     "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
+    "ppo.carry_after": (0.5, "written_ahead", {"ppo": {"staleness": 1, "importance_bound": 2.0}, "companion": {"enabled": False}}),
     "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
     "ppo.side_by_side": (True, "beside", {}),
@@ -380,10 +381,15 @@ class Places:
         return measured
 
     def written_ahead(self, config: RunConfig) -> Any:
-        """How many steps' prompts the engine has been given when the first step is learned from."""
+        """What the engine was asked until the first step is learned from: each step's whole batch, or so many prompts of it."""
         asked: list[int] = []
         learner: Any = SimpleNamespace(device="cpu", turns=Turns(), update=_enough)
-        engine: Any = SimpleNamespace(policy_version=0, generate=lambda *_: asked.append(1) or self._rollouts)
+        one_each = replace(self._rollouts, responses=self._rollouts.responses[::2])
+        engine: Any = SimpleNamespace(
+            policy_version=0,
+            generate=lambda *_: asked.append(0) or self._rollouts,
+            generate_partly=lambda prompts, sampling, partly: asked.append(partly.enough) or one_each,
+        )
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
         parts: Any = SimpleNamespace(
@@ -398,7 +404,7 @@ class Places:
         with pytest.raises(_Enough):
             loop.step(0)
         loop.maker._engine_thread.shutdown()
-        return len(asked)
+        return asked
 
     def _finish(self, prompts: Any, sampling: Sampling, finished: Callable[..., None]) -> Rollouts:
         for place, response in enumerate(self._rollouts.responses):
