@@ -110,8 +110,6 @@ class PPOLoop:
             self.turns.sleep(self.engine, config.engine.sleep_level)
         values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
         values |= names.lag_figures(rollouts, version)
-        if config.ppo.carry_after is not None:
-            values[names.PROMPTS_CARRIED] = len(self.maker.carried_into(step + 1))
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.

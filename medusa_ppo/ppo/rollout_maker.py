@@ -43,7 +43,7 @@ from medusa_ppo.types import Counters, ImagePrompt, Response, Rollouts, Sampling
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
 """rewards_S of responses, or with steps rewards_SR."""
 Written = tuple[list[Prompt], Rollouts, dict[str, float]]
-"""The prompts that are answered, their rollouts, and the figures of the pair."""
+"""The prompts that are answered, their rollouts, and figures: of the pair, of what is carried over."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class RolloutMaker:
         self._begun[step] = (prompts, sampling, call)
 
     def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
-        """The rollouts of a step that was begun, and the figures of its pair; its timeline begins.
+        """The rollouts of a step that was begun, and figures of how it was written; its timeline begins.
 
         Args:
             tapped: `score` will be given a tap.
@@ -158,7 +158,8 @@ class RolloutMaker:
 
     def _ask(self, prompts: list[Prompt], sampling: Sampling, step: int, finished: Finished | None = None) -> Written:
         if self._tail is not None:
-            return *self._tail.write(step, prompts, sampling), {}
+            answered, rollouts = self._tail.write(step, prompts, sampling)
+            return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
         return prompts, *self._speed.generate([prompt.token_ids for prompt in prompts], sampling, step, finished)
 
     def _generate(self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool) -> Written:

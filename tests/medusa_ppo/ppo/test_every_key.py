@@ -30,6 +30,7 @@ from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import settle
 from medusa_ppo.config import RunConfig, build_config, known_keys
 from medusa_ppo.engines.launch import plan_launch, process_environment
+from medusa_ppo.engines.pieces import Partly
 from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
@@ -384,11 +385,16 @@ class Places:
         """What the engine was asked until the first step is learned from: each step's whole batch, or so many prompts of it."""
         asked: list[int] = []
         learner: Any = SimpleNamespace(device="cpu", turns=Turns(), update=_enough)
-        one_each = replace(self._rollouts, responses=self._rollouts.responses[::2])
+
+        def partly(prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
+            asked.append(partly.enough)
+            ended = (replace(begun, token_ids=(1,), logprobs=(-1.0,), finish_reason="stop") for begun in partly.begun)
+            return replace(self._rollouts, responses=tuple(ended))
+
         engine: Any = SimpleNamespace(
             policy_version=0,
             generate=lambda *_: asked.append(0) or self._rollouts,
-            generate_partly=lambda prompts, sampling, partly: asked.append(partly.enough) or one_each,
+            generate_partly=partly,
         )
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
