@@ -82,11 +82,15 @@ class LongTail:
         return self._into.get(step, ())
 
     def write(self, step: int, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Prompt], Rollouts]:
-        """The prompts that are answered now, and their rollouts. The engine has the actor that is to write."""
+        """The prompts that are answered now, and their rollouts. The engine has the actor that is to write.
+
+        Raises:
+            CheckpointError: what was carried over is not of this run's prompts and sampling.
+        """
         count, version, learned_at = sampling.responses_per_prompt, self._engine.policy_version, self._first_version + step
         nothing = tuple(Response(0, (), (), UNFINISHED) for _ in range(count))
         fresh = (Carried(step, place, tuple(prompt.token_ids), nothing) for place, prompt in enumerate(prompts))
-        groups = [*self.into(step), *fresh]
+        groups, every = [*self.into(step), *fresh], [*self._prompts_of_carried(step, sampling), *prompts]
         begun = tuple(replace(response, prompt_index=index) for index, group in enumerate(groups) for response in group.responses)
         due = {i for i, group in enumerate(groups) if learned_at + 1 - group.oldest(version) > self._staleness}
         everything = range(len(groups)) if step >= self._last_step else ()
@@ -94,22 +98,30 @@ class LongTail:
         found = self._engine.generate_partly([group.prompt_ids for group in groups], sampling, asked)
         written = [_stamped(was, now, found.policy_version) for was, now in zip(begun, found.responses, strict=True)]
         groups = [replace(group, responses=tuple(written[i * count : (i + 1) * count])) for i, group in enumerate(groups)]
-        answered, left = (tuple(group for group in groups if group.answered is wanted) for wanted in (True, False))
-        self._into = {step: self.into(step), step + 1: left}
-        responses = tuple(replace(r, prompt_index=index) for index, group in enumerate(answered) for r in group.responses)
-        rollouts = replace(found, prompts=tuple(group.prompt_ids for group in answered), responses=responses)
-        return self._asked_first(answered, step, prompts), replace(rollouts, written_tokens=found.generated_tokens)
+        self._into = {step: self.into(step), step + 1: tuple(group for group in groups if not group.answered)}
+        answered = [i for i, group in enumerate(groups) if group.answered]
+        responses = tuple(replace(r, prompt_index=place) for place, i in enumerate(answered) for r in groups[i].responses)
+        rollouts = replace(found, prompts=tuple(groups[i].prompt_ids for i in answered), responses=responses)
+        return [every[i] for i in answered], replace(rollouts, written_tokens=found.generated_tokens)
 
-    def _asked_first(self, groups: Sequence[Carried], step: int, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts of groups, with their texts and rows."""
-        batches = {step: prompts}
-        for group in groups:
+    def _prompts_of_carried(self, step: int, sampling: Sampling) -> list[Prompt]:
+        """With their texts and rows."""
+        batches: dict[int, list[Prompt]] = {}
+        for group in self.into(step):
             if group.step not in batches:
                 batches[group.step] = self._prompts_of(group.step)
-            if tuple(batches[group.step][group.place].token_ids) != group.prompt_ids:
-                given, do = f"place {group.place} of step {group.step} has another prompt", "Resume with the data that the run had."
-                raise CheckpointError("A prompt that was carried over is not the data's.", given=given, expected="the same tokens", do=do)
-        return [batches[group.step][group.place] for group in groups]
+            batch = batches[group.step]
+            fits = group.place < len(batch) and tuple(batch[group.place].token_ids) == group.prompt_ids
+            longest = max((len(r.token_ids) for r in group.responses if r.finish_reason == UNFINISHED), default=0)
+            if not fits or len(group.responses) != sampling.responses_per_prompt or longest >= sampling.max_new_tokens:
+                raise CheckpointError(
+                    "What was carried over is not of this run.",
+                    given=f"place {group.place} of step {group.step}: {len(group.responses)} responses, {longest} tokens"
+                    + ("" if fits else ", to another prompt"),
+                    expected=f"the data's prompt, {sampling.responses_per_prompt} responses below {sampling.max_new_tokens} tokens",
+                    do="Resume with the data and the sampling that the run had.",
+                )
+        return [batches[group.step][group.place] for group in self.into(step)]
 
 
 def _stamped(was: Response, now: Response, version: int) -> Response:

@@ -3,9 +3,9 @@ same numbers again, also after a stop; and what is refused."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +185,22 @@ def test_hostile_files_are_checkpoint_errors(tmp_path: Path):
         read_carried(tmp_path, wanted=True)
 
 
-def test_a_prompt_that_is_not_the_datas_is_refused(tmp_path: Path, tiny_actor, sampling_engine):
+@pytest.mark.parametrize("changed", ["prompt", "place", "responses", "length"])
+def test_what_is_not_of_this_run_is_refused_before_the_engine_is_asked(tmp_path: Path, tiny_actor, sampling_engine, changed: str):
     scene = Scene(carrying(tmp_path, 1), tiny_actor(), sampling_engine)
-    other = copy.copy(CARRIED)
-    tail = LongTail(scene.engine, lambda step: scene.parts.prompts.batch(step, 4), 0.5, 4, 4, carried=(4, [other]))
-    with pytest.raises(CheckpointError, match="place 1 of step 3"):
-        tail.write(4, scene.parts.prompts.batch(4, 4), Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0))
+    stream, sampling = scene.parts.prompts, Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0)
+    sound = replace(CARRIED, prompt_ids=stream.batch(3, 4)[1].token_ids)
+
+    def write(carried: Carried, given: Sampling) -> int:
+        tail = LongTail(scene.engine, lambda step: stream.batch(step, 4), 1.0, 4, 4, carried=(4, [carried]))
+        return len(tail.write(4, stream.batch(4, 4), given)[0])
+
+    assert write(sound, sampling) == 5
+    carried = {"prompt": CARRIED, "place": replace(sound, place=9)}.get(changed, sound)
+    given = {"responses": replace(sampling, responses_per_prompt=3), "length": replace(sampling, max_new_tokens=2)}.get(changed, sampling)
+    scene.engine.generate_partly = None
+    with pytest.raises(CheckpointError, match="of step 3"):
+        write(carried, given)
 
 
 def test_when_a_call_is_over():
