@@ -305,7 +305,7 @@ def plain(source: ModelReward, texts: list[str]) -> torch.Tensor:
     for start in range(0, len(order), PLAIN_BATCH):
         chosen = order[start : start + PLAIN_BATCH]
         inputs = source._tokenizer([texts[i] for i in chosen], return_tensors="pt", padding=True)
-        scores[chosen] = source._model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        scores[chosen] = source.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
     return scores
 
 

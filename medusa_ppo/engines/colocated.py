@@ -110,7 +110,8 @@ class ColocatedEngine(base.WorkerEngine):
                     request: Any = {"type": "token", "prompt_token_ids": [*prompts[place // repeat], *text.ids]}
                     engine.add_request(str(place), request, settings)
                 while not partly.over(unfinished):
-                    for output in engine.step():
+                    outputs: list[Any] = list(engine.step())
+                    for output in outputs:
                         place = int(output.request_id)
                         texts[place].add(output.outputs[0])
                         unfinished[place // repeat] -= output.finished

@@ -104,8 +104,8 @@ class EnginePool(base.RolloutEngine):
         return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked))
 
     def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
-        def ask(engine: base.RolloutEngine, piece: Piece, *asked: Any) -> Rollouts:
-            return engine.generate_as_finished(*asked, in_call(finished, piece, sampling.responses_per_prompt))
+        def ask(engine: base.RolloutEngine, piece: Piece, prompts: base.Prompts, seeded: Sampling) -> Rollouts:
+            return engine.generate_as_finished(prompts, seeded, in_call(finished, piece, sampling.responses_per_prompt))
 
         return self._generate(prompts, sampling, ask)
 

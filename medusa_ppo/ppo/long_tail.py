@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from heads.errors import CheckpointError, ConfigError
 from medusa_ppo.engines.pieces import UNFINISHED, Partly
@@ -161,8 +162,9 @@ def read_carried(folder: Path, *, wanted: bool) -> tuple[Carried, ...]:
     return carried
 
 
-def _read(row: dict[str, object]) -> Response:
-    ids, logprobs, versions = (tuple(row[name]) for name in ("token_ids", "logprobs", "versions"))  # type: ignore[arg-type]
+def _read(row: dict[str, Any]) -> Response:
+    ids, versions = (tuple(map(int, row[name])) for name in ("token_ids", "versions"))
+    logprobs = tuple(map(float, row["logprobs"]))
     if not len(ids) == len(logprobs) == len(versions):
         raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
-    return Response(0, tuple(map(int, ids)), tuple(map(float, logprobs)), str(row["finish_reason"]), tuple(map(int, versions)))
+    return Response(0, ids, logprobs, str(row["finish_reason"]), versions)

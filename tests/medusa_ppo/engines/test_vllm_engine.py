@@ -171,7 +171,7 @@ def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, ac
 
 def test_a_batch_stops_half_way_and_goes_on_with_another_actor(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
     """The randomised PIT of each token against the version that wrote it; against the other one it fails."""
-    sampling, models = Sampling(1.0, max_new_tokens=48, responses_per_prompt=2, seed=5), [actor.model, copy.deepcopy(actor.model)]
+    sampling, models = Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5), [actor.model, copy.deepcopy(actor.model)]
     models[1].lm_head.weight.data.mul_(0.8)
     for part in models[1].model.layers:
         part.mlp.down_proj.weight.data.mul_(1.2)
@@ -188,11 +188,12 @@ def test_a_batch_stops_half_way_and_goes_on_with_another_actor(engine: Colocated
     engine.sync_actor(tmp_path / "next.safetensors", 1)
     rest = engine.generate_partly(prompts, replace(sampling, seed=6), Partly(first.responses, 0, frozenset(range(40))))
     begun = [len(response.token_ids) for response in first.responses]
-    assert all(r.finish_reason != UNFINISHED and len(r.token_ids) <= 48 for r in rest.responses)
+    assert all(r.finish_reason != UNFINISHED and len(r.token_ids) <= 96 for r in rest.responses)
     assert rest.generated_tokens == sum(len(r.token_ids) for r in rest.responses) - sum(begun) > 500
     for was, now in zip(first.responses, rest.responses, strict=True):
         assert now.token_ids[: len(was.token_ids)] == was.token_ids and now.logprobs[: len(was.logprobs)] == was.logprobs
         assert was.finish_reason == UNFINISHED or now == was
+    assert sum(0 < count < len(r.token_ids) for count, r in zip(begun, rest.responses, strict=True)) > 10, "of both versions"
     tests = judged_by_writer(models, rest, begun)
     assert tests["writer"].honest and tests["writer"].tokens > 3000, tests["writer"].figures()
     assert not tests["other"].honest, "a wrong version would be seen"
