@@ -3,9 +3,9 @@
     python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
     python benchmarks/practice.py engine      # an engine in bfloat16, with and without truncated importance sampling, beside float32
     python benchmarks/practice.py stale       # responses written ahead by an older actor, at most 1, 2 and 4 updates, beside none
-    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 14] [--arms 0 1 2 4 1+0.75]
-                                              # the same with vLLM, heads and companion: the demo's small actor, rewards, acceptance and lag
-                                              # by step; 1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A run that is done stays
+    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 12] [--arms 0 1 2 4 1+0.75]
+                                              # the same with vLLM, heads and companion (`watched.small_run`), rewarded for digits; by step.
+                                              # 1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A run that is done is not done again
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
 The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in this process, without heads: what is
@@ -22,8 +22,6 @@ import copy
 import logging
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,6 +32,7 @@ from typing import Any, Unpack
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from watched import TINY, small_run
 
 from heads.checkpoint import checksum, load_state
 from medusa_ppo import metrics as names
@@ -42,9 +41,10 @@ from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.loop import PPOLoop, run_ppo
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, ModelReward
+from medusa_ppo.ppo.run_progress import LineProgress
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.store import RunWriter
@@ -230,31 +230,30 @@ def stale(options: argparse.Namespace) -> None:
         logger.info("| %d | %.3f | %.3f | %s | %.2f | %.0f | %.1e | %.4f |", *row)
 
 
+def digits(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Share of the response's characters that are digits."""
+    return sum(letter.isdigit() for letter in response) / max(1, len(response))
+
+
+def whole_run(out: Path, arm: str, seed: int, steps: int) -> Run:
+    """A run of the product, with everything that belongs to it; one that is done is read."""
+    name, (most, _, share) = f"{arm}-{seed}", arm.partition("+")
+    if not (out / name / "summary.json").is_file():
+        values = small_run(TINY, out, steps, seed) | {"name": name}
+        values["engine"] |= {"choose_drafts": False}
+        values["companion"] |= {"wait": True}
+        values["ppo"] |= {"reward": "practice:digits", "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "checkpoint_every": None}
+        values["ppo"] |= {"staleness": int(most), "importance_bound": 2.0, "carry_after": float(share) if share else None}
+        run_ppo(build_config(values), LineProgress())
+    return read_run(out / name)
+
+
 def curves(options: argparse.Namespace) -> None:
-    """Whole runs of the product, seed by seed, and a table of their steps."""
-    shared = ["model.path=demo", "engine.max_num_seqs=32", "engine.enforce_eager=true", "engine.choose_drafts=false", f"out={options.out}"]
-    shared += [
-        "report.compare_pairs=null",
-        "report.speed_every=null",
-        "ppo.importance_bound=2",
-        "companion.wait=true",
-        f"ppo.steps={options.steps}",
-    ]
+    """Whole runs, seed by seed, and a table of their steps."""
     found: dict[str, list[Run]] = {arm: [] for arm in options.arms}
     for seed in range(options.seeds):
         for arm in options.arms:
-            folder, (most, _, share) = options.out / f"{arm}-{seed}", arm.partition("+")
-            given = [
-                *shared,
-                f"name={folder.name}",
-                f"seed={seed}",
-                f"ppo.staleness={most}",
-                *([f"ppo.carry_after={share}"] if share else []),
-            ]
-            if not (folder / "summary.json").is_file():
-                command = "from medusa_ppo.cli import main; main()"
-                subprocess.run([sys.executable, "-c", command, "ppo", "--config", "configs/demo.yaml", *given], check=True)
-            found[arm].append(read_run(folder))
+            found[arm].append(whole_run(options.out, arm, seed, options.steps))
     columns = {"reward": names.REWARD_MEAN, "tokens a step": names.MAL_SERVING, "lag": names.POLICY_LAG, "engine_kl": names.ENGINE_KL}
     for title, name in columns.items():
         logger.info("\n%s, mean of %d seeds\n| staleness | %s |", title, options.seeds, " | ".join(map(str, range(options.steps))))
@@ -262,9 +261,10 @@ def curves(options: argparse.Namespace) -> None:
         for arm, runs in found.items():
             means = [statistics.fmean(float(run.steps[step][name]) for run in runs) for step in range(options.steps)]
             logger.info("| %s | %s |", arm, " | ".join(f"{value:.3g}" for value in means))
-    logger.info("\nreward of the last %d steps, by seed", LAST)
+    logger.info("\nreward and tokens a step of the last %d steps, by seed", LAST)
     for arm, runs in found.items():
-        logger.info("%s: %s", arm, ", ".join(f"{mean_of(run.steps[-LAST:], names.REWARD_MEAN):.3f}" for run in runs))
+        ends = [(mean_of(run.steps[-LAST:], names.REWARD_MEAN), mean_of(run.steps[-LAST:], names.MAL_SERVING)) for run in runs]
+        logger.info("%s: %s", arm, ", ".join(f"{reward:.3f} and {length:.2f}" for reward, length in ends))
 
 
 @torch.no_grad()
