@@ -242,7 +242,9 @@ def whole_run(out: Path, arm: str, seed: int, steps: int) -> Run:
         values = small_run(TINY, out, steps, seed) | {"name": name}
         values["engine"] |= {"choose_drafts": False}
         values["companion"] |= {"wait": True}
-        values["ppo"] |= {"reward": "practice:digits", "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "checkpoint_every": None}
+        values["sampling"] |= {"temperature": 1.3, "responses_per_prompt": 8}
+        values["ppo"] |= {"reward": "practice:digits", "advantages": "grpo", "actor_learning_rate": 3e-3, "kl_coefficient": 0.0}
+        values["ppo"] |= {"epochs": 3, "minibatch_size": 16, "entropy_coefficient": 0.0, "checkpoint_every": None}
         values["ppo"] |= {"staleness": int(most), "importance_bound": 2.0, "carry_after": float(share) if share else None}
         run_ppo(build_config(values), LineProgress())
     return read_run(out / name)
