@@ -32,6 +32,9 @@ $(STAMP): $(LOCK) pyproject.toml $(if $(VLLM),$(VERSIONS))
 	@if [ -n "$(VLLM)" ] && ! read -r version own < <(grep "^$(VLLM)\." $(VERSIONS)); then
 	  echo "No row for this vLLM. given: VLLM=$(VLLM)  expected: $(TESTED)  do this: pick one of $(VERSIONS)" >&2; exit 2
 	fi
+	if [ $(STACK) = cuda ] && [[ "$${own:-}" == *over==* ]]; then
+	  echo "This vLLM pins a torch that was not tried. given: VLLM=$(VLLM) on CUDA  expected: a row without over==  do this: pick another, or add STACK=cpu" >&2; exit 2
+	fi
 	python=$$(for p in "$${PYTHON:-}" python3.11 python3.12 python3; do
 	  [ -n "$$p" ] && "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo "$$p"; break; }
 	done || true)
