@@ -21,7 +21,7 @@ DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-chaos test-contracts test-vllm check docs format lock wheel audit clean
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-contracts test-vllm check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,14 @@ test-gpu: setup  ## The tests that need a CUDA device
 	@$(BIN)/pytest -m gpu
 
 TIMES ?= 1
+SEED ?= 1
+
+test-random: setup  ## The tests TIMES=1 times over, modules and the tests in them in random orders: make test-random TIMES=20 [SEED=1] [T=FILES]
+	@red=0
+	for seed in $$(seq $(SEED) $$(($(SEED) + $(TIMES) - 1))); do
+	  echo "order $$seed"; $(BIN)/pytest --random-order --random-order-seed=$$seed $(if $(filter command environment,$(origin T)),$(T)) || red=1
+	done
+	exit $$red
 
 test-chaos: setup  ## A run under 35 kinds of faults, each TIMES=1 times: 15 to 20 minutes on two cores
 	@PYTHONPATH=$$PWD $(BIN)/python benchmarks/chaos.py --times $(TIMES)
