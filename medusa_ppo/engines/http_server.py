@@ -23,6 +23,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
+from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
@@ -98,9 +99,14 @@ class ServerEngine(base.WorkerEngine):
 
         return self._answered(prompts, sampling, answer)
 
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        # Running requests stand still while the engine is at it: the file is read and summed up here, where they don't wait for that.
+        return super().swap_heads(path, version, checked or base.check_state(path, "new heads"))
+
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
         file = base.check_file(path, "the actor's weights")
+        checked = checked or base.check_state(file, "the actor's weights", tensorwise_checksum)
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
             return super().sync_actor(file, version, checked)
