@@ -53,6 +53,8 @@ class ServerEngine(base.WorkerEngine):
 
     _met = ""
     """The worker's process that was spoken to last; empty: none was."""
+    _settings: Drafting
+    """How it was told to draft."""
 
     def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and EngineError when no server answers."""
