@@ -246,9 +246,12 @@ def report(answers: Sequence[Answer], swapper: Swapper, actors: Actors, accepted
     mixed = [answer for answer in well if len(swapper.served(answer)) > 1]
     wrong = [answer for answer in well if not actors.is_right(answer, swapper.served(answer))]
     sides = {name: percentiles([a for a in well if a.swapping == on]) for name, on in (("without swaps", False), ("with swaps", True))}
-    syncs, neither = swapper.syncs[1:], [a for a in well if a not in set(beside(well, [*swapper.swaps, *swapper.syncs[1:]]))]
-    sides |= {"beside a swap": percentiles(beside(well, swapper.swaps)), "beside a sync": percentiles(beside(well, syncs))}
-    sides |= {"beside neither": percentiles(neither)}
+    syncs = swapper.syncs[1:]
+    beside_swaps, beside_syncs = beside(well, swapper.swaps), beside(well, syncs)
+    either = {id(answer) for answer in (*beside_swaps, *beside_syncs)}
+    neither = [answer for answer in well if id(answer) not in either]
+    parts = {"beside a swap": beside_swaps, "beside a sync": beside_syncs, "beside neither": neither}
+    sides |= {f"{name} ({len(found):,} requests)": percentiles(found) for name, found in parts.items()}
     found = pairs(well, stretch_s)
     ratios = [[b[i] / a[i] for a, b in found] for i in range(len(PERCENTILES))]
     lines = [f"| ms at percentile | {' | '.join(map(str, PERCENTILES))} |", "|---|" + "---|" * len(PERCENTILES)]
