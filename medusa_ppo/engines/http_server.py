@@ -25,9 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from heads.errors import EngineError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
+from medusa_ppo.engines import Finished
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
-from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import TOKEN, Drafting, first_of, token_header

@@ -23,8 +23,8 @@ from typing import Any, Unpack
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
+from medusa_ppo.engines import Finished, Piece, cut, in_call, piece_seed
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.pieces import Finished, Piece, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
