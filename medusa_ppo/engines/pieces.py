@@ -1,11 +1,15 @@
-"""The pieces of a generate call: how a pool cuts it for its engines, and who hears of responses that have ended."""
+"""The pieces of a generate call: how a pool cuts it for its engines, their seeds, and who hears of responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from heads.errors import EngineError
+from medusa_ppo.drafting.memory import ResponseMemory, Row, prompt_key
 from medusa_ppo.types import Response, Rollouts, Sampling
 
 Piece = tuple[int, ...]
@@ -70,3 +74,48 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
 def piece_seed(sampling: Sampling, index: int) -> int | None:
     """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
     return None if sampling.seed is None else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)
+
+
+def request_seed(sampling: Sampling, index: int) -> int | None:
+    """Seed of request `index` (prompt-major) of a generate call, or None."""
+    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index) % (1 << 31)
+
+
+class SharedMemory(ResponseMemory):
+    """What all engines of a pool have said, kept by whoever speaks for them. With `most_bytes` 0 nothing is. Any thread may ask.
+
+    Attributes:
+        news: of the call that runs: who wrote something, and what.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(most_bytes)
+        self.news: list[tuple[object, list[Row]]] = []
+        self._lock = threading.RLock()
+
+    def hear(self, author: object, rollouts: Rollouts, version: int) -> None:
+        """What an engine has answered to one call; `version` of its policy."""
+        if not self.most_bytes:
+            return
+        keys, numbered = [prompt_key(prompt).hex() for prompt in rollouts.prompts], enumerate(rollouts.responses)
+        rows = [(keys[one.prompt_index], 0, request_seed(rollouts.sampling, index), list(one.token_ids)) for index, one in numbered]
+        self.news.append((author, rows))
+        with self._lock:
+            self.version = version
+            self.take(rows)
+
+    def news_for(self, engine: object) -> list[Row]:
+        """What this one has not written itself."""
+        return [row for author, rows in self.news if author is not engine for row in rows]
+
+    def rows(self, version: int | None = None) -> list[Row]:
+        """As of a memory; `version`: of the policy now, where it has moved since something was heard."""
+        with self._lock:
+            self.version = self.version if version is None else version
+            return super().rows()
+
+    def state_dict(self, of: Mapping[str, bytes], version: int | None = None) -> dict[str, Tensor]:
+        """As of a memory; `version` as for `rows`."""
+        with self._lock:
+            self.version = self.version if version is None else version
+            return super().state_dict(of)
