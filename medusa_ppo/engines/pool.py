@@ -201,8 +201,8 @@ class EnginePool(base.RolloutEngine):
         reports = [engine.plugin_report() for engine in self._engines()]
         return {**reports[0], "engines": reports}
 
-    def remember(self, rows: Sequence[Row]) -> None:
-        self._everywhere(lambda engine: engine.remember(rows))
+    def remember(self, rows: Sequence[Row]) -> int:
+        return max(held for _, held in self._everywhere(lambda engine: engine.remember(rows)) if isinstance(held, int))
 
     def _spread_news(self) -> None:
         """What each engine has said in this call, to all others."""

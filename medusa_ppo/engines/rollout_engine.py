@@ -117,8 +117,8 @@ class RolloutEngine(ABC):
         """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
         return []
 
-    def remember(self, rows: Sequence[Row]) -> None:
-        """Responses that others have written, into its memory; forgotten at once where it has none (`engine.memory_bytes`)."""
+    def remember(self, rows: Sequence[Row]) -> int:
+        """Responses that others have written, into its memory; the bytes that it holds then, 0: it has none (`engine.memory_bytes`)."""
         raise self._only_colocated("remembers nothing", "Set engine.memory_bytes=null.")
 
     def sleep(self, level: int) -> None:
@@ -223,9 +223,8 @@ class WorkerEngine(RolloutEngine):
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
-    def remember(self, rows: Sequence[Row]) -> None:
-        if self.max_drafts:
-            self._call("medusa_remember", [list(row) for row in rows])
+    def remember(self, rows: Sequence[Row]) -> int:
+        return self._asked("medusa_remember", lambda answer: int(answer["bytes"]), [list(row) for row in rows]) if self.max_drafts else 0
 
     def choices(self) -> list[dict[str, Any]]:
         return self._asked("medusa_choices", lambda answer: list(answer["rows"])) if self.max_drafts else []

@@ -102,6 +102,8 @@ def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.
         for name, shape in serving.items()
         if name in state and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
     ]
+    if not missing and not wrong and not bool((state.get(TEMPERATURES, torch.ones(1)) > 0).all()):
+        wrong = [f"{TEMPERATURES} {state[TEMPERATURES].tolist()}, not above 0"]
     if missing or unknown or wrong:
         raise SwapError(
             "The tensors are not those of the serving heads, which stay.",

@@ -134,7 +134,7 @@ class MedusaWorker:
         memory = self._medusa_require_drafter().memory
         if memory is not None:
             memory.store.take(rows)
-        return {"remembers": 0 if memory is None else memory.store.nbytes}
+        return {"bytes": 0 if memory is None else memory.store.nbytes}
 
     @reports_errors
     def medusa_choices(self) -> dict[str, Any]:

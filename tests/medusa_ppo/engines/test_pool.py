@@ -21,7 +21,7 @@ from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.drafting.choice import merge_choices
-from medusa_ppo.drafting.memory import prompt_key
+from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
 from medusa_ppo.engines import ray_engine
 from medusa_ppo.engines.pieces import SharedMemory, cut, expected_tokens
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
@@ -53,8 +53,9 @@ class StandIn(RolloutEngine):
         self.inside = 0
         self.told: list[Any] = []
 
-    def remember(self, rows: Any) -> None:
+    def remember(self, rows: Any) -> int:
         self.told += rows
+        return len(self.told)
 
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
         self.inside += 1
@@ -524,6 +525,10 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert [r.prompt_index for r in rollouts.responses] == [i for i in range(24) for _ in range(2)]
         assert all(share.counters.drafts > 0 for share in rollouts.engines)
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
+        # Each has what it wrote, and has been told of what the other one wrote.
+        pool.generate(actor.prompts[:1], sampling)  # What an engine has ended itself it remembers with its next step.
+        held = [engine.remember([]) for engine in pool._engines()]
+        assert pool.memory.nbytes == max(held) and min(held) >= pool.memory.nbytes - 2 * (24 * 4 + OVERHEAD)
         # The second engine is treated as if it were on another node: the heads come through Ray's object store.
         far = pool._seats[1].engine
         assert isinstance(far, RayEngine) and not far.elsewhere
@@ -540,6 +545,7 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
             pool.generate(actor.prompts[:4], sampling)
         again = pool.generate(actor.prompts[:24], sampling)
         assert len(again.responses) == 48 and pool.restarts == 1
+        assert min(engine.remember([]) for engine in pool._engines()) > 48 * OVERHEAD, "the successor was told of what was said before it"
         assert pool.checksums()["heads"] == checksum(state)
         assert {report["pid"] for report in pool.plugin_report()["engines"]} != set(pids)
 
