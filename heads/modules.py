@@ -363,7 +363,7 @@ class MedusaHeads(nn.Module):
             )
             raise CheckpointError(problem, given=given, expected=expected, do=do)
         if not bool((state.get(TEMPERATURES, self.temperatures_K) > 0).all()):
-            given = state[TEMPERATURES].tolist()
+            given = str(state[TEMPERATURES].tolist())
             raise CheckpointError("A draft temperature is no number above 0.", given=given, do="Save the heads again.")
         self.temperatures_K.fill_(1.0)
         for name, view in views.items():

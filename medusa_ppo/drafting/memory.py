@@ -130,11 +130,11 @@ class ResponseMemory:
             CheckpointError: it is damaged, or a memory of something else.
         """
         for name, digest in of.items():
-            given = bytes(state.get(OF + name, torch.zeros(0, dtype=torch.uint8)).tolist())
-            if given != digest:
+            found = bytes(state.get(OF + name, torch.zeros(0, dtype=torch.uint8)).tolist())
+            if found != digest:
                 raise CheckpointError(
                     f"The saved responses are of another {name}.",
-                    given=f"{name} {given.hex()[:16] or 'unknown'}",
+                    given=f"{name} {found.hex()[:16] or 'unknown'}",
                     expected=f"{name} {digest.hex()[:16]}, that of this run",
                     do=f"Go on with the {name} that the run had, or without memory: engine.memory_bytes=null --allow engine.memory_bytes.",
                 )
