@@ -1,12 +1,17 @@
-"""The section `ppo` of a run's settings: the reference PPO loop. docs/practice.md says when to use which option (no torch)."""
+"""The section `ppo` of a run's settings, and what contradicts each other in the reference PPO loop. docs/practice.md says when to use which
+option (no torch)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from medusa_ppo.config_file import Count, Section, Text
+
+if TYPE_CHECKING:  # It reads this file.
+    from medusa_ppo.config import RunConfig
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -109,3 +114,109 @@ class PPOConfig(Section):
     """Keep so many of the last saves in RUN/checkpoints as well; null: only the newest is there."""
     threads: Count | None = None
     """CPU threads of the update, of each rank where the actor has several; null: all cores, shared among them."""
+
+
+def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """Fields of the loop that contradict each other: the problem, their keys, what is expected, what to do."""
+    ppo, data, keys = config.ppo, config.data, tuple[str, ...]()
+    if ppo.advantages != "gae":
+        keys = ("ppo.advantages", "sampling.responses_per_prompt")
+        if config.sampling.responses_per_prompt < 2:
+            yield "One response has no others to be compared with.", keys, "at least 2 responses to each prompt", "Raise the second."
+        keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
+        if ppo.step_separator or config.model.critic_path:
+            yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
+    if ppo.staleness:
+        keys = ("ppo.staleness", "ppo.importance_bound")
+        if ppo.importance_bound is None:
+            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
+            yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
+        beside = ("ppo.piece_prompts", "ppo.eval_every", "engine.sleep_level", "report.speed_every", "report.compare_pairs")
+        for key in beside:
+            section, name = key.split(".")
+            if getattr(getattr(config, section), name) is not None:
+                keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
+                yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
+        if ppo.staleness > 1 and config.engine.choose_drafts:
+            keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
+            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    yield from _place_contradictions(config)
+    yield from _image_contradictions(config)
+    if ppo.piece_prompts:
+        keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
+        if ppo.piece_prompts > ppo.prompts_per_step:
+            yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
+        keys, do = ("ppo.piece_prompts", "engine.sleep_level"), "Set one of the two to null."
+        if config.engine.sleep_level:
+            yield "An engine that gives its memory to the scoring can't write meanwhile.", keys, "one of the two", do
+    if ppo.kl_in_loss and ppo.kl_estimator == "k1":
+        keys, do = ("ppo.kl_in_loss", "ppo.kl_estimator"), "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
+        yield "As a term of the loss k1 has no gradient on average.", keys, "ppo.kl_estimator=k2 or k3", do
+    if ppo.kl_goal and not ppo.kl_coefficient:
+        keys = ("ppo.kl_goal", "ppo.kl_coefficient")
+        yield "A coefficient of 0 stays 0, whatever it is multiplied by.", keys, "ppo.kl_coefficient above 0", "Set the second."
+    if bool(ppo.ptx_coefficient) != bool(data.ptx_path):
+        keys = ("ppo.ptx_coefficient", "data.ptx_path")
+        yield "Texts beside PPO need a weight, and a weight needs texts.", keys, "both or none", "Set both, or none."
+    if ppo.eval_every and data.eval_path in (None, data.path) and data.eval_split == data.split:
+        keys = ("data.split", "data.eval_path", "data.eval_split")
+        yield "The evaluation would be on the prompts of the training.", keys, "other prompts", "Set data.eval_path or data.eval_split."
+    if config.actor.backend == "megatron" and (ppo.ptx_coefficient or ppo.kl_stop):
+        keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
+        do = "Set actor.backend=transformers, or the other two to null."
+        yield "The ranks of a Megatron actor know neither texts beside PPO nor an early end.", keys, "actor.backend=transformers", do
+    if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
+        keys, do = ("actor.backend", "ppo.recompute"), "Set ppo.recompute=true, or actor.backend=megatron."
+        yield "transformers' attention keeps nothing that could be made again.", keys, "ppo.recompute=true or false", do
+
+
+def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for where it all happens: processes for rewards, roles that take turns on one device."""
+    engine, ppo, ranks = config.engine, config.ppo, int(config.engine.extra.get("tensor_parallel_size", 1))
+    keys: tuple[str, ...]
+    if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
+        keys, do = ("ppo.reward_timeout_s", "ppo.reward_processes"), "Set ppo.reward_processes=1 or more."
+        yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
+    if ppo.reward_processes is not None and ":" not in ppo.reward:
+        keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
+        yield "A reward model is computed by the loop, not in processes.", keys, "a reward module:function", do
+    if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
+        keys, do = ("ppo.side_by_side", "ppo.placement", "actor.backend"), "Set ppo.side_by_side=false."
+        yield "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.", keys, "two of them at their defaults", do
+    if ppo.placement == "separate":
+        return
+    if engine.sleep_level is None:
+        keys, do = ("ppo.placement", "engine.sleep_level"), "Set engine.sleep_level=1, or ppo.placement=separate."
+        yield "An engine that stays awake leaves no memory to the others.", keys, "engine.sleep_level=1 or 2", do
+    if config.actor.backend == "megatron":
+        keys, do = ("ppo.placement", "actor.backend"), "Set ppo.placement=separate, or actor.backend=transformers."
+        yield "The ranks of a Megatron actor keep their places.", keys, "actor.backend=transformers", do
+    if engine.replicas > 1 or ranks > 1:
+        keys, do = ("ppo.placement", "engine.replicas", "engine.extra"), "Set ppo.placement=separate, or one engine of one rank."
+        yield "The loop's process has one device, and engines have more.", keys, "one engine of one rank", do
+    if engine.transfer == "broadcast":
+        keys, do = ("ppo.placement", "engine.transfer"), "Set engine.transfer=file."
+        yield "Two processes on one device can't broadcast to each other.", keys, "engine.transfer=file", do
+    if config.report.compare_pairs:
+        keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
+        yield "The engine of a comparison would stand beside the run's own.", keys, "one of the two", do
+
+
+def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for prompts with images."""
+    if config.data.images is None:
+        return
+    beside = (
+        ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
+        ("engine.backend", "colocated", "Images travel to colocated engines only."),
+        ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
+        ("model.critic_path", None, "Another critic would have a tower of its own, and the features are the actor's."),
+        ("ppo.placement", "separate", "The vision tower takes no turns."),
+        ("ppo.piece_prompts", None, "Prompts with images are asked for as a whole batch."),
+        ("report.keep_rollouts", None, "Files of rollouts hold no images."),
+    )
+    for key, possible, problem in beside:
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != possible:
+            said = "null" if possible is None else possible
+            yield problem, ("data.images", key), f"{key}={said}", f"Set {key}={said}, or data.images=null."

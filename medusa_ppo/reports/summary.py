@@ -20,6 +20,8 @@ WINDOW_SHARE = 4
 WINDOW_MOST = 20
 """... but at most so many steps are what `first` and `last` figures are taken over."""
 STEP_S = "step_s"
+StepPair = tuple[dict[str, float], dict[str, float]]
+"""Seconds by phase, of a step with the plugin and of one without."""
 """Key of a whole step's seconds in a run's comparison."""
 PHASES = {m.GENERATE_S: "generate", m.SCORE_S: "score", m.UPDATE_S: "update", m.SYNC_S: "sync", m.SWAP_S: "swap"}
 """Metrics of the phases of a step, and what a phase is called."""
@@ -61,13 +63,13 @@ SUMMARY_KEYS: dict[str, str] = {
     "rollout_speedup_pairs.last": "The last pair's ratio.",
     "step_ratio": (
         "Seconds of a whole PPO step with the plugin / seconds without it (in an engine of its own at vLLM's defaults), the same prompts "
-        "in turn after the last step, median over the pairs: above 1 the plugin makes the loop slower."
+        "in turn after the last step, of the middle pair (of an even number the upper one): above 1 the plugin makes the loop slower."
     ),
     "step_pairs.count": "Number of pairs.",
     "step_pairs.min": "Smallest ratio.",
     "step_pairs.max": "Largest ratio.",
-    "step_pairs.with_s": "Seconds of a step with the plugin, median over the pairs.",
-    "step_pairs.without_s": "Seconds of a step without it, median over the pairs.",
+    "step_pairs.with_s": "Seconds of a step with the plugin, in that middle pair.",
+    "step_pairs.without_s": "Seconds of a step without it, in that middle pair.",
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
     "actor_note": "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that say nothing; null: nothing.",
@@ -136,7 +138,7 @@ def build_summary(run: Run) -> dict[str, Any]:
         "mal_per_engine": mal_per_engine(last),
         "rollout_speedup": _median(speedups),
         "rollout_speedup_pairs": {**_spread(speedups), "against": against},
-        "step_ratio": _median([ours[STEP_S] / plain[STEP_S] for ours, plain in steps]),
+        "step_ratio": middle[0][STEP_S] / middle[1][STEP_S] if (middle := middle_pair(steps)) else None,
         "step_pairs": _step_figures(steps),
         "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
@@ -249,7 +251,7 @@ def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
     return [], None
 
 
-def step_pairs(run: Run) -> list[tuple[dict[str, float], dict[str, float]]]:
+def step_pairs(run: Run) -> list[StepPair]:
     """Seconds of the steps that were taken in turn with the plugin and without it, and of their phases, by the names of the metrics.
 
     `step_s` is the whole step; a pair that can't be read is left out.
@@ -267,12 +269,19 @@ def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def _step_figures(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float | int | None]:
+def middle_pair(pairs: Sequence[StepPair], name: str = STEP_S) -> StepPair | None:
+    """The pair whose ratio of seconds in a phase is the median, of an even number the upper one: its seconds fit its ratio, which medians
+    of each side, taken by themselves, need not."""
+    ordered = sorted(pairs, key=lambda pair: pair[0][name] / pair[1][name])
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
     ratios = [ours[STEP_S] / plain[STEP_S] for ours, plain in pairs]
+    ours, plain = middle_pair(pairs) or ({}, {})
     figures: dict[str, float | int | None] = {"count": len(pairs), "min": min(ratios, default=None), "max": max(ratios, default=None)}
     for prefix, name in (("", STEP_S), ("generate_", m.GENERATE_S)):
-        figures[f"{prefix}with_s"] = _median([ours.get(name) for ours, _ in pairs])
-        figures[f"{prefix}without_s"] = _median([plain.get(name) for _, plain in pairs])
+        figures |= {f"{prefix}with_s": ours.get(name), f"{prefix}without_s": plain.get(name)}
     return figures
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest
-from statistics import median
 from typing import Any, NamedTuple
 
 from medusa_ppo import metrics as m
@@ -12,7 +11,7 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.summary import STEP_S, ledger_rows, mean, mean_acceptance_length, replay_pairs, speed_pairs, step_pairs
+from medusa_ppo.reports.summary import STEP_S, ledger_rows, mean, mean_acceptance_length, middle_pair, replay_pairs, speed_pairs, step_pairs
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
@@ -68,7 +67,7 @@ def _step_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     note = [("Measured on", summary["actor_note"])] if summary["actor_note"] else []
     if ratio is None:
         return note
-    spread = f"median of {pairs['count']} pairs, {w.span(pairs['min'], pairs['max'])}"
+    spread = f"the middle one of {pairs['count']} pairs, {w.span(pairs['min'], pairs['max'])}"
     return [
         (
             "A whole PPO step, with the plugin / without it",
@@ -251,11 +250,11 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
         figures = (w.whole(speed["drafting"]), w.whole(speed["plain"]), w.ratio(summary["rollout_speedup"]))
         rows.append(("rollouts, tokens/s", *figures, w.span(spread["min"], spread["max"]), w.whole(len(pairs))))
     for name, what in WORTH_PHASES.items():
-        both = [(ours[name], plain[name]) for ours, plain in step_pairs(run) if name in ours and plain.get(name)]
-        if both:
-            ratios = [ours / plain for ours, plain in both]
-            seconds = [w.exact_seconds(median(side)) for side in zip(*both, strict=True)]
-            rows.append((what, *seconds, w.ratio(median(ratios)), w.span(min(ratios), max(ratios)), w.whole(len(both))))
+        both = [(ours, plain) for ours, plain in step_pairs(run) if name in ours and plain.get(name)]
+        if middle := middle_pair(both, name):
+            ratios = [ours[name] / plain[name] for ours, plain in both]
+            seconds = [w.exact_seconds(side[name]) for side in middle]
+            rows.append((what, *seconds, w.ratio(middle[0][name] / middle[1][name]), w.span(min(ratios), max(ratios)), w.whole(len(both))))
     return rows
 
 
@@ -281,7 +280,7 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     share = steps["generate_without_s"] / steps["without_s"]
     twice = (rest + 2 * steps["generate_with_s"]) / (others + 2 * steps["generate_without_s"])
     text += f" Generation is {w.percent(share)} of a step without the plugin; if responses took twice as long, a step would take "
-    return f"{text}{w.more_time(twice)} with the plugin (by arithmetic on the medians)."
+    return f"{text}{w.more_time(twice)} with the plugin (by arithmetic on the middle pair)."
 
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:

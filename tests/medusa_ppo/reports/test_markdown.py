@@ -62,7 +62,7 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     text = advice(whole, build_summary(whole))
     assert text.startswith("Not worth it for rollouts of this run: ") and "it pays above 2.89." in text
     assert "Generation is 40 % of a step without the plugin" in text
-    assert "a step would take the same time with the plugin (by arithmetic on the medians)." in text
+    assert "a step would take the same time with the plugin (by arithmetic on the middle pair)." in text
     assert text in render_markdown(whole, build_summary(whole))
     assert advice(Run(Path("r"), ({"step": 0},)), build_summary(Run(Path("r"), ({"step": 0},)))) == ""
 
