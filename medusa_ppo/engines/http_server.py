@@ -24,9 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.engines import Finished, request_seed
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import TOKEN, first_of, token_header

@@ -25,8 +25,8 @@ from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import Row
-from medusa_ppo.engines import Finished, Piece, SharedMemory, cut, in_call, piece_seed
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.pieces import Finished, Piece, SharedMemory, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting

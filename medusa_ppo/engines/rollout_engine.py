@@ -18,7 +18,7 @@ from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
 from medusa_ppo.drafting.memory import Row
-from medusa_ppo.engines import Finished
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state

@@ -19,10 +19,11 @@ from heads.checkpoint import save_heads
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.engines import launch, request_seed
+from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.types import Counters, Sampling
 from medusa_ppo.vllm_plugin import first_of, raise_reported, reports_errors
 from medusa_ppo.vllm_plugin import registration as versions

@@ -22,8 +22,8 @@ from heads.modules import MedusaHeads
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.engines import SharedMemory
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from heads.errors import CheckpointError, ConfigError, DataError, EngineError, MedusaError, ModelError
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
-from medusa_ppo.engines import SharedMemory
+from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
