@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """The pieces of a generate call: how a pool cuts it for its engines, who hears of responses that have ended, and calls that end early."""
 
 from __future__ import annotations
@@ -92,3 +93,5 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
 def piece_seed(sampling: Sampling, index: int) -> int | None:
     """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
     return None if sampling.seed is None else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)
+=======
+>>>>>>> main

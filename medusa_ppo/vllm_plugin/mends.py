@@ -26,6 +26,8 @@ from heads.errors import LossyError
 from medusa_ppo.drafting import verify
 
 Replaced = Callable[..., Any]
+LOSSLESS = ("standard", "block")
+"""Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 OUR_MODEL_TYPE = "medusa_ppo"
 """What config.json says of heads that stock vLLM has no module for."""
@@ -106,6 +108,18 @@ def rejection_in_torch(original: Replaced) -> Replaced:
     return rejection_sample
 
 
+def refuse_lossy_rule(speculative_config: Any) -> None:
+    """Whoever started the engine. LossyError; vLLM 0.33 has "fly", and all have "synthetic"."""
+    rule = getattr(speculative_config, "rejection_sample_method", "standard")
+    if rule not in LOSSLESS:
+        raise LossyError(
+            "This acceptance rule changes the distribution of the sampled tokens.",
+            given=f"rejection_sample_method={rule}",
+            expected=" or ".join(LOSSLESS),
+            do="Leave rejection_sample_method out of vLLM's speculative configuration.",
+        )
+
+
 def verification_in_one_pass(original: Replaced) -> Replaced:
     """No failure, but time: the same distribution with one softmax for verification and log-probs, and random numbers for B rows only."""
 
@@ -177,7 +191,11 @@ def _gather_logprobs(
     rows_BW = drafts.starts_B.unsqueeze(1) + torch.minimum(steps_W, drafts.counts_B.unsqueeze(1))
     rows = rows_BW.flatten()
     own_NV = logprobs_NV if rows.shape[0] == logprobs_NV.shape[0] else logprobs_NV[rows]
-    return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_BW.flatten().clamp_min(0).to(torch.int64))
+    ids_N = ids_BW.flatten().clamp_min(0)
+    if num_logprobs == 0:  # As vLLM's own, whose compiled count of ranks takes longer to be found than to be computed.
+        sampled_N1 = own_NV.gather(1, ids_N.unsqueeze(1).to(torch.int64))
+        return LogprobsTensors(ids_N.unsqueeze(1), sampled_N1, (own_NV >= sampled_N1).sum(-1))
+    return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_N.to(torch.int64))
 
 
 # ---- seeds in chunked prefill --------------------------------------------------------------------------------------------------
