@@ -16,13 +16,9 @@ from heads.errors import EngineError, MedusaError, SwapError
 from heads.tensorfile import Header
 from medusa_ppo.actors.vision import open_image
 from medusa_ppo.config import EngineConfig
-<<<<<<< HEAD
-from medusa_ppo.engines import UNFINISHED, Ended, Finished, Partly, tell
-=======
->>>>>>> main
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
-from medusa_ppo.engines.pieces import Ended, Finished, request_seed, tell
+from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
 from medusa_ppo.types import Checked, Counters, ImagePrompt, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
 

@@ -24,13 +24,9 @@ from typing import Any, Unpack
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
-<<<<<<< HEAD
-from medusa_ppo.engines import Finished, Partly, Piece, cut, in_call, piece_seed
-=======
 from medusa_ppo.drafting.memory import Row
->>>>>>> main
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.pieces import Finished, Piece, SharedMemory, cut, in_call, piece_seed
+from medusa_ppo.engines.pieces import Finished, Partly, Piece, SharedMemory, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting

@@ -21,17 +21,13 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import COLOCATED, EngineConfig
-<<<<<<< HEAD
-from medusa_ppo.engines import Ended, Finished, Partly, http_server, tell
-=======
 from medusa_ppo.engines import http_server
->>>>>>> main
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
-from medusa_ppo.engines.pieces import Ended, Finished, SharedMemory, tell
+from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
 from medusa_ppo.hardware import settled_engine

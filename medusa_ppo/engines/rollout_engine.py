@@ -17,12 +17,8 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-<<<<<<< HEAD
-from medusa_ppo.engines import Finished, Partly
-=======
 from medusa_ppo.drafting.memory import Row
-from medusa_ppo.engines.pieces import Finished
->>>>>>> main
+from medusa_ppo.engines.pieces import Finished, Partly
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state

@@ -32,7 +32,7 @@ from torch import Tensor
 from medusa_ppo import metrics as names
 from medusa_ppo.actors import ActorView
 from medusa_ppo.actors.hf import Actor, as_view
-from medusa_ppo.engines import Finished
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner, Tap

@@ -22,13 +22,9 @@ from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.drafting.choice import merge_choices
-<<<<<<< HEAD
-from medusa_ppo.engines import UNFINISHED, Partly, cut, expected_tokens, ray_engine
-=======
 from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
 from medusa_ppo.engines import ray_engine
-from medusa_ppo.engines.pieces import SharedMemory, cut, expected_tokens
->>>>>>> main
+from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory, cut, expected_tokens
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine

@@ -22,13 +22,9 @@ from heads.modules import MedusaHeads
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.engines import UNFINISHED, Partly
 from medusa_ppo.engines.colocated import ColocatedEngine
-<<<<<<< HEAD
+from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory
 from medusa_ppo.engines.probe import Uniformity
-=======
-from medusa_ppo.engines.pieces import SharedMemory
->>>>>>> main
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals

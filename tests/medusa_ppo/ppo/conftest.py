@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from heads.checkpoint import checksum, load_state
-from medusa_ppo.engines import UNFINISHED, Partly
+from medusa_ppo.engines.pieces import UNFINISHED, Partly
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting

@@ -29,8 +29,8 @@ from medusa_ppo.companion import client as client_file
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import settle
 from medusa_ppo.config import RunConfig, build_config, known_keys
-from medusa_ppo.engines import Partly
 from medusa_ppo.engines.launch import plan_launch, process_environment
+from medusa_ppo.engines.pieces import Partly
 from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file

@@ -15,7 +15,7 @@ import torch
 from heads.errors import CheckpointError, ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig
-from medusa_ppo.engines import UNFINISHED, Partly
+from medusa_ppo.engines.pieces import UNFINISHED, Partly
 from medusa_ppo.engines.probe import Uniformity, add_response
 from medusa_ppo.ppo.long_tail import FILE, Carried, LongTail, read_carried, save_carried
 from medusa_ppo.ppo.loop import PPOLoop
