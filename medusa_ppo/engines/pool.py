@@ -11,6 +11,7 @@ A pool of one is an engine that is started again when it is lost; what it sample
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -109,16 +110,13 @@ class EnginePool(base.RolloutEngine):
         return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked))
 
     def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
-        def ask(engine: base.RolloutEngine, piece: Piece, prompts: base.Prompts, seeded: Sampling) -> Rollouts:
-            return engine.generate_as_finished(prompts, seeded, in_call(finished, piece, sampling.responses_per_prompt))
-
-        return self._generate(prompts, sampling, ask)
+        told = functools.partial(in_call, finished, repeat=sampling.responses_per_prompt)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_as_finished(*asked, told(piece)))
 
     def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
-        """As the engine's; of several none would know when all together have enough."""
+        """As the engine's: of several none knows when all have enough."""
         if len(self._seats) > 1:
-            given, do = f"{len(self._seats)} engines", "Set engine.replicas=1, or ppo.carry_after=null."
-            raise EngineError("Several engines can't stop a batch half-way.", given=given, expected="one", do=do)
+            raise EngineError("Several engines can't stop half-way.", given=len(self._seats), expected="one", do="Set engine.replicas=1.")
         return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly))
 
     def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
@@ -154,14 +152,7 @@ class EnginePool(base.RolloutEngine):
         self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(
-        self,
-        waiting: list[tuple[int, Piece]],
-        running: Running,
-        prompts: base.Prompts,
-        sampling: Sampling,
-        ask: Ask,
-    ) -> None:
+    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
@@ -169,8 +160,7 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                job = self._threads.submit(self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask)
-                running[job] = (seat, index, piece)
+                running[self._threads.submit(self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -282,8 +272,7 @@ class EnginePool(base.RolloutEngine):
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
         shares = self.shares if len(self._seats) > 1 else ()
-        partly = any(part.written_tokens is not None for _, part in answers)
-        written = sum(part.generated_tokens for _, part in answers) if partly else None
+        written = None if all(part.written_tokens is None for _, part in answers) else sum(part.generated_tokens for _, part in answers)
         rollouts = Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling, engines=shares, written_tokens=written)
         return base.with_versions(rollouts, self)
 

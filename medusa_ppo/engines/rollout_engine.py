@@ -155,12 +155,8 @@ class RolloutEngine(ABC):
         """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
-            raise ConfigError(
-                "This number of drafts is not possible.",
-                given=count,
-                expected=f"0..{self.max_drafts}",
-                do="Restart the engine with more heads.",
-            )
+            do = "Restart the engine with more heads."
+            raise ConfigError("This number of drafts is not possible.", given=count, expected=f"0..{self.max_drafts}", do=do)
         return count
 
 
