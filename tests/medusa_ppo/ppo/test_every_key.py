@@ -368,7 +368,7 @@ class Places:
             conclude=lambda *rest: (None, {}),
         )
         one: Any = SimpleNamespace(
-            **dict.fromkeys(("prompts", "tokenizer", "sync", "plugin", "evaluation", "texts", "reward")),
+            **dict.fromkeys(("prompts", "tokenizer", "sync", "plugin", "evaluation", "texts", "reward", "remembered")),
             trackers=trackers.TrackerGroup(),
             learner=learner,
             engine=SimpleNamespace(generate_as_finished=self._finish, generate=lambda *_: self._rollouts),
@@ -399,7 +399,7 @@ class Places:
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(("tokenizer", "sync", "plugin", "evaluation", "texts", "reward")),
+            **dict.fromkeys(("tokenizer", "sync", "plugin", "evaluation", "texts", "reward", "remembered")),
             trackers=trackers.TrackerGroup(),
             learner=learner,
             engine=engine,
@@ -436,10 +436,11 @@ class Places:
 
     def loop(self, config: RunConfig) -> Any:
         saved: list[int] = []
-        self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, config: saved.append(position.next_step))
+        self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, *_: saved.append(position.next_step))
         self._patch.setattr(loop_file.PPOLoop, "step", lambda self, step: {})
         parts: Any = SimpleNamespace(
             **dict.fromkeys(("prompts", "tokenizer", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            remembered=dict,
             learner=SimpleNamespace(turns=Turns()),
             trackers=trackers.TrackerGroup(),
         )
