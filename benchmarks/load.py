@@ -4,9 +4,10 @@
     python benchmarks/load.py --requests 2000 --at-once 8 --json load.json
     python benchmarks/load.py --stretch 10 --swap-every 0   # more and shorter stretches, syncs alone; --sync-every 0: swaps alone
 
-Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too, and the heads
-that are swapped are always those of the actor that serves (two versions of each): other heads would be accepted less, and that, not the swap,
-would be what a request waits for. Before the load each actor answers every prompt without drafts and undisturbed; under load an answer must be, token for token,
+Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too. The heads
+that are swapped are those of the actor that serves (two versions of each): others would be accepted less, and requests would wait for that
+and not for swaps. Before the load each actor answers every prompt without drafts and undisturbed; under load an answer must be, token for
+token,
 
     that of the actor that served from the request's first second to its last, or
     where a sync came in between, that of the first up to some token, and from there on what the second would write (by transformers)
