@@ -168,7 +168,7 @@ class Workers:
 
     @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
-        return {**self._writer.sums, "heads_version": self._writer.heads_version}
+        return {**self._writer.sums, "heads_version": self._writer.heads_version, "actor_version": 0, "process": str(os.getpid())}
 
     @reports_errors
     def medusa_configure(self, settings: Any) -> dict[str, Any]:

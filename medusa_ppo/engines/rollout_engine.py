@@ -246,7 +246,7 @@ class WorkerEngine(RolloutEngine):
             raise EngineError(
                 "The engine does not draft with native heads.",
                 given=f"drafter {drafter or 'none'}",
-                expected="an engine started with the heads' folder as the draft model, method medusa",
+                expected="an engine started with the heads' folder as its draft model",
                 do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
             )
         self.max_drafts = most

@@ -20,6 +20,8 @@ TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
 SAMPLED = "medusa_ppo_sampled"
 """In vLLM's additional_config: drafts will be sampled."""
+HEADS = "medusa_ppo_heads"
+"""In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from medusa_ppo.vllm_plugin.registration import activate, drafter_of, require_ac
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
 logger = logging.getLogger(__name__)
+
+PROCESS = secrets.token_hex(8)
+"""This process and no other, on any machine: process ids come again."""
 
 
 class MedusaWorker:
@@ -121,6 +125,7 @@ class MedusaWorker:
             "heads_version": held,
             "actor": actor,
             "actor_version": version,
+            "process": PROCESS,
         }
 
     @reports_errors

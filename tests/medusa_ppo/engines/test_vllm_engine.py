@@ -29,7 +29,7 @@ from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals
 from medusa_ppo.vllm_plugin import mends
 from medusa_ppo.vllm_plugin import registration as plugin
-from medusa_ppo.vllm_plugin.registration import release, vllm_version
+from medusa_ppo.vllm_plugin.registration import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 # Its stand-in for a Triton kernel does not take USE_FP64_GUMBEL, which the sampler passes: any speculation ends in a TypeError.
-stock_speculates = pytest.mark.skipif(release(vllm_version()) < (0, 26), reason="vLLM's CPU build of this release can't without mends")
+stock_speculates = pytest.mark.skipif(
+    release(vllm_version()) < (0, 26) or not has_medusa(vllm_version()),
+    reason="vLLM's CPU build of this release can't without mends, or has no Medusa",
+)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
 
 
