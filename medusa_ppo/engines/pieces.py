@@ -119,7 +119,8 @@ class SharedMemory(ResponseMemory):
         """What an engine has answered to one call; `version` of its policy."""
         if not self.most_bytes:
             return
-        keys, numbered = [prompt_key(prompt).hex() for prompt in rollouts.prompts], enumerate(rollouts.responses)
+        keys = [prompt_key(prompt).hex() for prompt in rollouts.prompts]
+        numbered = [(index, one) for index, one in enumerate(rollouts.responses) if one.finish_reason != UNFINISHED]
         rows = [(keys[one.prompt_index], 0, request_seed(rollouts.sampling, index), list(one.token_ids)) for index, one in numbered]
         self.news.append((author, rows))
         with self._lock:
