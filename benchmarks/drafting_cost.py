@@ -34,7 +34,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.bench import run_rounds
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.vllm_plugin.hooks import StockMedusaProposer
+from medusa_ppo.vllm_plugin.hooks import Drafter
 
 GREEDY = SimpleNamespace(all_greedy=True)
 
@@ -71,7 +71,7 @@ def stock_proposer(ours: Any, folder: Path) -> Any:
     """vLLM's own proposer with its own module, beside ours in the same engine."""
     from vllm.config import set_current_vllm_config
 
-    stock = StockMedusaProposer(ours.vllm_config, ours.device)
+    stock = Drafter(ours.vllm_config, ours.device)
     draft_config = stock.spec_config.draft_model_config
     before, draft_config.model = draft_config.model, str(folder)
     try:

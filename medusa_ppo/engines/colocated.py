@@ -15,9 +15,9 @@ from heads.errors import EngineError, MedusaError, SwapError
 from heads.tensorfile import Header
 from medusa_ppo.actors.vision import open_image
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.engines import Ended, Finished, tell
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
+from medusa_ppo.engines.pieces import Ended, Finished, request_seed, tell
 from medusa_ppo.types import Checked, Counters, ImagePrompt, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
 
@@ -101,7 +101,7 @@ class ColocatedEngine(base.WorkerEngine):
         if self._actor_lost:
             given = "generate() after a sleep of level 2, or after a broadcast that broke off"
             raise EngineError("The engine has no whole actor.", given=given, expected="sync_actor() first", do="Sync the actor.")
-        seeds = [base.request_seed(sampling, i) for i in range(len(prompts) * sampling.responses_per_prompt)]
+        seeds = [request_seed(sampling, i) for i in range(len(prompts) * sampling.responses_per_prompt)]
         arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
         return [SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments]
 

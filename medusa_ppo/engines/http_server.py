@@ -25,9 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from heads.errors import EngineError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.engines import Finished
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import TOKEN, Drafting, first_of, token_header
@@ -91,7 +91,7 @@ class ServerEngine(base.WorkerEngine):
         longest_s = patience_s(count, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
-            response = self._complete(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i), sampling, longest_s)
+            response = self._complete(i // repeat, list(prompts[i // repeat]), request_seed(sampling, i), sampling, longest_s)
             finished(i, response)
             return response
 

@@ -20,7 +20,7 @@ from heads import HeadsConfig
 from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
 from medusa_ppo.config import VISION_FAMILIES, EngineConfig
 from medusa_ppo.hardware import settled_engine
-from medusa_ppo.vllm_plugin import GUARD, SAMPLED, TRANSFER, WORKER_EXTENSION, Drafting
+from medusa_ppo.vllm_plugin import GUARD, TRANSFER, WORKER_EXTENSION, Drafting
 from medusa_ppo.vllm_plugin.registration import (
     FIRST_V2,
     V2_SWITCH,
@@ -28,6 +28,7 @@ from medusa_ppo.vllm_plugin.registration import (
     is_cpu_build,
     require_transfer,
     require_vllm,
+    speculation,
     text_of,
     v2_asked,
     vllm_version,
@@ -137,8 +138,7 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
                 expected=f"<= {max_drafts}, the heads in {heads_path}",
                 do="Draft fewer tokens or train more heads.",
             )
-        args["speculative_config"] = {"method": "medusa", "model": str(heads_path), "num_speculative_tokens": max_drafts}
-        args["additional_config"] = {SAMPLED: config.draft_temperature > 0}
+        args |= speculation(str(heads_path), max_drafts, sampled=config.draft_temperature > 0)
         _refuse_with_heads(config.extra, runner)
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)

@@ -2,6 +2,7 @@
 
     generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is free
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
+    memory        what one engine has said goes to all others, and to those that are started again
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
 An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
@@ -14,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from typing import Any, Unpack
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
-from medusa_ppo.engines import Finished, Piece, cut, in_call, piece_seed
+from medusa_ppo.drafting.memory import Row
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.pieces import Finished, Piece, SharedMemory, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -49,6 +51,7 @@ class Seat:
     starting: Future[base.RolloutEngine] | None = None
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
+    remembers: bool = True
     share: EngineShare = field(default_factory=EngineShare)
 
 
@@ -61,6 +64,7 @@ class EnginePool(base.RolloutEngine):
     Attributes:
         shares: what each engine did in the last `generate`.
         restarts: engines that were started again so far.
+        memory: what all of them have said, once more beside theirs; of as many bytes as they have (0 until someone says so).
     """
 
     def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1, on_close: Callable[[], None] = lambda: None) -> None:
@@ -77,6 +81,7 @@ class EnginePool(base.RolloutEngine):
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
         self._settings = Drafting()
+        self.memory = SharedMemory(0)
         self.restarts, self._closing = 0, False
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
@@ -130,10 +135,12 @@ class EnginePool(base.RolloutEngine):
                         waiting.insert(0, (index, piece))
                     else:
                         answers.append((piece, job.result()))
+                        self.memory.hear(seat.engine, job.result(), self.policy_version)
                         seat.share, seat.restarts = seat.share.plus(job.result()), 0
         except Exception:
             wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
             raise
+        self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
     def _hand_out(
@@ -169,6 +176,8 @@ class EnginePool(base.RolloutEngine):
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
         self._settings |= settings
+        if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
+            self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
             seat.settings = self._settings.copy()
@@ -191,6 +200,15 @@ class EnginePool(base.RolloutEngine):
         """The first engine's, and under `engines` everyone's."""
         reports = [engine.plugin_report() for engine in self._engines()]
         return {**reports[0], "engines": reports}
+
+    def remember(self, rows: Sequence[Row]) -> int:
+        return max(held for _, held in self._everywhere(lambda engine: engine.remember(rows)) if isinstance(held, int))
+
+    def _spread_news(self) -> None:
+        """What each engine has said in this call, to all others."""
+        if len(self._seats) > 1 and self.memory.news:
+            self._ask_all([seat for seat in self._ready() if seat.remembers], lambda engine: engine.remember(self.memory.news_for(engine)))
+        self.memory.news.clear()
 
     def sleep(self, level: int) -> None:
         self._everywhere(lambda engine: engine.sleep(level))
@@ -242,6 +260,9 @@ class EnginePool(base.RolloutEngine):
         if seat.settings != self._settings:
             engine.configure(**self._settings)
             seat.settings = self._settings.copy()
+        if not seat.remembers:
+            engine.remember(self.memory.rows(self.policy_version))
+            seat.remembers = True
 
     def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
         by_prompt: dict[int, list[Response]] = {}
@@ -366,7 +387,7 @@ class EnginePool(base.RolloutEngine):
             if error is not None:
                 self._lost(seat, error)
             else:
-                seat.engine, seat.versions, seat.settings = start.result(), {}, Drafting()
+                seat.engine, seat.versions, seat.settings, seat.remembers = start.result(), {}, Drafting(), not self.memory.most_bytes
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]

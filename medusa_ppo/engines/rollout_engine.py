@@ -17,7 +17,8 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.engines import Finished
+from medusa_ppo.drafting.memory import Row
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -115,6 +116,10 @@ class RolloutEngine(ABC):
     def choices(self) -> list[dict[str, Any]]:
         """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
         return []
+
+    def remember(self, rows: Sequence[Row]) -> int:
+        """Responses that others have written, into its memory; the bytes that it holds then, 0: it has none (`engine.memory_bytes`)."""
+        raise self._only_colocated("remembers nothing", "Set engine.memory_bytes=null.")
 
     def sleep(self, level: int) -> None:
         """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
@@ -218,6 +223,9 @@ class WorkerEngine(RolloutEngine):
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
+    def remember(self, rows: Sequence[Row]) -> int:
+        return self._asked("medusa_remember", lambda answer: int(answer["bytes"]), [list(row) for row in rows]) if self.max_drafts else 0
+
     def choices(self) -> list[dict[str, Any]]:
         return self._asked("medusa_choices", lambda answer: list(answer["rows"])) if self.max_drafts else []
 
@@ -238,7 +246,7 @@ class WorkerEngine(RolloutEngine):
             raise EngineError(
                 "The engine does not draft with native heads.",
                 given=f"drafter {drafter or 'none'}",
-                expected="an engine started with the heads' folder as the draft model, method medusa",
+                expected="an engine started with the heads' folder as its draft model",
                 do="Pass the speculative configuration on to vLLM (docs/hooks.md).",
             )
         self.max_drafts = most
@@ -346,11 +354,6 @@ def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequ
             do="Report this with the versions of `medusa-ppo doctor`.",
         )
     return Response(prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason)
-
-
-def request_seed(sampling: Sampling, index: int) -> int | None:
-    """Seed of request `index` (prompt-major) of a generate call, or None."""
-    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index) % (1 << 31)
 
 
 def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:

@@ -43,7 +43,7 @@ class PPOLoop:
         self.prompts, self.tokenizer, self.learner = parts.prompts, parts.tokenizer, parts.learner
         self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
         self.evaluation, self.texts, self.turns = parts.evaluation, parts.texts, parts.learner.turns
-        self.plugin = parts.plugin  # medusa
+        self.plugin, self.remembered = parts.plugin, parts.remembered  # medusa
         self.maker = RolloutMaker(
             parts.learner,
             SpeedPairs(parts.engine, config),
@@ -72,7 +72,7 @@ class PPOLoop:
                 with self.progress.phase(phases.SAVE, step):
                     if self.plugin is not None and config.companion.wait:  # medusa
                         self.plugin.save(config.run_dir / COMPANION_FOLDER)  # medusa
-                    try_save(config.run_dir, self.learner, self.position, config)
+                    try_save(config.run_dir, self.learner, self.position, config, self.remembered())
 
     def step(self, step: int) -> Metrics:
         """One PPO step. Returns its metrics; the actor in the engine is the updated one afterwards."""

@@ -20,6 +20,8 @@ TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
 SAMPLED = "medusa_ppo_sampled"
 """In vLLM's additional_config: drafts will be sampled."""
+HEADS = "medusa_ppo_heads"
+"""In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/metrics/", "/tokenize", "/detokenize")
@@ -34,7 +36,7 @@ class Drafting(TypedDict, total=False):
     Attributes:
         num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
         sampled: drawn from the heads; else their argmax.
-        draft_temperature: of sampled drafts, times the request's own.
+        draft_temperature: of sampled drafts, times the request's own and that which came with each head.
         choose: the engine chooses the number of drafts for each step.
         draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from all.
         memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are remembered.

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from torch.distributed import ReduceOp
 from vllm import ModelRegistry
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
-from vllm.v1.spec_decode.medusa import MedusaProposer as StockMedusaProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.drafting.products import LINEAR, plain_linear
 from medusa_ppo.vllm_plugin import TRANSFER
-from medusa_ppo.vllm_plugin.mends import CPU_MENDS, mends_of_older
+from medusa_ppo.vllm_plugin.mends import CPU_MENDS, Mend, mends_of_older, refuse_lossy_rule
 from medusa_ppo.vllm_plugin.registration import (
     HOOKS,
     TESTED,
@@ -38,7 +37,9 @@ from medusa_ppo.vllm_plugin.registration import (
     can_transfer,
     compare,
     drafter_of,
+    has_medusa,
     has_v2,
+    heads_folder,
     release,
     require_vllm,
     v2_asked,
@@ -99,9 +100,8 @@ def _refuse_faults(hooks: tuple[Hook, ...]) -> None:
 def _install_for_v1(proposer: type) -> None:
     version = require_vllm()
     _refuse_faults(tuple(hook for hook in HOOKS if hook.runner != V2))
-    for mend in (*(CPU_MENDS if current_platform.is_cpu() else ()), *mends_of_older(release(version))):
-        _wrap(mend.holder, mend.attribute, mend.mend)
-        INSTALLED.mends += [mend.name] if mend.name else []
+    if current_platform.is_cpu():
+        _mend(CPU_MENDS)
     runner = model_runner.GPUModelRunner
     _wrap(runner, "__init__", _with_our_proposer)
     _wrap(runner, "propose_draft_token_ids", _with_draft_context)
@@ -109,7 +109,8 @@ def _install_for_v1(proposer: type) -> None:
     _wrap(runner, "_input_fits_in_drafter", _drafting_to_the_end)
     _wrap(runner, "_sample", _plain_without_drafts)
     _wrap(gpu_worker.Worker, "wake_up", _with_heads_looked_at)
-    if "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
+    _mend(mends_of_older(release(version)))
+    if has_medusa(version) and "MedusaPPOModel" not in ModelRegistry.get_supported_archs():
         # The name of conditioned kinds in config.json. vLLM only looks it up; our proposer builds the heads itself.
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
     if can_transfer(version):
@@ -118,6 +119,12 @@ def _install_for_v1(proposer: type) -> None:
                 TRANSFER, "medusa_ppo.vllm_plugin.transfer_engine", "BroadcastEngine"
             )
     INSTALLED.proposer = proposer
+
+
+def _mend(mends: tuple[Mend, ...]) -> None:
+    for mend in mends:
+        _wrap(mend.holder, mend.attribute, mend.mend)
+        INSTALLED.mends += [mend.name] if mend.name else []
 
 
 def uninstall() -> None:
@@ -138,6 +145,27 @@ def _wrap(holder: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callab
 # ---- our proposer inside vLLM's runner -----------------------------------------------------------------------------------------
 
 
+class CustomClass:
+    """What vLLM makes where it has no Medusa of its own (from 0.33 on); our proposer extends it there, and takes its place."""
+
+    def __init__(self, vllm_config: Any, device: torch.device | None = None) -> None:
+        self.vllm_config, self.spec_config, self.device = vllm_config, vllm_config.speculative_config, device
+        self.hidden_size = vllm_config.model_config.get_hidden_size()
+        self.num_speculative_tokens = self.spec_config.num_speculative_tokens
+
+    def propose(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedVersionError(
+            "Nothing has taken the place of this class in vLLM's model runner.",
+            given="a worker without the medusa-ppo plug-in, or no heads that it wrote",
+            expected="additional_config with medusa_ppo_heads, a folder of heads",
+            do="Leave VLLM_PLUGINS unset, or add medusa_ppo to it; name the heads' folder.",
+        )
+
+
+Drafter: Any = importlib.import_module("vllm.v1.spec_decode.medusa").MedusaProposer if has_medusa(vllm_version()) else CustomClass
+"""What our proposer extends: vLLM's Medusa asks whether it is one."""
+
+
 def is_native(folder: str | Path) -> bool:
     """The folder holds heads that heads/checkpoint.py wrote."""
     try:
@@ -152,9 +180,11 @@ def _with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        stock = getattr(self, "drafter", None)
-        if INSTALLED.proposer and type(stock) is StockMedusaProposer and is_native(stock.spec_config.draft_model_config.model):
-            self.drafter = INSTALLED.proposer(stock.vllm_config, stock.device)
+        stock: Any = getattr(self, "drafter", None)
+        folder = heads_folder(stock.vllm_config) if type(stock) is Drafter else ""
+        if INSTALLED.proposer and folder and is_native(folder):
+            refuse_lossy_rule(stock.spec_config)
+            self.drafter = INSTALLED.proposer(stock.vllm_config, self.device)
 
     return __init__
 
@@ -164,7 +194,7 @@ def _is_ours(runner: Any) -> bool:
 
 
 def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell our proposer which tokens were just sampled, and from which states."""
+    """Ask our proposer for drafts, once it knows which tokens were just sampled, and from which states."""
     states = list(inspect.signature(original).parameters).index("sample_hidden_states") - 3
 
     @functools.wraps(original)
@@ -175,9 +205,21 @@ def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
         drafted = [len(scheduler_output.scheduled_spec_decode_tokens.get(key, ())) for key in self.input_batch.req_ids]
         hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
         self.drafter.before_step(sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens, hidden_TD)
-        return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+        hidden_BD = _last_states(hidden_TD, sampled_token_ids, drafted)
+        return self.drafter.propose(scheduler_output.num_spec_tokens_to_schedule, hidden_BD, self.input_batch.sampling_metadata)
 
     return propose_draft_token_ids
+
+
+def _last_states(hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int]) -> torch.Tensor:
+    """h_t `[B, D]` of each request: where its last token was sampled. There is a row for each draft of a request, and one more."""
+    if hidden_TD.shape[0] == len(sampled_token_ids):
+        return hidden_TD
+    rows, begin = [], 0
+    for tokens, count in zip(sampled_token_ids, drafted, strict=True):
+        rows.append(begin + max(len(tokens) - 1, 0))
+        begin += count + 1
+    return hidden_TD[torch.tensor(rows).to(hidden_TD.device, non_blocking=True)]
 
 
 def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ from heads.errors import LossyError
 from medusa_ppo.drafting import verify
 
 Replaced = Callable[..., Any]
+LOSSLESS = ("standard", "block")
+"""Rules by which vLLM may accept drafts without another distribution of what is sampled."""
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 OUR_MODEL_TYPE = "medusa_ppo"
 """What config.json says of heads that stock vLLM has no module for."""
@@ -104,6 +106,18 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         return verify.assemble(drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B))
 
     return rejection_sample
+
+
+def refuse_lossy_rule(speculative_config: Any) -> None:
+    """Whoever started the engine. LossyError; vLLM 0.33 has "fly", and all have "synthetic"."""
+    rule = getattr(speculative_config, "rejection_sample_method", "standard")
+    if rule not in LOSSLESS:
+        raise LossyError(
+            "This acceptance rule changes the distribution of the sampled tokens.",
+            given=f"rejection_sample_method={rule}",
+            expected=" or ".join(LOSSLESS),
+            do="Leave rejection_sample_method out of vLLM's speculative configuration.",
+        )
 
 
 def verification_in_one_pass(original: Replaced) -> Replaced:

@@ -42,7 +42,7 @@ from medusa_ppo.vllm_plugin.confirm import (
     sums_of_bits,
 )
 from medusa_ppo.vllm_plugin.hooks import (
-    StockMedusaProposer,
+    Drafter,
     agreed,
     agreed_by_all,
     embedding_module,
@@ -50,6 +50,7 @@ from medusa_ppo.vllm_plugin.hooks import (
     packed_linear,
     packs_8_bit,
 )
+from medusa_ppo.vllm_plugin.registration import heads_folder
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ MEMORY_LENGTHS = 16
 """Texts of the memory hold so many responses of full length."""
 
 
-class MedusaProposer(StockMedusaProposer):
+class MedusaProposer(Drafter):
     """What vLLM's model runner asks for drafts after each step."""
 
     heads: MedusaHeads
@@ -75,14 +76,12 @@ class MedusaProposer(StockMedusaProposer):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
-        self.version = 0
-        self.heads_checksum = ""
+        self.version, self.heads_checksum = 0, ""
         self.fed = True  # Without heads it drafts nothing, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
         # Said at the start, q lies in the memory that vLLM profiles.
         self.sampled = bool((vllm_config.additional_config or {}).get(SAMPLED, False))
-        self.draft_temperature = 1.0
-        self.choose = False
+        self.draft_temperature, self.choose = 1.0, False
         self.chooser = DraftChooser(self.num_drafts)
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
@@ -93,7 +92,7 @@ class MedusaProposer(StockMedusaProposer):
     # ---- what vLLM calls ----------------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        folder, config = self.spec_config.draft_model_config.model, self.vllm_config.model_config
+        folder, config = heads_folder(self.vllm_config), self.vllm_config.model_config
         heads, metadata = load_heads(folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size())
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
@@ -114,8 +113,9 @@ class MedusaProposer(StockMedusaProposer):
     def _make_ring(self) -> None:
         config, fused = self.heads.config, self._core.fused
         if isinstance(fused, ContextHeads):
-            size = self.vllm_config.scheduler_config.max_num_seqs
-            self._ring = PairRing(size, config.context, 2 * config.hidden_size, fused.dtype, self.device)
+            self._ring = PairRing(
+                self.vllm_config.scheduler_config.max_num_seqs, config.context, 2 * config.hidden_size, fused.dtype, self.device
+            )
 
     @torch.inference_mode()
     def _use_vocabulary(self) -> None:
@@ -139,7 +139,7 @@ class MedusaProposer(StockMedusaProposer):
         cpu, own = self.device.type == "cpu", self.heads.config.lm_head == "own"
         return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
 
-    def propose(  # type: ignore[override]  # Of its other drafters vLLM takes lists.
+    def propose(
         self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
     ) -> torch.Tensor | list[list[int]]:
         """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included; lists where requests have fewer.
@@ -147,7 +147,7 @@ class MedusaProposer(StockMedusaProposer):
         Args:
             target_hidden_states: h_t `[B, D]` of each request, after the last norm.
         """
-        hidden_BD = target_hidden_states
+        hidden_BD = target_hidden_states  # vLLM's own name for it, should it call.
         count = min(num_speculative_tokens, self.num_drafts)
         if self.choose:
             # Each rank learns by its own clock, and all must draft the same: the first one decides.
@@ -298,7 +298,7 @@ class MedusaProposer(StockMedusaProposer):
         if sampled != self.sampled:
             self.sampled = sampled
             self._use_vocabulary()
-        self._core.temperatures_K.fill_(temperature)
+        self._core.use_temperature(temperature)
         if memory_bytes != self._memory_bytes:
             self.memory = self._new_memory(memory_bytes) if memory_bytes else None
         size = self.token_map.size
@@ -355,7 +355,7 @@ class MedusaProposer(StockMedusaProposer):
         """
         heads = self.heads
         state, digest = read_state(path, "new heads", checksum, checked)
-        check_fit(heads.config.tensor_shapes(), state, path)
+        check_fit(heads.config.shapes_among(state), state, path)
         cast = {name: state[name].to(self.dtype) for name in state}
         check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
         self.fed = False

@@ -18,20 +18,28 @@ from importlib import metadata
 from typing import Any
 
 from heads.errors import UnsupportedVersionError
+from medusa_ppo.vllm_plugin import HEADS, SAMPLED
 
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.24", "0.26", "0.29", "0.31", "0.32")
-"""Releases whose serving tests ran (benchmarks/RESULTS.md, "Other vLLM versions"); `make test-vllm` repeats them."""
-FIRST, LAST = (0, 24), (0, 32)
-"""Releases between these that were not tested are used with a warning; pyproject.toml says the same for pip."""
+"""Releases whose serving tests ran (benchmarks/RESULTS.md, "Other vLLM versions"); `make test-vllm` repeats them. Of 0.33, which has no CPU
+build and pins a torch that was not tried, they ran on its Python over the compiled parts of 0.32: it is used with a warning."""
+FIRST, LAST = (0, 24), (0, 33)
+"""Releases between these that were not tested are used with a warning; pip is let choose among those up to 0.32 (pyproject.toml)."""
 FIRST_TRANSFER = (0, 32)
 """From this release on our backend of vLLM's weight-transfer API ran. By reading, that API is the same from 0.29 on; in 0.26 its base
 class asks for a trainer's end as well, and in 0.24 it is another one."""
-FIRST_V2 = (0, 32)
-"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter. By reading, 0.29 has the same names."""
+LAST_MEDUSA = (0, 32)
+"""Later releases have no Medusa: there our proposer is what vLLM calls a custom class (`speculation`)."""
+FIRST_V2 = (0, 29)
+"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter."""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
+
+
+CUSTOM_CLASS = "medusa_ppo.vllm_plugin.hooks.CustomClass"
+"""What vLLM is told to import where it has no Medusa."""
 
 
 def text_of(numbers: tuple[int, int]) -> str:
@@ -97,6 +105,34 @@ def can_transfer(version: str) -> bool:
 def has_v2(version: str) -> bool:
     """Our speculator was checked with this version's V2 model runner."""
     return FIRST_V2 <= release(version) <= LAST
+
+
+def has_medusa(version: str) -> bool:
+    """This version's own `method="medusa"` is there, whose place ours takes."""
+    return release(version) <= LAST_MEDUSA
+
+
+def speculation(folder: str, drafts: int, *, sampled: bool) -> dict[str, Any]:
+    """Arguments of vLLM's engine with which the installed version drafts with the heads of a folder.
+
+    Args:
+        drafts: most drafts of a step.
+        sampled: drafts will be sampled, and the memory of their q is to be profiled.
+    """
+    own = {SAMPLED: sampled}
+    if has_medusa(vllm_version()):
+        return {"speculative_config": {"method": "medusa", "model": folder, "num_speculative_tokens": drafts}, "additional_config": own}
+    speculative = {"method": "custom_class", "model": CUSTOM_CLASS, "num_speculative_tokens": drafts}
+    return {"speculative_config": speculative, "additional_config": own | {HEADS: folder}}
+
+
+def heads_folder(vllm_config: Any) -> str:
+    """Where the heads are that an engine was started with; empty where it drafts otherwise."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "medusa":
+        return str(speculative.draft_model_config.model)
+    ours = speculative is not None and speculative.method == "custom_class" and speculative.model == CUSTOM_CLASS
+    return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""
 
 
 def v2_asked() -> bool:
@@ -214,17 +250,14 @@ class Finding:
 
 _RUNNER, _SAMPLER, _MEDUSA = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.rejection_sampler", "vllm.v1.spec_decode.medusa"
 _V2_RUNNER, _V2_SPECULATOR = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.spec_decode.speculator"
+_CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
 _TRANSFER, _RELOAD = "vllm.distributed.weight_transfer.base", "vllm.model_executor.model_loader.reload"
 
-_V2_PROPOSE = (
-    "input_batch",
-    "last_hidden_states",
-    "num_rejected",
-    "last_sampled",
-    "temperature",
-    "seeds",
-    "dummy_run",
+_REJECTION = (
+    *("draft_token_ids", "num_draft_tokens", "max_spec_len", "draft_probs"),
+    *("target_logits", "bonus_token_ids", "sampling_metadata", "synthetic_mode"),
 )
+_V2_PROPOSE = ("input_batch", "last_hidden_states", "num_rejected", "last_sampled", "temperature", "seeds", "dummy_run")
 
 
 def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
@@ -233,19 +266,14 @@ def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
 
 HOOKS: tuple[Hook, ...] = (
     # Drafting.
-    Hook("what our proposer extends", _MEDUSA, "MedusaProposer.__init__", ("vllm_config", "device")),
-    Hook(
-        "where drafts are asked for",
-        _MEDUSA,
-        "MedusaProposer.propose",
-        ("num_speculative_tokens", "target_hidden_states", "sampling_metadata", "slot_mappings"),
-    ),
-    Hook("where our heads are loaded", _MEDUSA, "MedusaProposer.load_model", ("target_model",)),
+    Hook("what our proposer extends", _MEDUSA, "MedusaProposer.__init__", ("vllm_config", "device"), last=LAST_MEDUSA),
+    Hook("where our heads are loaded", _MEDUSA, "MedusaProposer.load_model", ("target_model",), last=LAST_MEDUSA),
+    Hook("the same where vLLM has no Medusa", _CUSTOM, "create_custom_proposer", ("vllm_config",), first=(0, 33)),
     Hook("where our proposer takes its place", _RUNNER, "GPUModelRunner.__init__", ("vllm_config", "device")),
     Hook("q of the drafts to verify", _RUNNER, "GPUModelRunner._get_spec_decode_draft_probs", ("spec_decode_metadata",)),
     Hook("drafts up to the end of the context", _RUNNER, "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
     Hook(
-        "what a step sampled, before drafting",
+        "where drafts are asked for",
         _RUNNER,
         "GPUModelRunner.propose_draft_token_ids",
         ("scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states"),
@@ -280,16 +308,7 @@ HOOKS: tuple[Hook, ...] = (
         "verification with logits processors",
         _SAMPLER,
         "rejection_sample",
-        (
-            "draft_token_ids",
-            "num_draft_tokens",
-            "max_spec_len",
-            "draft_probs",
-            "target_logits",
-            "bonus_token_ids",
-            "sampling_metadata",
-            "synthetic_mode",
-        ),
+        _REJECTION,
         runner=CPU,
     ),
     Hook(

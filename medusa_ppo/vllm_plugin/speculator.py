@@ -11,6 +11,7 @@ Imported only where V2 is asked for. Shape letters: B requests, T rows of a step
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,9 @@ from medusa_ppo.drafting import DRAFT_LANE, keys_of, uniforms
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, Sampling
 from medusa_ppo.vllm_plugin import Drafting
+from medusa_ppo.vllm_plugin.mends import refuse_lossy_rule
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from medusa_ppo.vllm_plugin.registration import heads_folder
 
 
 class HeldHeads(MedusaProposer):
@@ -144,12 +147,20 @@ class MedusaSpeculator(DraftModelSpeculator):
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
             noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
-            cuts = (None, None) if self.states is None else self.states.get_top_k_top_p(slots_B, input_batch.idx_mapping_np[:batch])
+            cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
             drafted = drafter.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts), seen)
         ids_BK[:, :count] = drafted.ids_BK
         if not dummy_run:
             self._keep(slots_B, drafted, temperature_B)
         return ids_BK
+
+    def _cuts(self, slots_B: torch.Tensor, slots: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """top-k and top-p of each request, None where none has any. (From 0.33 on vLLM says more, and asks for V.)"""
+        if self.states is None:
+            return None, None
+        more = (self.vocab_size,) if "vocab_size" in inspect.signature(self.states.get_top_k_top_p).parameters else ()
+        top_k_B, top_p_B, *_ = self.states.get_top_k_top_p(slots_B, slots, *more)
+        return top_k_B, top_p_B
 
     def _keep(self, slots_B: torch.Tensor, drafted: Drafted, temperature_B: torch.Tensor | None) -> None:
         """For verification: log q times the temperature; one-hot rows where the temperature is 0, and everywhere without q."""
@@ -175,7 +186,8 @@ def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: torch.device, *args: Any) -> Any:
-        if vllm_config.speculative_config.method == "medusa":
+        if heads_folder(vllm_config):
+            refuse_lossy_rule(vllm_config.speculative_config)
             return MedusaSpeculator(vllm_config, device, *args)
         return original(vllm_config, device, *args)
 
@@ -183,11 +195,12 @@ def with_our_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def medusa_allowed(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """`VllmConfig._get_v2_model_runner_unsupported_features`: Medusa is supported by now."""
+    """`VllmConfig._get_v2_model_runner_unsupported_features`: heads are supported by now."""
 
     @functools.wraps(original)
     def unsupported(self: Any) -> list[str]:
-        return [feature for feature in original(self) if "'medusa'" not in feature]
+        method = f"'{self.speculative_config.method}'" if heads_folder(self) else ""
+        return [feature for feature in original(self) if not method or method not in feature]
 
     return unsupported
 

@@ -134,6 +134,14 @@ class MedusaWorker:
         return self._medusa_require_drafter().configure(settings)
 
     @reports_errors
+    def medusa_remember(self, rows: list[list[Any]]) -> dict[str, Any]:
+        """Responses that other engines wrote, into the memory; see `ResponseMemory.take`."""
+        memory = self._medusa_require_drafter().memory
+        if memory is not None:
+            memory.store.take(rows)
+        return {"bytes": 0 if memory is None else memory.store.nbytes}
+
+    @reports_errors
     def medusa_choices(self) -> dict[str, Any]:
         """How many drafts the steps since the last call had; see `DraftChooser.take_report`."""
         return {"rows": self._medusa_require_drafter().chooser.take_report()}

@@ -22,7 +22,7 @@ def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
     assert [check.name for check in checks if not check.ok] == []
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.23.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.23.0", "1.0.0"])
 def test_another_vllm_is_a_fault_with_a_next_step(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(machine_checks, "vllm_version", lambda: version)
     check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "vLLM")

@@ -27,8 +27,9 @@ from medusa_ppo.exchange import convert
 from medusa_ppo.standalone.collect import Sample, samples_of
 from medusa_ppo.standalone.hidden import HiddenReader, read_all
 from medusa_ppo.types import Sampling
+from medusa_ppo.vllm_plugin.registration import has_medusa, vllm_version
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.skipif(not has_medusa(vllm_version()), reason="this vLLM has no Medusa")]
 
 HEADS, RESPONSE_TOKENS, PER_PROMPT = 4, 96, 4
 TOLERANCE = 0.03

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,13 @@ from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
+from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals
 from medusa_ppo.vllm_plugin import mends
 from medusa_ppo.vllm_plugin import registration as plugin
-from medusa_ppo.vllm_plugin.registration import release, vllm_version
+from medusa_ppo.vllm_plugin.registration import has_medusa, release, vllm_version
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
 
 if TYPE_CHECKING:
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 # Its stand-in for a Triton kernel does not take USE_FP64_GUMBEL, which the sampler passes: any speculation ends in a TypeError.
-stock_speculates = pytest.mark.skipif(release(vllm_version()) < (0, 26), reason="vLLM's CPU build of this release can't without mends")
+stock_speculates = pytest.mark.skipif(
+    release(vllm_version()) < (0, 26) or not has_medusa(vllm_version()),
+    reason="vLLM's CPU build of this release can't without mends, or has no Medusa",
+)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
 
 
@@ -345,6 +350,39 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
     engine.configure(sampled=False, draft_vocab=0)
     with pytest.raises(ConfigError, match="draft vocabulary"):
         engine.configure(draft_vocab=-3)
+
+
+def test_responses_of_other_engines_are_drafted_from(engine: ColocatedEngine, actor: Actor) -> None:
+    prompts, sharp, memory = actor.prompts[:16], Sampling(0.3, max_new_tokens=32, seed=5), SharedMemory(1 << 20)
+    memory.hear(None, engine.generate(prompts, replace(sharp, responses_per_prompt=3)), 0)
+    assert engine.remember(memory.rows()) == 0, "it has no memory"
+    engine.configure(sampled=True, memory_bytes=1 << 20)
+    alone = engine.generate(prompts, replace(sharp, seed=6))
+    engine.configure(memory_bytes=0)
+    engine.configure(memory_bytes=1 << 20)
+    assert engine.remember(memory.rows()) == memory.nbytes
+    told = engine.generate(prompts, replace(sharp, seed=6))
+    assert told.counters.mean_acceptance_length > alone.counters.mean_acceptance_length + 0.3
+    logits_MV, ids_M = sampled_rows(actor.model, told)
+    assert abs(honesty_z(logits_MV, ids_M, sharp)) < 3
+
+
+def test_heads_bring_their_draft_temperatures(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    """The probe after the swap compares the q that serves with the file's; what comes without has none."""
+    engine.configure(sampled=True)
+    heads = actor.random_heads(seed=3, scale=0.02)
+    heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0]))
+    swap(engine, heads.trainable_state(), tmp_path / "own.safetensors", 1)
+    rollouts = engine.generate(actor.prompts[:40], SETTINGS["T=1"])
+    logits_MV, ids_M = sampled_rows(actor.model, rollouts)
+    assert abs(honesty_z(logits_MV, ids_M, SETTINGS["T=1"])) < 3
+    heads.temperatures_K.fill_(1.0)
+    swap(engine, heads.trainable_state(), tmp_path / "plain.safetensors", 2)
+    wrong = {**heads.trainable_state(), "temperatures": torch.zeros(4)}
+    save_state(tmp_path / "wrong.safetensors", wrong)
+    with pytest.raises(SwapError, match="temperatures"):
+        engine.swap_heads(tmp_path / "wrong.safetensors", 3)
+    assert engine.heads_version == 2 and engine.checksums()["heads"] == checksum(heads.trainable_state())
 
 
 def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:

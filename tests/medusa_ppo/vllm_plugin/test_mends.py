@@ -8,8 +8,9 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
+from heads.errors import LossyError
 from medusa_ppo.drafting.verify import DraftRows
-from medusa_ppo.vllm_plugin.mends import _gather_logprobs, drafts_as_lists, kind_of_heads_known
+from medusa_ppo.vllm_plugin.mends import _gather_logprobs, drafts_as_lists, kind_of_heads_known, refuse_lossy_rule
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3])
@@ -44,3 +45,11 @@ def test_our_kinds_of_heads_are_medusa_to_vllm(given: str, seen: str) -> None:
 
     assert kind_of_heads_known(original)(SimpleNamespace(model_type=given)).model_type == seen
     assert asked == [seen]
+
+
+@pytest.mark.parametrize("rule", ["fly", "synthetic", "typical"])
+def test_a_lossy_rule_is_refused_whoever_started_the_engine(rule: str) -> None:
+    for lossless in ("standard", "block"):
+        refuse_lossy_rule(SimpleNamespace(rejection_sample_method=lossless))
+    with pytest.raises(LossyError, match=rule):
+        refuse_lossy_rule(SimpleNamespace(rejection_sample_method=rule))
