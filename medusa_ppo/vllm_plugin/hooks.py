@@ -180,7 +180,7 @@ def _with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        stock = getattr(self, "drafter", None)
+        stock: Any = getattr(self, "drafter", None)
         folder = heads_folder(stock.vllm_config) if type(stock) is Drafter else ""
         if INSTALLED.proposer and folder and is_native(folder):
             refuse_lossy_rule(stock.spec_config)
