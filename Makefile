@@ -21,7 +21,14 @@ DOCS_VENV ?= .venv-docs
 # vLLM's CPU build asks for these, works without them, and breaks with the CUDA builds that PyPI has.
 CPU_EXCLUDES := torchvision torchaudio torchcodec triton intel-cmplr-lib-ur
 
-.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-chaos test-contracts test-vllm check docs format lock wheel audit clean
+# uv does not read pip's settings: pass the wheel folder and the index of pip's own variables on.
+define PIP_FLAGS
+flags=()
+	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
+	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
+endef
+
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-vllm check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,11 +52,8 @@ $(STAMP): $(LOCK) pyproject.toml $(if $(VLLM),$(VERSIONS))
 	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
 	[ -x $(BIN)/uv ] || $(BIN)/python -m pip install -q uv==$(UV_VERSION) 2>&1 | { grep -v WARNING || true; }
 	echo "[2/3] $(STACK) packages$(if $(VLLM), with vLLM $(VLLM)) from $(LOCK) (about 2.6 GB on CPU, some minutes)"
-	# uv does not read pip's settings: pass the wheel folder and the index of pip's own variables on.
-	flags=()
-	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
-	if [ -n "$${PIP_FIND_LINKS:-}" ]; then for where in $$PIP_FIND_LINKS; do flags+=(--find-links "$$where"); done
-	elif [ $(STACK) = cpu ]; then flags+=(--torch-backend cpu); fi
+	$(PIP_FLAGS)
+	[ $(STACK) = cuda ] || [ -n "$${PIP_FIND_LINKS:-}" ] || flags+=(--torch-backend cpu)
 	# As pip does: without bytecode, and where none may be written later, every process compiles vLLM anew (33 s, not 17, on two busy cores).
 	install=(env "VIRTUAL_ENV=$$(cd $(VENV) && pwd)" $(BIN)/uv pip install -q --compile-bytecode "$${flags[@]}")
 	if [ -z "$(VLLM)" ]; then "$${install[@]}" --no-deps -r $(LOCK)
@@ -93,6 +97,14 @@ test-gpu: setup  ## The tests that need a CUDA device
 	@$(BIN)/pytest -m gpu
 
 TIMES ?= 1
+SEED ?= 1
+
+test-random: setup  ## The tests TIMES=1 times over, modules and the tests in them in random orders: make test-random TIMES=20 [SEED=1] [T=FILES]
+	@red=0
+	for seed in $$(seq $(SEED) $$(($(SEED) + $(TIMES) - 1))); do
+	  echo "order $$seed"; $(BIN)/pytest --random-order --random-order-seed=$$seed $(if $(filter command environment,$(origin T)),$(T)) || red=1
+	done
+	exit $$red
 
 test-chaos: setup  ## A run under 35 kinds of faults, each TIMES=1 times: 15 to 20 minutes on two cores
 	@PYTHONPATH=$$PWD $(BIN)/python benchmarks/chaos.py --times $(TIMES)
@@ -112,9 +124,7 @@ test-vllm: $(if $(VLLM),setup) $(if $(filter v2,$(RUNNER)),$(TRITON)/.setup)  ##
 	exit $$red
 
 $(TRITON)/.setup: | $(if $(VLLM),setup)
-	@flags=()
-	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
-	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
+	@$(PIP_FLAGS)
 	$(BIN)/uv pip install -q --python $(BIN)/python --target $(TRITON) --no-deps "$${flags[@]}" triton==3.8.0
 	# Before 0.32 vLLM's V2 code asks for the version of a distribution named vllm, which the CPU build is not.
 	version=$$($(BIN)/python -c 'from medusa_ppo.vllm_plugin.registration import vllm_version; print(vllm_version().split("+")[0])')
@@ -149,9 +159,7 @@ docs: setup $(DOCS_VENV)/.setup  ## The documentation site, in build/site (warni
 
 $(DOCS_VENV)/.setup: requirements-docs.txt | setup
 	@[ -x $(DOCS_VENV)/bin/python ] || $(BIN)/python -m venv $(DOCS_VENV)
-	flags=()
-	[ -n "$${PIP_INDEX_URL:-}" ] && flags+=(--default-index "$$PIP_INDEX_URL")
-	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
+	$(PIP_FLAGS)
 	VIRTUAL_ENV=$$PWD/$(DOCS_VENV) $(BIN)/uv pip install -q --no-deps "$${flags[@]}" -r requirements-docs.txt
 	touch $@
 
@@ -174,9 +182,21 @@ lock: setup  ## Resolve the pinned requirement files anew
 	mv requirements-cpu.txt.new requirements-cpu.txt; mv requirements-cuda.txt.new requirements-cuda.txt; mv requirements-docs.txt.new requirements-docs.txt
 
 wheel: setup  ## The wheel, in dist/: configs, templates and the format's page are in it
-	@rm -rf build/lib build/bdist.*
+	@rm -rf build/lib build/bdist.* dist
 	$(BIN)/uv build -q --wheel --no-build-isolation --python $(BIN)/python -o dist .
 	ls dist/*.whl
+
+test-wheel: wheel  ## The wheel in an empty environment, away from the checkout: doctor, and a demo of two steps
+	@$(PIP_FLAGS)
+	[ $(STACK) = cuda ] || [ -n "$${PIP_FIND_LINKS:-}" ] || flags+=(--torch-backend cpu)
+	home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
+	$(BIN)/python -m venv --without-pip $$home/env
+	VIRTUAL_ENV=$$home/env $(BIN)/uv pip install -q --no-deps --compile-bytecode "$${flags[@]}" -r $(LOCK)
+	VIRTUAL_ENV=$$home/env $(BIN)/uv pip install -q --no-deps dist/*.whl
+	cd $$home; unset PYTHONPATH
+	env/bin/medusa-ppo doctor
+	env/bin/medusa-ppo demo --steps 2
+	grep -q . runs/demo/report.md
 
 audit: setup  ## Licences and known vulnerabilities of the lock (the latter need a network)
 	@$(BIN)/python .ci/audit.py $(LOCK)

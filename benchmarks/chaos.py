@@ -100,7 +100,7 @@ class Suite:
         """The undisturbed run; heads are compared only with the same settings."""
         which = "vllm" if kind.engine == "vllm" else "here"
         if which not in self._undisturbed:
-            scene = Scene(self._home / f"undisturbed-{which}", self._actor, which, 0)
+            scene = Scene(self._home / f"u-{which}", self._actor, which, 0)
             if which == "vllm":
                 from watched import WatchedRun
 

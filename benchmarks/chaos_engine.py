@@ -28,6 +28,7 @@ from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.http_server import ServerEngine, free_port
 from medusa_ppo.engines.launch import end_with_parent
+from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.meeting import Place
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting, reports_errors
@@ -87,7 +88,7 @@ class StandIn(base.RolloutEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         repeat, responses = sampling.responses_per_prompt, []
         for index in range(len(prompts) * repeat):
-            seed = base.request_seed(sampling, index)
+            seed = request_seed(sampling, index)
             ids, logprobs, reason = self._writer.write(prompts[index // repeat], seed, sampling, self._stop)
             responses.append(Response(index // repeat, tuple(ids), tuple(logprobs), reason))
         return base.with_versions(Rollouts(tuple(map(tuple, prompts)), tuple(responses), Counters(), 0.01, sampling), self)
@@ -167,7 +168,7 @@ class Workers:
 
     @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
-        return {**self._writer.sums, "heads_version": self._writer.heads_version}
+        return {**self._writer.sums, "heads_version": self._writer.heads_version, "actor_version": 0, "process": str(os.getpid())}
 
     @reports_errors
     def medusa_configure(self, settings: Any) -> dict[str, Any]:

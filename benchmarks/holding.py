@@ -1,6 +1,7 @@
 """Do heads that go on learning hold their acceptance while the policy moves? `medusa-ppo ppo`, seed by seed, with a reward that moves it.
 
-    python benchmarks/holding.py --out runs/holding --heads HEADS --seeds 0 1 2 [model.path=DIR key=value ...]
+    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/holding --heads HEADS --seeds 0 1 2
+    python benchmarks/holding.py [model.path=DIR key=value ...] --out runs/memory --heads HEADS --seeds 0 --steps 16 --memory-bytes 4000000
 
 Every seed is a real run: vLLM drafts with the serving heads, the companion trains beside PPO, and every UPPER_EVERY batches the upper
 mark is taken (heads fitted to that very batch on and on, judged on its holdout). The reward pays for digits (`numbers` in
@@ -11,6 +12,9 @@ Printed for each seed: extra tokens a step (mean acceptance length - 1) of the s
 frozen heads by replay on the same holdouts, over the last sixth of the steps; their share of the upper mark over the last third, where
 there are some; and how many versions were published with a lower estimate than the one they replaced. A seed whose run is complete is
 not run again.
+
+With --memory-bytes it is GRPO instead, at temperature 0.7, over the same PROMPTS prompts epoch after epoch: each seed once with a memory of
+earlier responses and once without, and acceptance by vLLM's counters is printed epoch by epoch.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -47,6 +52,22 @@ SETTINGS = (
     "ppo.checkpoint_every=20",
 )
 """Over configs/gsm8k.yaml. The companion is waited for, so that a seed gives the same numbers however busy the machine is."""
+PROMPTS, PROMPTS_A_STEP = 64, 16
+EPOCHS = (
+    f"data.split=train[:{PROMPTS}]",
+    "data.max_prompt_tokens=256",
+    "sampling.temperature=0.7",
+    "sampling.responses_per_prompt=8",
+    "sampling.max_new_tokens=64",
+    "engine.max_num_seqs=64",
+    "companion.upper_mark_every=null",
+    "ppo.advantages=grpo",
+    "ppo.actor_learning_rate=5.0e-5",
+    f"ppo.prompts_per_step={PROMPTS_A_STEP}",
+    "ppo.minibatch_size=64",
+    "ppo.checkpoint_every=null",
+)
+"""What is different with --memory-bytes."""
 POLICY = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY)
 CURVE = (*POLICY, names.MAL_SERVING, names.REPLAY_SERVING, names.REPLAY_FROZEN, names.REPLAY_UPPER)
 CALL = "from medusa_ppo.cli import main; main()"
@@ -56,14 +77,16 @@ COLUMNS = (
 )
 
 
-def run(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace, seed: int, arm: str = "", more: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The steps of one seed, from its file when it is complete."""
-    folder = args.out / f"seed-{seed}"
+    name = f"seed-{seed}{arm}"
+    folder = args.out / name
     if not (folder / "metrics.jsonl").is_file() or len(read_run(folder).steps) < args.steps:
         heads = [f"heads.path={args.heads}"] if args.heads else []
-        settings = [*SETTINGS, *heads, f"seed={seed}", f"name=seed-{seed}", f"out={args.out}", f"ppo.steps={args.steps}", *args.overrides]
+        own = (f"seed={seed}", f"name={name}", f"out={args.out}", f"ppo.steps={args.steps}")
+        settings = [*SETTINGS, *heads, *more, *own, *args.overrides]
         command = [sys.executable, "-c", CALL, "ppo", "--config", str(ROOT / "configs" / "gsm8k.yaml"), *settings]
-        with (args.out / f"seed-{seed}.log").open("w") as log:
+        with (args.out / f"{name}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
     return list(read_run(folder).steps[: args.steps])
 
@@ -118,17 +141,36 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
+def epochs(pairs: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]]) -> list[str]:
+    """Markdown: means over the seeds by epoch, without a memory and with one."""
+    shown = (names.MAL_SERVING, names.ENTROPY, names.REWARD_MEAN, names.TOKENS_PER_S)
+    lines = [f"| epoch | {' | '.join(f'{name}, without / with' for name in shown)} |", "|---" * (len(shown) + 1) + "|"]
+    width = PROMPTS // PROMPTS_A_STEP
+    for epoch in range(min(len(arm) for arms in pairs.values() for arm in arms) // width):
+        part = slice(epoch * width, (epoch + 1) * width)
+        means = [[fmean(line[name] for arms in pairs.values() for line in arms[place][part]) for place in (0, 1)] for name in shown]
+        lines.append(f"| {epoch + 1} | {' | '.join(f'{without:.3f} / {with_one:.3f}' for without, with_one in means)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heads", default="", help="native heads that the runs start with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--memory-bytes", type=int, default=0, help="GRPO over a few prompts, with a memory of so many bytes and without")
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    sys.stdout.write("\n".join(table({seed: run(args, seed) for seed in args.seeds})) + "\n")
+    if args.memory_bytes:
+        arms = {"-without": EPOCHS, "-with": (*EPOCHS, f"engine.memory_bytes={args.memory_bytes}")}
+        found = {seed: [run(args, seed, arm, more) for arm, more in arms.items()] for seed in args.seeds}
+        lines = epochs({seed: (without, with_one) for seed, (without, with_one) in found.items()})
+    else:
+        lines = table({seed: run(args, seed) for seed in args.seeds})
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
     python benchmarks/load.py                          # 10,000 requests
     python benchmarks/load.py --requests 2000 --at-once 8 --json load.json
+    python benchmarks/load.py --stretch 10 --swap-every 0   # more and shorter stretches, syncs alone; --sync-every 0: swaps alone
 
-Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too. Before the
-load each answers every prompt without drafts and undisturbed; under load an answer must be, token for token,
+Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too. The heads
+that are swapped are those of the actor that serves (two versions of each): others would be accepted less, and requests would wait for that
+and not for swaps. Before the load each actor answers every prompt without drafts and undisturbed; under load an answer must be, token for
+token,
 
     that of the actor that served from the request's first second to its last, or
     where a sync came in between, that of the first up to some token, and from there on what the second would write (by transformers)
@@ -23,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +44,9 @@ from medusa_ppo.data import render_prompts
 from medusa_ppo.demo import demo_rows
 from medusa_ppo.demo.task import TEMPLATE
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.types import Sampling
+from medusa_ppo.types import Sampling, SwapReceipt
 
 HEADS, PROMPTS, NEW_TOKENS = 3, 200, 24
-SWAP_S, SYNC_S, STRETCH_S = 1.0, 10.0, 20.0
 GREEDY = Sampling(0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 PERCENTILES = (50, 95, 99)
 Tokens = tuple[int, ...]
@@ -63,11 +65,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Sync:
-    """An actor that came in."""
+class Change:
+    """Heads or an actor that came in: from when to when, seconds of it in the engine's worker, and which actor (-1: heads)."""
 
     began: float
     ended: float
+    seconds: float
     actor: int
 
 
@@ -128,35 +131,43 @@ def trained_heads(model: Any, prompts: Sequence[Sequence[int]], expected: Sequen
 
 
 class Swapper(threading.Thread):
-    """Swaps heads and syncs actors while `on` is set."""
+    """Swaps heads and syncs actors while `on` is set, each every so many seconds (0: never)."""
 
-    def __init__(self, engine: ServerEngine, actors: Actors, heads: Sequence[Path]) -> None:
+    def __init__(self, engine: ServerEngine, actors: Actors, heads: Sequence[Sequence[Path]], swap_s: float, sync_s: float) -> None:
         super().__init__(daemon=True)
-        self.on, self.over, self.syncs, self.swaps = threading.Event(), threading.Event(), [Sync(0.0, 0.0, 0)], 0
+        self.on, self.over, self.syncs = threading.Event(), threading.Event(), [Change(0.0, 0.0, 0.0, 0)]
+        self.swaps: list[Change] = []
         self.error: BaseException | None = None
-        self._engine, self._actors, self._heads, self._version = engine, actors, heads, 1
+        self._engine, self._actors, self._heads, self._version = engine, actors, heads, 2
+        self._swap_s, self._sync_s = swap_s or math.inf, sync_s or math.inf
 
     def run(self) -> None:
         swap_at = sync_at = 0.0
         try:
             while not self.over.is_set():
                 if not self.on.wait(0.1):
-                    swap_at, sync_at = time.monotonic(), time.monotonic() + SYNC_S / 2
+                    swap_at, sync_at = time.monotonic() + self._swap_s / 2, time.monotonic() + self._sync_s / 2
                     continue
                 if time.monotonic() >= swap_at:
-                    swap_at, self.swaps, self._version = swap_at + SWAP_S, self.swaps + 1, self._version + 1
-                    self._engine.swap_heads(self._heads[self.swaps % len(self._heads)], self._version)
+                    swap_at += self._swap_s
+                    self._swap()
                 if time.monotonic() >= sync_at:
-                    sync_at, self._version = sync_at + SYNC_S, self._version + 1
-                    self.sync((self.syncs[-1].actor + 1) % 2)
+                    sync_at, actor = sync_at + self._sync_s, (self.syncs[-1].actor + 1) % 2
+                    self.syncs.append(self._change(self._engine.sync_actor, self._actors.files[actor], actor))
+                    self._swap()
                 time.sleep(0.02)
         except BaseException as error:
             self.error = error
 
-    def sync(self, actor: int) -> None:
-        began = time.monotonic()
-        self._engine.sync_actor(self._actors.files[actor], self._version)
-        self.syncs.append(Sync(began, time.monotonic(), actor))
+    def _swap(self) -> None:
+        """The other version of the heads of the actor that serves."""
+        file = self._heads[self.syncs[-1].actor][len(self.swaps) % 2]
+        self.swaps.append(self._change(self._engine.swap_heads, file, -1))
+
+    def _change(self, call: Callable[[Path, int], SwapReceipt], file: Path, actor: int) -> Change:
+        self._version += 1
+        began, seconds = time.monotonic(), call(file, self._version).seconds
+        return Change(began, time.monotonic(), seconds, actor)
 
     def served(self, answer: Answer) -> list[int]:
         """The actors that may have served a request, in their order."""
@@ -179,7 +190,7 @@ async def ask(client: httpx.AsyncClient, engine: ServerEngine, prompts: Sequence
     return Answer(prompt, began, time.monotonic(), tokens, error, swapping)
 
 
-async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests: int, at_once: int) -> list[Answer]:
+async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests: int, at_once: int, stretch_s: float) -> list[Answer]:
     """So many requests, `at_once` of them on their way at any time; swaps go on in every second stretch."""
     answers: list[Answer] = []
     numbers = iter(range(requests))
@@ -187,7 +198,7 @@ async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests:
 
     async def turns() -> None:
         while not over.is_set():
-            await asyncio.wait([asyncio.create_task(over.wait())], timeout=STRETCH_S)
+            await asyncio.wait([asyncio.create_task(over.wait())], timeout=stretch_s)
             (swapper.on.clear if swapper.on.is_set() else swapper.on.set)()
 
     async def work(client: httpx.AsyncClient) -> None:
@@ -213,49 +224,71 @@ def percentiles(answers: Sequence[Answer]) -> list[float]:
     return [cuts[percentile - 1] for percentile in PERCENTILES]
 
 
-def pairs(answers: Sequence[Answer]) -> list[tuple[list[float], list[float]]]:
+def beside(answers: Sequence[Answer], changes: Sequence[Change]) -> list[Answer]:
+    """Those that were on their way when something came in."""
+    return [answer for answer in answers if any(change.began < answer.ended and answer.began < change.ended for change in changes)]
+
+
+def pairs(answers: Sequence[Answer], stretch_s: float) -> list[tuple[list[float], list[float]]]:
     """Percentiles of each stretch without swaps and of the one after it, with them; short ones at the end are left out."""
     stretches: list[list[Answer]] = [[]]
     for answer in sorted(answers, key=lambda answer: answer.began):
         if stretches[-1] and stretches[-1][-1].swapping != answer.swapping:
             stretches.append([])
         stretches[-1].append(answer)
-    whole = [stretch for stretch in stretches if stretch[-1].ended - stretch[0].began > STRETCH_S / 2 and len(stretch) > 50]
+    whole = [stretch for stretch in stretches if stretch[-1].ended - stretch[0].began > stretch_s / 2 and len(stretch) > 50]
     return [(percentiles(a), percentiles(b)) for a, b in zip(whole[::2], whole[1::2], strict=False)]
 
 
-def report(answers: Sequence[Answer], swapper: Swapper, actors: Actors, accepted: float) -> dict[str, Any]:
+def took(name: str, changes: Sequence[Change]) -> str:
+    """How long something came in for, and how much of it the worker was at it."""
+    whole, inside = ([1000 * value for value in values] for values in zip(*((c.ended - c.began, c.seconds) for c in changes), strict=True))
+    middles = f"{statistics.median(whole):.0f} ms a {name} (at most {max(whole):.0f}), of which {statistics.median(inside):.0f} ms"
+    return f"- {middles} (at most {max(inside):.0f}) as the receipt has it"
+
+
+def report(answers: Sequence[Answer], swapper: Swapper, actors: Actors, accepted: float, stretch_s: float) -> dict[str, Any]:
     """Figures, and the table that is printed."""
     failed = [answer for answer in answers if answer.error]
     well = [answer for answer in answers if not answer.error]
     mixed = [answer for answer in well if len(swapper.served(answer)) > 1]
     wrong = [answer for answer in well if not actors.is_right(answer, swapper.served(answer))]
     sides = {name: percentiles([a for a in well if a.swapping == on]) for name, on in (("without swaps", False), ("with swaps", True))}
-    found = pairs(well)
+    syncs = swapper.syncs[1:]
+    beside_swaps, beside_syncs = beside(well, swapper.swaps), beside(well, syncs)
+    either = {id(answer) for answer in (*beside_swaps, *beside_syncs)}
+    neither = [answer for answer in well if id(answer) not in either]
+    parts = {"beside a swap": beside_swaps, "beside a sync": beside_syncs, "beside neither": neither}
+    sides |= {f"{name} ({len(found):,} requests)": percentiles(found) for name, found in parts.items()}
+    found = pairs(well, stretch_s)
     ratios = [[b[i] / a[i] for a, b in found] for i in range(len(PERCENTILES))]
     lines = [f"| ms at percentile | {' | '.join(map(str, PERCENTILES))} |", "|---|" + "---|" * len(PERCENTILES)]
     lines += [f"| {name} | {' | '.join(f'{value:.0f}' for value in values)} |" for name, values in sides.items()]
     if found:
         middle = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios]
         lines.append(f"| with over without, median of {len(found)} pairs of stretches | {' | '.join(middle)} |")
+    lines += [""] + [took(name, changes) for name, changes in (("swap", swapper.swaps), ("sync", syncs)) if changes]
     seconds = max(answer.ended for answer in answers) - min(answer.began for answer in answers)
     lines += [
         "",
-        f"{len(answers):,} requests in {seconds:.0f} s, {swapper.swaps} swaps, {len(swapper.syncs) - 1} syncs: {len(failed)} failed, "
+        f"{len(answers):,} requests in {seconds:.0f} s, {len(swapper.swaps)} swaps, {len(syncs)} syncs: {len(failed)} failed, "
         f"{len(wrong)} wrong ({len(mixed)} had two actors); {accepted:.2f} tokens per engine step",
         *(f"- {answer.error}" for answer in failed[:5]),
         *(f"- prompt {answer.prompt}, actors {swapper.served(answer)}: {answer.tokens}" for answer in wrong[:5]),
         *([f"- the swapper: {swapper.error!r}"] if swapper.error else []),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    figures = {"requests": len(answers), "failed": len(failed), "wrong": len(wrong), "two_actors": len(mixed), "swaps": swapper.swaps}
-    return {**figures, "syncs": len(swapper.syncs) - 1, "seconds": seconds, "ms": sides, "pairs": found}
+    figures = {"requests": len(answers), "failed": len(failed), "wrong": len(wrong), "two_actors": len(mixed), "swaps": len(swapper.swaps)}
+    return {**figures, "syncs": len(syncs), "seconds": seconds, "ms": sides, "pairs": found}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--stretch", type=float, default=20.0, help="seconds with swaps, and without")
+    parser.add_argument("--swap-every", type=float, default=1.0, help="seconds; 0: never")
+    parser.add_argument("--sync-every", type=float, default=10.0, help="seconds; 0: never")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -271,19 +304,19 @@ def main() -> int:
                 engine.sync_actor(file, version)
                 actors.expected.insert(0, [response.token_ids for response in engine.generate(actors.prompts, GREEDY).responses])
             engine.configure(num_drafts=HEADS)
-            files = [folder / f"heads-{index}.safetensors" for index in range(2)]
-            for model, expected, file in zip(actors.models, actors.expected, files, strict=True):
-                save_state(file, trained_heads(model, actors.prompts, expected, 60).trainable_state())
-            engine.swap_heads(files[0], 1)
-            swapper, before = Swapper(engine, actors, files), engine.counters()
-            swapper._version = 2
+            files = [[folder / f"heads-{actor}-{version}.safetensors" for version in range(2)] for actor in range(2)]
+            for model, expected, versions in zip(actors.models, actors.expected, files, strict=True):
+                for steps, file in zip((60, 61), versions, strict=True):
+                    save_state(file, trained_heads(model, actors.prompts, expected, steps).trainable_state())
+            engine.swap_heads(files[0][1], 1)
+            swapper, before = Swapper(engine, actors, files, options.swap_every, options.sync_every), engine.counters()
             swapper.start()
-            answers = asyncio.run(load(engine, actors, swapper, options.requests, options.at_once))
+            answers = asyncio.run(load(engine, actors, swapper, options.requests, options.at_once, options.stretch))
             swapper.over.set()
             swapper.on.set()
             swapper.join()
             length = (engine.counters() - before).mean_acceptance_length
-        figures = report(answers, swapper, actors, length)
+        figures = report(answers, swapper, actors, length, options.stretch)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return int(bool(figures["failed"] or figures["wrong"] or swapper.error))

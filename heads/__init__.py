@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ KINDS = ("medusa", "markov", "hydra")
 LM_HEADS = ("shared", "own")
 MOST_HEADS = 31
 """What random numbers are laid out for: as many for drafts as for their acceptance, at each position (`medusa_ppo/drafting`)."""
+TEMPERATURES = "temperatures"
+"""File key of what each head's logits are divided by when drafts are sampled; left out where all are 1."""
 PART_WIDTH = 64
 CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
 GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
@@ -100,6 +103,10 @@ class HeadsConfig:
             shapes |= {"context.in.weight": (3 * D, 2 * D), "context.out.weight": (D, D)}
             shapes |= {"cell.start.weight": (H, D), "cell.token.weight": (H, D), "cell.step.weight": (H, H), "cell.out.weight": (D, H)}
         return shapes
+
+    def shapes_among(self, names: Container[str]) -> dict[str, tuple[int, ...]]:
+        """`tensor_shapes`, and that of the draft temperatures where `names` hold them."""
+        return self.tensor_shapes() | ({TEMPERATURES: (self.num_heads,)} if TEMPERATURES in names else {})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for `from_dict` and for JSON."""

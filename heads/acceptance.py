@@ -32,6 +32,9 @@ from heads.modules import Context, MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
 from heads.vocabulary import of_tokens
 
+TEMPERATURES = tuple(n / 32 for n in (16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 40, 44, 48, 56, 64))
+"""Draft temperatures that a head may be given; 16-bit engines hold them exactly."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -174,6 +177,28 @@ def sampled_acceptance(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor
     return (draft_logprobs_MK.double() - behaviour_MK).clamp(max=0).exp()
 
 
+def better_temperatures(accept_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]) -> list[int]:
+    """For each head the one of Q draft temperatures (its index) with which most of its drafts are accepted.
+
+    Head by head; a row counts by the chance that all drafts before were accepted. That of now is left only for one whose gain is more than
+    that gain's own error: on few rows all are about as good.
+
+    Args:
+        accept_QMK: `sampled_acceptance` with each temperature, 0 behind a response's end.
+        group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that between groups.
+        now_K: indices of the temperatures that hold now.
+    """
+    groups, reached_M, chosen = int(group_M.max()) + 1, accept_QMK.new_ones(len(group_M)), list(now_K)
+    for k, now in enumerate(now_K if groups > 1 else ()):
+        accept_QM = accept_QMK[:, :, k] * reached_M
+        gain_QG = accept_QM.new_zeros(len(accept_QM), groups).index_add_(1, group_M, accept_QM - accept_QM[now])
+        sure_Q = gain_QG.sum(1) - gain_QG.std(1) * groups**0.5
+        best = int(sure_Q.argmax())
+        chosen[k] = best if sure_Q[best] > 0 else now
+        reached_M = accept_QM[chosen[k]]
+    return chosen
+
+
 def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
     """Replay when each position's acceptance probability (given that the ones before were accepted) is known.
 
@@ -254,7 +279,7 @@ def draft_logprobs_for_rows(
     Args:
         heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W: as in `draft_ids_for_rows`.
         targets_MK: int64 (`heads.targets.head_targets`).
-        temperatures: what head logits are divided by: sampling temperature x draft temperature.
+        temperatures: what head logits are divided by, beside each head's own: sampling temperature x draft temperature.
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
         tops_QMK: takes up the largest log q of any token.
     """
@@ -279,10 +304,11 @@ def _logits(
     ids_W: torch.Tensor | None,
     chunk_rows: int | None,
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W` alone, where they are given)."""
+    """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W` alone, where they are given) over the
+    head's own draft temperature."""
     table_VD = heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
     table_VD = table_VD if ids_W is None else table_VD[ids_W]
-    rows = chunk_rows or heads.vocabulary.chunk_rows(table_VD)
+    rows, temperatures = chunk_rows or heads.vocabulary.chunk_rows(table_VD), heads.temperatures_K.tolist()
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
@@ -293,7 +319,8 @@ def _logits(
         if ids_W is not None:
             factored = of_tokens(factored, ids_W, table_VD if factored.weight.dim() == 2 else None)
         for k in range(heads.config.num_heads):
-            yield part, k, head_logits(factored, k, slice(None))
+            logits_CV = head_logits(factored, k, slice(None))
+            yield part, k, logits_CV if temperatures[k] == 1 else logits_CV / temperatures[k]
 
 
 def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:

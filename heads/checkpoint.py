@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from heads import HeadsConfig
+from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, ConfigError
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
@@ -50,7 +50,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, WITH_TEMPERATURES = 1, 2
+"""The second is of heads with draft temperatures of their own, which earlier releases can't serve."""
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 LM_HEAD_KEY = "lm_head.weight"
 OWN_SECTION = "medusa_ppo"
@@ -111,7 +112,8 @@ def save_heads(
         tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
         lm_head_checksum = checksum({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
     own = HeadsMetadata(version, checksum(state), str(heads.dtype).removeprefix("torch."), lm_head_checksum, dict(metadata or {}))
-    section = {"format_version": FORMAT_VERSION, "heads": heads.config.to_dict(), **dataclasses.asdict(own)}
+    version_of_format = WITH_TEMPERATURES if TEMPERATURES in state else FORMAT_VERSION
+    section = {"format_version": version_of_format, "heads": heads.config.to_dict(), **dataclasses.asdict(own)}
     config = {**stock_config(heads.config), OWN_SECTION: section}
     with new_directory(path) as temporary:
         write_json(temporary / CONFIG_NAME, config)
@@ -199,7 +201,7 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
     Raises:
         CheckpointError: the directory is missing, damaged, of an unknown format, or of other sizes.
     """
-    weights, config, metadata = _open(path)
+    weights, config, metadata, shapes = _open(path)
     for name, actor in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if actor is not None and getattr(config, name) != actor:
             raise _damaged(
@@ -209,28 +211,31 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
                 "Use heads that were trained for this actor, or train new ones.",
             )
     heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
-    heads.load_trainable_state(_read_checked(weights, list(config.tensor_shapes()), metadata.checksum))
+    heads.load_trainable_state(_read_checked(weights, [name for name in shapes if name != LM_HEAD_KEY], metadata.checksum))
     return heads, metadata
 
 
 def load_lm_head(path: str | Path) -> torch.Tensor | None:
     """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the heads."""
-    weights, _, metadata = _open(path)
+    weights, _, metadata, _ = _open(path)
     return _read_checked(weights, [LM_HEAD_KEY], metadata.lm_head_checksum)[LM_HEAD_KEY] if metadata.has_lm_head else None
 
 
-def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata]:
-    """Where the weights really are, and the configuration that their header agrees with."""
+def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str, tuple[int, ...]]]:
+    """Where the weights really are, the configuration that their header agrees with, and the shapes of all tensors."""
     path = Path(path).absolute()
     if not path.is_dir() and previous_of(path).is_dir():
         logger.warning("The writer of %s was cut short; reading the directory it was to replace.", path)
         path = previous_of(path)
     if not path.is_dir():
         raise _damaged("There is no heads directory.", path, f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}", "Check the path.")
-    config, metadata = _read_config(file_inside(path, CONFIG_NAME))
+    config, metadata, version = _read_config(file_inside(path, CONFIG_NAME))
     weights = file_inside(path, WEIGHTS_NAME)
-    _check_names_and_shapes(weights, config, metadata)
-    return weights, config, metadata
+    shapes = config.shapes_among((TEMPERATURES,) if version == WITH_TEMPERATURES else ())
+    if metadata.has_lm_head:
+        shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
+    _check_names_and_shapes(weights, shapes, metadata.dtype)
+    return weights, config, metadata, shapes
 
 
 def _read_checked(path: Path, names: list[str], expected: str) -> dict[str, torch.Tensor]:
@@ -241,7 +246,8 @@ def _read_checked(path: Path, names: list[str], expected: str) -> dict[str, torc
     return tensors
 
 
-def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata]:
+def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
+    """What config.json says, and its format version."""
     raw = parse_json(read_regular(path, MAX_CONFIG_BYTES), path)
     section = raw.get(OWN_SECTION)
     if not isinstance(section, dict):
@@ -252,16 +258,16 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata]:
             "Convert it with `medusa-ppo convert`.",
         )
     version = section.get("format_version")
-    if version != FORMAT_VERSION:
-        do = "Update medusa-ppo, or save the heads again."
-        raise _damaged("The heads directory has an unknown format version.", version, FORMAT_VERSION, do)
+    if version not in (FORMAT_VERSION, WITH_TEMPERATURES):
+        expected, do = f"{FORMAT_VERSION} or {WITH_TEMPERATURES}", "Update medusa-ppo, or save the heads again."
+        raise _damaged("The heads directory has an unknown format version.", version, expected, do)
     try:
         config = HeadsConfig.from_dict(section["heads"])
         metadata = HeadsMetadata(*(section[field.name] for field in dataclasses.fields(HeadsMetadata)))
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise _damaged(DAMAGED, f"{path}: {error}", "heads/FORMAT.md") from error
     _check_config(path, raw, config, metadata)
-    return config, metadata
+    return config, metadata, version
 
 
 def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata) -> None:
@@ -289,17 +295,15 @@ def _damaged(problem: str, given: object, expected: object, do: str = "Save the 
     return CheckpointError(problem, given=given, expected=expected, do=do)
 
 
-def _check_names_and_shapes(path: Path, config: HeadsConfig, metadata: HeadsMetadata) -> None:
+def _check_names_and_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
     """Compare the file's header with what the configuration implies, before any tensor is read."""
-    header, shapes = read_header(path, MAX_HEADS_HEADER_BYTES), config.tensor_shapes()
-    if metadata.has_lm_head:
-        shapes[LM_HEAD_KEY] = (config.vocab_size, config.hidden_size)
+    header = read_header(path, MAX_HEADS_HEADER_BYTES)
     missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
     if missing or unknown:
         given, expected = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}", f"{len(shapes)} tensors"
         raise _damaged("The tensors in the file are not those of its configuration.", given, expected)
     for name, shape in shapes.items():
         code, found = header[name]
-        if found != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != metadata.dtype:
+        if found != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != dtype:
             problem = "A tensor in the file has the wrong shape or dtype."
-            raise _damaged(problem, f"{name} {found} {code}", f"{shape} {metadata.dtype}")
+            raise _damaged(problem, f"{name} {found} {code}", f"{shape} {dtype}")

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heads import HeadsConfig
+from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, ConfigError
 from heads.targets import MISSING, condition_ids, context_rows, used_rows
 from heads.vocabulary import WHOLE, Vocabulary
@@ -119,15 +119,18 @@ class MedusaHeads(nn.Module):
 
     Attributes:
         vocabulary: where the tokens of lm_head and tables are; `heads.parallel` replaces it.
+        temperatures_K: what the logits of each head are divided by when drafts are sampled; not trained by gradients.
     """
 
     vocabulary: Vocabulary = WHOLE
+    temperatures_K: torch.Tensor
 
     def __init__(self, config: HeadsConfig) -> None:
         """Zero-start heads; with `lm_head="own"` call `init_own_lm_heads` before use. Random parts use torch's global generator."""
         super().__init__()
         self.config = config
         K, D, V = config.num_heads, config.hidden_size, config.vocab_size
+        self.register_buffer("temperatures_K", torch.ones(K), persistent=False)
         self.blocks = nn.ParameterList([nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)])
         if config.lm_head == "own":
             self.lm_heads = nn.Parameter(torch.zeros(K, V, D))
@@ -276,9 +279,8 @@ class MedusaHeads(nn.Module):
 
     def _own_lm_heads(self) -> torch.Tensor:
         if self.config.lm_head != "own":
-            raise ConfigError(
-                "These heads share the actor's lm_head.", given="lm_head=shared", expected="lm_head=own", do="Use the actor's."
-            )
+            problem = "These heads share the actor's lm_head."
+            raise ConfigError(problem, given="lm_head=shared", expected="lm_head=own", do="Use the actor's.")
         return self.lm_heads
 
     def _output_weight(self, lm_head_VD: torch.Tensor | None) -> torch.Tensor:
@@ -289,18 +291,16 @@ class MedusaHeads(nn.Module):
     def _checked_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         given, width = hidden.shape[-1], self.config.hidden_size
         if given != width:
-            raise ConfigError(
-                "The hidden states do not fit the heads.", given=f"width {given}", expected=width, do="Use heads of this actor."
-            )
+            problem, do = "The hidden states do not fit the heads.", "Use heads of this actor."
+            raise ConfigError(problem, given=f"width {given}", expected=width, do=do)
         return hidden.reshape(-1, width).to(self.dtype)
 
     def check_table(self, table_VD: torch.Tensor, name: str) -> None:
         """ConfigError when a table of the actor's is not of the size that the heads were made for."""
         expected = (self.config.vocab_size, self.config.hidden_size)
         if tuple(table_VD.shape) != expected:
-            raise ConfigError(
-                f"The {name} does not fit the heads.", given=tuple(table_VD.shape), expected=expected, do="Use heads of this actor."
-            )
+            problem, do = f"The {name} does not fit the heads.", "Use heads of this actor."
+            raise ConfigError(problem, given=tuple(table_VD.shape), expected=expected, do=do)
 
     def _checked_embedding(self, embedding_VD: torch.Tensor | None) -> torch.Tensor:
         return self._checked_table(embedding_VD, "embedding table", "Hydra heads read embeddings.")
@@ -342,13 +342,14 @@ class MedusaHeads(nn.Module):
         return views | {name: getattr(self, attribute).detach() for name, attribute in SHARED.items() if hasattr(self, attribute)}
 
     def trainable_state(self) -> dict[str, torch.Tensor]:
-        """A copy of all trainable tensors under the file's key names (stock vLLM's for kind medusa)."""
-        return {name: view.clone() for name, view in self.trainable_views().items()}
+        """A copy of all trainable tensors under the file's key names (stock vLLM's for kind medusa), and of temperatures that are not 1."""
+        state = {name: view.clone() for name, view in self.trainable_views().items()}
+        return state | ({TEMPERATURES: self.temperatures_K.clone()} if bool((self.temperatures_K != 1).any()) else {})
 
     @torch.no_grad()
     def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy `state` into the parameters in place. Names, shapes and dtypes must match exactly; nothing is copied otherwise."""
-        views = self.trainable_views()
+        """Copy `state` into the parameters in place; without temperatures these are 1. All must match exactly, or nothing is copied."""
+        views = self.trainable_views() | ({TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {})
         wrong = sorted(set(views) ^ set(state)) or [
             name for name, view in views.items() if view.shape != state[name].shape or view.dtype != state[name].dtype
         ]
@@ -356,23 +357,24 @@ class MedusaHeads(nn.Module):
             name = wrong[0]
             given = f"{tuple(state[name].shape)} {state[name].dtype}" if name in state else "absent"
             expected = f"{tuple(views[name].shape)} {views[name].dtype}" if name in views else "absent"
-            raise CheckpointError(
+            problem, do = (
                 f"The tensor {name} does not fit these heads ({len(wrong)} do not).",
-                given=given,
-                expected=expected,
-                do="Load a state of the same kind, size and dtype.",
+                "Load a state of the same kind, size and dtype.",
             )
+            raise CheckpointError(problem, given=given, expected=expected, do=do)
+        if not bool((state.get(TEMPERATURES, self.temperatures_K) > 0).all()):
+            given = str(state[TEMPERATURES].tolist())
+            raise CheckpointError("A draft temperature is no number above 0.", given=given, do="Save the heads again.")
+        self.temperatures_K.fill_(1.0)
         for name, view in views.items():
             view.copy_(state[name])
 
 
 def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: float) -> torch.Tensor:
-    """Scale each head's gradient to at most `clip_norm`, whatever the other heads' are; and that of what they share.
+    """Scale each head's gradient to at most `clip_norm` (Euclidean), whatever the other heads' are; and that of what they share.
 
     Args:
         named: parameters of MedusaHeads: stacked `[K, ...]`, `mlp_in.{k}` of one head, or in common (`SHARED`).
-        num_heads: K.
-        clip_norm: largest Euclidean norm of one head's gradient.
 
     Returns:
         Norm of each head's gradient before clipping, float32 `K`; one more where heads share something.

@@ -147,7 +147,7 @@ class EngineConfig(Section):
     num_drafts: int | None = Field(None, ge=0)
     """Draft tokens per step; null: as many as there are heads."""
     draft_temperature: float = Field(1.0, ge=0)
-    """0: one-hot drafts; above: drafts sampled at this temperature times the request's own. Both are lossless."""
+    """0: one-hot drafts; above: drafts sampled at this temperature times the request's and each head's own. Both are lossless."""
     choose_drafts: bool = False
     """Choose the number of drafts (up to num_drafts) for each step from measured costs and acceptance (runner v1)."""
     draft_vocab: int | None = Field(None, ge=0)

@@ -154,7 +154,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
     parts["actor's file in shared memory, for engines that come late or again"] = _element(config) * model.parameters
-    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), parts)
+    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), parts | _remembered(config))
 
 
 def _critic(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
@@ -252,12 +252,17 @@ def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict
         where = f"a Ray actor, {_place(section.resource, section.replicas)}"
     share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
     several = f" of {ranks} ranks" * (ranks > 1)
-    drafting = parts | {"heads": _element(config) * heads_parameters(heads)}
+    drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
     found = [Process(f"engine{several}", section.replicas, where, share, drafting)]
     if config.report.compare_pairs:
         where += "; after the last step, for report.compare_pairs"
         found.append(Process(f"plain engine{several}", section.replicas, where, share, parts))
     return found
+
+
+def _remembered(config: RunConfig) -> dict[str, int]:
+    """Each engine has all of it, and the loop once more, to be saved."""
+    return {"earlier responses, on the host": config.engine.memory_bytes} if config.engine.memory_bytes else {}
 
 
 def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:

@@ -23,6 +23,7 @@ from medusa_ppo.companion.gate import (
     equal,
     extra_tokens,
     find_fault,
+    fit_temperatures,
     judge,
     replay,
     replay_row,
@@ -213,6 +214,9 @@ class Cycle:
                 self.judged, self.gain = self.judged + 1, self.evidence.difference(self._config.gate_confidence).value
             self._follow(of_serving, of_frozen, holdout)
             verdict = judge(of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence)
+        if verdict.publish:  # Judged with the temperatures that it came with: what is fitted to the holdout has no say in that.
+            tables: dict[str, Any] = {"embedding_VD": self.trainer.embedding_VD, "served": self._served}
+            fit_temperatures(self.candidate, holdout, self.trainer.lm_head_VD, team=self.team, **tables)
         self._obey(verdict)
         return verdict
 

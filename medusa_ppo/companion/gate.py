@@ -10,8 +10,8 @@ Shape letters: M rows of the holdout, S its responses, G prompts, K heads, V voc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from heads.acceptance import (
+    TEMPERATURES,
     Interval,
     ReplayResult,
+    better_temperatures,
     draft_ids_for_rows,
     draft_logprobs_for_rows,
     one_hot_acceptance,
@@ -97,7 +99,7 @@ def replay(
     results = []
     for piece in _pieces(here) if here else ():
         give_way()
-        accept_MK = _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))
+        accept_MK = _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))[0]
         results.append(replay_probabilities(accept_MK, piece.lengths_S))
     counts = [torch.cat([r.drafts_S[:, None], r.accepted_SK, r.unseen_S[:, None]], dim=1) for r in results]
     columns = torch.cat(counts) if counts else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
@@ -114,10 +116,40 @@ def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:
     return [batch.select(torch.arange(first, last)) for first, last in pairwise(cuts)] if len(cuts) > 2 else [batch]
 
 
+def fit_temperatures(
+    heads: MedusaHeads,
+    holdout: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    *,
+    embedding_VD: torch.Tensor | None = None,
+    served: Served,
+    team: Meeting | None = None,
+) -> None:
+    """Give each head the draft temperature with which most of its drafts are accepted on the first PIECE_TOKENS of a holdout, as far as
+    that is sure (`better_temperatures`). In a team the first process finds them."""
+    if served.draft_temperature <= 0:
+        return
+    if team is None or team.place.rank == 0:
+        batch, grid_Q = _pieces(holdout)[0], torch.tensor(TEMPERATURES)
+        now_K = (heads.temperatures_K.cpu().float().unsqueeze(1) - grid_Q).abs().argmin(1)
+        heads.temperatures_K.fill_(1.0)
+        accept_QMK = _acceptance(heads, batch, lm_head_VD, embedding_VD, replace(served, mix=None), TEMPERATURES)
+        prompts_M = _prompts(batch).repeat_interleave(batch.lengths_S)
+        heads.temperatures_K.copy_(grid_Q[better_temperatures(accept_QMK, prompts_M, now_K.tolist())])
+    if team is not None:
+        team.share(heads.temperatures_K)
+
+
 def _acceptance(
-    heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None, served: Served
+    heads: MedusaHeads,
+    batch: RolloutBatch,
+    lm_head_VD: torch.Tensor,
+    embedding_VD: torch.Tensor | None,
+    served: Served,
+    factors: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
-    """Probability that the draft of each head at each row is accepted, given that those before it were, float64 `MK`."""
+    """Probability that the draft of each head at each row is accepted, given that those before it were, float64 `QMK`: for each factor of
+    sampled drafts' temperature."""
     config, device, ids_W = heads.config, lm_head_VD.device, served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
     hidden_MD = batch.hidden_MD.to(device, torch.float32)
@@ -131,32 +163,35 @@ def _acceptance(
     }
     if served.draft_temperature <= 0:
         ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, **tables).cpu()
-        accept_MK = one_hot_acceptance(ids_MK if ids_W is None else ids_W[ids_MK], batch.response_ids_M, batch.lengths_S)
+        accept_QMK = one_hot_acceptance(ids_MK if ids_W is None else ids_W[ids_MK], batch.response_ids_M, batch.lengths_S).unsqueeze(0)
     else:
-        targets_MK, _ = head_targets(batch.response_ids_M, segment_M, config.num_heads)
+        targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, config.num_heads)
         place_V = torch.arange(lm_head_VD.shape[0])
         if ids_W is not None:  # A token that is no draft is never accepted.
             place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
         places_MK = place_V[targets_MK]
         tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
-        logprobs_1MK = draft_logprobs_for_rows(
+        # As the engine drafts: request temperature x draft temperature.
+        temperatures = tuple(batch.temperature * served.draft_temperature * factor for factor in factors)
+        logprobs_QMK = draft_logprobs_for_rows(
             heads,
             hidden_MD,
             places_MK.clamp(min=0).to(device),
             lm_head_VD,
-            temperatures=(batch.temperature * served.draft_temperature,),  # As the engine drafts: request temperature x draft temperature.
+            temperatures=temperatures,
             top_k=batch.top_k,
             top_p=batch.top_p,
             tops_QMK=tops_1MK,
             **tables,
         )
-        logprobs_MK = logprobs_1MK[0].cpu().masked_fill(places_MK < 0, -math.inf)
+        logprobs_QMK = logprobs_QMK.cpu().masked_fill(places_MK < 0, -math.inf)
         if served.mix is not None and tops_1MK is not None:
-            logprobs_MK = served.mix(batch, logprobs_MK, tops_1MK[0].cpu())
-        accept_MK = sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S)
+            logprobs_QMK = served.mix(batch, logprobs_QMK[0], tops_1MK[0].cpu()).unsqueeze(0)
+        accepted = [sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S) for logprobs_MK in logprobs_QMK]
+        accept_QMK = torch.stack(accepted) * mask_MK
     if served.num_drafts is not None:
-        accept_MK[:, served.num_drafts :] = 0
-    return accept_MK
+        accept_QMK[:, :, served.num_drafts :] = 0
+    return accept_QMK
 
 
 class Evidence:
@@ -297,7 +332,8 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
 
 def equal(first: MedusaHeads, second: MedusaHeads) -> bool:
     """They are the same to the bit: one replay is that of both."""
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    pairs = zip([*first.parameters(), first.temperatures_K], [*second.parameters(), second.temperatures_K], strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def replay_row(result: ReplayResult) -> ReplayRow:

@@ -65,7 +65,7 @@ class DraftingCore:
 
     Attributes:
         fused: the heads' products.
-        temperatures_K: draft temperature of each head, float32; may be filled anew at any time.
+        temperatures_K: draft temperature of each head, float32: its own times what `use_temperature` was told.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class DraftingCore:
         self.config = heads.config
         self.heads = heads
         self.fused = (ContextHeads if heads.config.context else FusedHeads)(heads, embed, pack)
-        device = heads.blocks[0].device
-        self.temperatures_K = torch.ones(self.config.num_heads, device=device)
+        self.temperatures_K = torch.ones(self.config.num_heads, device=heads.blocks[0].device)
+        self.use_temperature(1.0)
         self._whole_lm_head, self._pack = lm_head, pack
         self.use_vocabulary(None, None)
 
@@ -93,9 +93,15 @@ class DraftingCore:
         """Read the embedding table again. A draft vocabulary's rows of lm_head are its owner's to read: `use_vocabulary`."""
         self.fused.read_embedding()
 
+    def use_temperature(self, temperature: float) -> None:
+        """What the draft temperatures that came with the heads are multiplied by."""
+        self._temperature = temperature
+        torch.mul(self.heads.temperatures_K.float(), temperature, out=self.temperatures_K)
+
     def load(self) -> None:
         """Read heads, tables and draft vocabulary again."""
         self.fused.load()
+        self.use_temperature(self._temperature)
         self.use_vocabulary(self.ids_W, self._lm_head if self.ids_W is not None else None)
 
     def use_vocabulary(self, ids_W: torch.Tensor | None, lm_head: LM_HEAD | None) -> None:

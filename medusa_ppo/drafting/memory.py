@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from heads.errors import CheckpointError
 
 SUFFIX = 12
 """Tokens of the longest suffix that is told from a longer one."""
@@ -37,6 +39,7 @@ PLACES = 16_384
 """Most tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
 """Between responses of a text, and before the first token of a short one: equal to no token, nor to each other."""
+KEY_BYTES = 16
 OVERHEAD = 256
 """Bytes that a response takes beside its tokens, about."""
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
@@ -54,7 +57,7 @@ MOST_OVER = 20.0
 
 def prompt_key(prompt: Sequence[int]) -> bytes:
     """The same for the same tokens."""
-    return blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=16).digest()
+    return blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=KEY_BYTES).digest()
 
 
 class _Said(NamedTuple):
@@ -63,6 +66,13 @@ class _Said(NamedTuple):
     tokens: np.ndarray
     version: int
     seed: int | None
+
+
+Row = tuple[str, int, int | None, list[int]]
+"""A response on its way to another memory: the prompt's key (hex), versions of the policy since it was begun, its seed, its tokens."""
+TOKENS, TABLE, KEYS, NOW, OF = "tokens", "table", "keys", "version", "of."
+"""Names in a saved memory: all tokens; of each response its length, version, whether it has a seed, that seed, and its prompt; the prompts'
+keys; the policy's version; and digests of what it is a memory of."""
 
 
 class ResponseMemory:
@@ -91,6 +101,55 @@ class ResponseMemory:
             self.nbytes -= said.pop(0).tokens.nbytes + OVERHEAD
             if not said:
                 del self._said[oldest]
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Responses that another memory had, or another engine wrote."""
+        for key, age, seed, tokens in rows:
+            self.remember(bytes.fromhex(key), tokens, self.version - age, seed)
+
+    def rows(self) -> list[Row]:
+        """All of it, what would be forgotten first at the beginning."""
+        return [(key.hex(), self.version - one.version, one.seed, one.tokens.tolist()) for key, said in self._said.items() for one in said]
+
+    def state_dict(self, of: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+        """All of it as tensors. `of`: digests that say what it is a memory of."""
+        said = [(place, one) for place, responses in enumerate(self._said.values()) for one in responses]
+        table = [(len(one.tokens), one.version, one.seed is not None, one.seed or 0, place) for place, one in said]
+        return {
+            TOKENS: torch.cat([torch.zeros(0, dtype=torch.int32), *(torch.from_numpy(one.tokens) for _, one in said)]),
+            TABLE: torch.tensor(table, dtype=torch.int64).view(-1, 5),
+            KEYS: torch.tensor(list(map(list, self._said)), dtype=torch.uint8).view(-1, KEY_BYTES),
+            NOW: torch.tensor(self.version),
+            **{OF + name: torch.tensor(list(digest), dtype=torch.uint8) for name, digest in of.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], of: Mapping[str, bytes]) -> None:
+        """Take over what was saved, as far as the budget goes, in the place of what is here.
+
+        Raises:
+            CheckpointError: it is damaged, or a memory of something else.
+        """
+        for name, digest in of.items():
+            found = bytes(state.get(OF + name, torch.zeros(0, dtype=torch.uint8)).tolist())
+            if found != digest:
+                raise CheckpointError(
+                    f"The saved responses are of another {name}.",
+                    given=f"{name} {found.hex()[:16] or 'unknown'}",
+                    expected=f"{name} {digest.hex()[:16]}, that of this run",
+                    do=f"Go on with the {name} that the run had, or without memory: engine.memory_bytes=null --allow engine.memory_bytes.",
+                )
+        tokens_T, table_R5, keys_P = (state.get(name, torch.zeros(0, dtype=torch.int64)) for name in (TOKENS, TABLE, KEYS))
+        whole = NOW in state and table_R5.shape[1:] == (5,) and keys_P.shape[1:] == (KEY_BYTES,)
+        lengths, places = (table_R5[:, 0].tolist(), table_R5[:, 4].tolist()) if whole else ([], [])
+        if not whole or sum(lengths) != len(tokens_T) or not all(n > 0 for n in lengths) or not all(0 <= p < len(keys_P) for p in places):
+            given = f"{len(tokens_T)} tokens, {len(table_R5)} responses, {len(keys_P)} prompts"
+            do = "Copy the checkpoint again, or start without --resume."
+            raise CheckpointError("The saved responses are damaged.", given=given, expected="a table that fits them", do=do)
+        self._said.clear()
+        self.nbytes, self.version = 0, int(state[NOW])
+        keys = [bytes(key) for key in keys_P.tolist()]
+        for tokens_L, (_, version, seeded, seed, place) in zip(tokens_T.split(lengths), table_R5.tolist(), strict=True):
+            self.remember(keys[place], tokens_L.tolist(), version, seed if seeded else None)
 
     def text(
         self, key: bytes, tail: Sequence[int], beside: Iterable[Sequence[int]], places: int, seed: int | None = None

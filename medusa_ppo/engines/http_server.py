@@ -16,20 +16,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from heads.errors import EngineError
+from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
-from medusa_ppo.engines import Finished
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
-from medusa_ppo.vllm_plugin import TOKEN, first_of, token_header
+from medusa_ppo.vllm_plugin import TOKEN, Drafting, first_of, token_header
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,11 @@ COUNTER = "vllm:spec_decode_num_"
 
 class ServerEngine(base.WorkerEngine):
     """An OpenAI-compatible vLLM server, asked with token ids."""
+
+    _met = ""
+    """The worker's process that was spoken to last; empty: none was."""
+    _settings: Drafting
+    """How it was told to draft."""
 
     def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and EngineError when no server answers."""
@@ -85,7 +91,7 @@ class ServerEngine(base.WorkerEngine):
         longest_s = patience_s(count, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
-            response = self._complete(i // repeat, list(prompts[i // repeat]), base.request_seed(sampling, i), sampling, longest_s)
+            response = self._complete(i // repeat, list(prompts[i // repeat]), request_seed(sampling, i), sampling, longest_s)
             finished(i, response)
             return response
 
@@ -95,9 +101,14 @@ class ServerEngine(base.WorkerEngine):
 
         return self._answered(prompts, sampling, answer)
 
+    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+        # Running requests stand still while the engine is at it: the file is read and summed up here, where they don't wait for that.
+        return super().swap_heads(path, version, checked or base.check_state(path, "new heads"))
+
     def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
         file = base.check_file(path, "the actor's weights")
+        checked = checked or base.check_state(file, "the actor's weights", tensorwise_checksum)
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
             return super().sync_actor(file, version, checked)
@@ -108,9 +119,46 @@ class ServerEngine(base.WorkerEngine):
         self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         return True
 
+    def configure(self, **settings: Unpack[Drafting]) -> None:
+        super().configure(**settings)
+        self._settings = self._settings | settings
+
     def counters(self) -> Counters:
+        """As of RolloutEngine. Loops ask before and after each generation: here a server is noticed that somebody has started again."""
+        if self._met:
+            self._meet_again()
         page = self._request("GET", "/metrics").text if self.max_drafts else ""
         return base.understood(lambda: parse_counters(page), page)
+
+    def _take_stock(self, drafting: Drafting, *, needs_heads: bool = True) -> None:
+        self._settings = drafting
+        super()._take_stock(drafting, needs_heads=needs_heads)
+        self._met, _ = self._who_answers()
+
+    def _who_answers(self) -> tuple[str, int]:
+        """A name of the worker's process, and its actor's version."""
+        return self._asked("medusa_checksums", lambda answer: (str(answer["process"]), int(answer["actor_version"])))
+
+    def _meet_again(self) -> None:
+        """A server that was started again drafts as it was told to, and waits for its heads (`heads_version` is -1).
+
+        Raises:
+            EngineError: it was started again and not synced since: it writes with the actor of its folder.
+        """
+        process, version = self._who_answers()
+        if process == self._met:
+            return
+        if version != self.policy_version:
+            raise EngineError(
+                "The vLLM server was started again, and what it answered since then may be another actor's.",
+                given=f"actor version {version} at {self._address}",
+                expected=f"version {self.policy_version}, which was synced into it",
+                do="Sync the actor, or go on from a checkpoint.",
+            )
+        logger.warning("The vLLM server was started again; it has the actor, and gets its heads.")
+        self._met = process
+        self.configure(**self._settings)
+        self.heads_version = -1 if self.max_drafts else self.heads_version
 
     def close(self) -> None:
         """End the process group that was started here; a server that was attached to runs on."""

@@ -2,6 +2,7 @@
 
     generate      pieces of the call (`cut`) go to the engine with the fewest running tokens that is free
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next one, for engines that come late
+    memory        what one engine has said goes to all others, and to those that are started again
     lost engine   its piece goes to another; it is started anew in the background, catches up, and takes pieces again
 
 An engine answers only with the versions that the pool says: one that missed a swap or sync gets it before its next piece.
@@ -10,11 +11,12 @@ A pool of one is an engine that is started again when it is lost; what it sample
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +25,9 @@ from typing import Any, Unpack
 from heads.errors import DataError, EngineError, SwapError
 from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
-from medusa_ppo.engines import Finished, Piece, cut, in_call, piece_seed
+from medusa_ppo.drafting.memory import Row
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.pieces import Finished, Partly, Piece, SharedMemory, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Factory = Callable[[int], base.RolloutEngine]
 Call = Callable[[base.RolloutEngine], Any]
+Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
@@ -49,6 +53,7 @@ class Seat:
     starting: Future[base.RolloutEngine] | None = None
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
+    remembers: bool = True
     share: EngineShare = field(default_factory=EngineShare)
 
 
@@ -61,6 +66,7 @@ class EnginePool(base.RolloutEngine):
     Attributes:
         shares: what each engine did in the last `generate`.
         restarts: engines that were started again so far.
+        memory: what all of them have said, once more beside theirs; of as many bytes as they have (0 until someone says so).
     """
 
     def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1, on_close: Callable[[], None] = lambda: None) -> None:
@@ -77,6 +83,7 @@ class EnginePool(base.RolloutEngine):
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
         self._folder: OwnedFolder | None = None
         self._settings = Drafting()
+        self.memory = SharedMemory(0)
         self.restarts, self._closing = 0, False
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
@@ -100,12 +107,19 @@ class EnginePool(base.RolloutEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
-        return self._generate(prompts, sampling, None)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked))
 
     def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
-        return self._generate(prompts, sampling, finished)
+        told = functools.partial(in_call, finished, repeat=sampling.responses_per_prompt)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_as_finished(*asked, told(piece)))
 
-    def _generate(self, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
+    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """As the engine's: of several none knows when all have enough."""
+        if len(self._seats) > 1:
+            raise EngineError("Several engines can't stop half-way.", given=len(self._seats), expected="one", do="Set engine.replicas=1.")
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly))
+
+    def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         if not prompts:
             raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
         started = time.perf_counter()
@@ -116,7 +130,7 @@ class EnginePool(base.RolloutEngine):
         running: Running = {}
         try:
             while waiting or running:
-                self._hand_out(waiting, running, prompts, sampling, finished)
+                self._hand_out(waiting, running, prompts, sampling, ask)
                 starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
                 if not running and not starting:
                     raise self._none_left()
@@ -130,20 +144,15 @@ class EnginePool(base.RolloutEngine):
                         waiting.insert(0, (index, piece))
                     else:
                         answers.append((piece, job.result()))
+                        self.memory.hear(seat.engine, job.result(), self.policy_version)
                         seat.share, seat.restarts = seat.share.plus(job.result()), 0
         except Exception:
             wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
             raise
+        self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(
-        self,
-        waiting: list[tuple[int, Piece]],
-        running: Running,
-        prompts: base.Prompts,
-        sampling: Sampling,
-        finished: Finished | None,
-    ) -> None:
+    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
@@ -151,8 +160,7 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                told = None if finished is None else in_call(finished, piece, sampling.responses_per_prompt)
-                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded, told)] = (seat, index, piece)
+                running[self._threads.submit(self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -169,6 +177,8 @@ class EnginePool(base.RolloutEngine):
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
         self._settings |= settings
+        if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
+            self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
             seat.settings = self._settings.copy()
@@ -191,6 +201,15 @@ class EnginePool(base.RolloutEngine):
         """The first engine's, and under `engines` everyone's."""
         reports = [engine.plugin_report() for engine in self._engines()]
         return {**reports[0], "engines": reports}
+
+    def remember(self, rows: Sequence[Row]) -> int:
+        return max(held for _, held in self._everywhere(lambda engine: engine.remember(rows)) if isinstance(held, int))
+
+    def _spread_news(self) -> None:
+        """What each engine has said in this call, to all others."""
+        if len(self._seats) > 1 and self.memory.news:
+            self._ask_all([seat for seat in self._ready() if seat.remembers], lambda engine: engine.remember(self.memory.news_for(engine)))
+        self.memory.news.clear()
 
     def sleep(self, level: int) -> None:
         self._everywhere(lambda engine: engine.sleep(level))
@@ -224,12 +243,10 @@ class EnginePool(base.RolloutEngine):
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
+    def _ask(self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         assert seat.engine is not None
         self._catch_up(seat)
-        if finished is None:
-            return seat.engine.generate(prompts, sampling)
-        return seat.engine.generate_as_finished(prompts, sampling, finished)
+        return ask(seat.engine, piece, prompts, sampling)
 
     def _catch_up(self, seat: Seat) -> None:
         """Bring an engine to the pool's versions and settings."""
@@ -242,6 +259,9 @@ class EnginePool(base.RolloutEngine):
         if seat.settings != self._settings:
             engine.configure(**self._settings)
             seat.settings = self._settings.copy()
+        if not seat.remembers:
+            engine.remember(self.memory.rows(self.policy_version))
+            seat.remembers = True
 
     def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
         by_prompt: dict[int, list[Response]] = {}
@@ -252,7 +272,8 @@ class EnginePool(base.RolloutEngine):
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
         shares = self.shares if len(self._seats) > 1 else ()
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=shares)
+        written = None if all(part.written_tokens is None for _, part in answers) else sum(part.generated_tokens for _, part in answers)
+        rollouts = Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling, engines=shares, written_tokens=written)
         return base.with_versions(rollouts, self)
 
     # ---- the same on all engines ----------------------------------------------------------------------------------------------
@@ -366,7 +387,7 @@ class EnginePool(base.RolloutEngine):
             if error is not None:
                 self._lost(seat, error)
             else:
-                seat.engine, seat.versions, seat.settings = start.result(), {}, Drafting()
+                seat.engine, seat.versions, seat.settings, seat.remembers = start.result(), {}, Drafting(), not self.memory.most_bytes
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]

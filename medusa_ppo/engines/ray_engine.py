@@ -21,12 +21,13 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from heads.errors import EngineError, MedusaError
 from medusa_ppo.config import COLOCATED, EngineConfig
-from medusa_ppo.engines import Ended, Finished, http_server, tell
+from medusa_ppo.engines import http_server
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
+from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
 from medusa_ppo.hardware import settled_engine
@@ -163,6 +164,10 @@ class RayEngine(base.RolloutEngine):
         longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
         return self._ask("calling generate", "call", "generate", prompts, sampling, timeout=longest_s)
 
+    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
+        return self._ask("calling generate_partly", "call", "generate_partly", prompts, sampling, partly, timeout=longest_s)
+
     check_actor = _forwarded("check_actor")
     join_transfer = _forwarded("join_transfer")
     receive_actor = _forwarded("receive_actor")
@@ -171,6 +176,7 @@ class RayEngine(base.RolloutEngine):
     counters = _forwarded("counters")
     plugin_report = _forwarded("plugin_report")
     choices = _forwarded("choices")
+    remember = _forwarded("remember")
     probe = _forwarded("probe")
     sleep = _forwarded("sleep")
     wake = _forwarded("wake")
@@ -268,7 +274,9 @@ def make_engine(
         return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
-    return pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
+    engines = pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
+    engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
+    return engines
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:

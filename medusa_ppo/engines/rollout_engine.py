@@ -17,7 +17,8 @@ from torch import Tensor
 from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
-from medusa_ppo.engines import Finished
+from medusa_ppo.drafting.memory import Row
+from medusa_ppo.engines.pieces import Finished, Partly
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -66,6 +67,10 @@ class RolloutEngine(ABC):
         for place, response in enumerate(rollouts.responses):
             finished(place, response)
         return rollouts
+
+    def generate_partly(self, prompts: Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """As `generate`, going on with what was begun, until enough have ended. The others come as they are (UNFINISHED)."""
+        raise self._only_colocated("can't stop a response half-way", "Set ppo.carry_after=null.")
 
     @abstractmethod
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
@@ -116,6 +121,10 @@ class RolloutEngine(ABC):
         """What an engine that chooses the number of drafts chose since the last call: rows of `DraftChooser.take_report`."""
         return []
 
+    def remember(self, rows: Sequence[Row]) -> int:
+        """Responses that others have written, into its memory; the bytes that it holds then, 0: it has none (`engine.memory_bytes`)."""
+        raise self._only_colocated("remembers nothing", "Set engine.memory_bytes=null.")
+
     def sleep(self, level: int) -> None:
         """Give memory back until `wake`; the engine must be idle, and can do nothing meanwhile.
 
@@ -146,12 +155,8 @@ class RolloutEngine(ABC):
         """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
-            raise ConfigError(
-                "This number of drafts is not possible.",
-                given=count,
-                expected=f"0..{self.max_drafts}",
-                do="Restart the engine with more heads.",
-            )
+            do = "Restart the engine with more heads."
+            raise ConfigError("This number of drafts is not possible.", given=count, expected=f"0..{self.max_drafts}", do=do)
         return count
 
 
@@ -217,6 +222,9 @@ class WorkerEngine(RolloutEngine):
 
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
+
+    def remember(self, rows: Sequence[Row]) -> int:
+        return self._asked("medusa_remember", lambda answer: int(answer["bytes"]), [list(row) for row in rows]) if self.max_drafts else 0
 
     def choices(self) -> list[dict[str, Any]]:
         return self._asked("medusa_choices", lambda answer: list(answer["rows"])) if self.max_drafts else []
@@ -346,11 +354,6 @@ def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequ
             do="Report this with the versions of `medusa-ppo doctor`.",
         )
     return Response(prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason)
-
-
-def request_seed(sampling: Sampling, index: int) -> int | None:
-    """Seed of request `index` (prompt-major) of a generate call, or None."""
-    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index) % (1 << 31)
 
 
 def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:

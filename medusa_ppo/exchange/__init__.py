@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from heads import HeadsConfig
+from heads import TEMPERATURES, HeadsConfig
 from heads.checkpoint import OWN_SECTION, load_heads, load_lm_head, new_directory, save_heads, stock_config, sync, write_json
 from heads.errors import ConfigError, ModelError
 from heads.modules import MedusaHeads
@@ -177,7 +177,8 @@ def _write(read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say:
     if to == "native":
         return _write_native(read, folder)
     tensors = to_keys(heads, to)
-    notes = []
+    left = "The heads' draft temperatures are left out: the format has none, and greedy drafts need none."
+    notes = [left] if TEMPERATURES in heads.tensors else []
     if to in FULL_MODELS.values() and base is not None:
         write_full_model(base, folder, tensors, _counts(config, to), say)
     elif to == "vllm":

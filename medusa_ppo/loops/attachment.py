@@ -97,8 +97,7 @@ class Attachment:
         self._more: dict[str, Any] = {}
         self._figures: dict[str, float] = {}
         self._serve: Serve = no_engine
-        self._policy_version = 0
-        self._steps = 0
+        self._policy_version = self._steps = 0
         self._began = time.monotonic()
 
     # ---- the engine ---------------------------------------------------------------------------------------------------------
@@ -222,8 +221,9 @@ class Attachment:
 
     def _before_generation(self) -> Counters:
         assert self.plugin is not None and self.engine is not None, "between begin() and end()"
+        counters = self.engine.counters()  # First: a server that was started again needs its heads.
         self.plugin.before_generation()
-        return self.engine.counters()
+        return counters
 
     def _facts(self, before: Counters, seconds: float) -> dict[str, Any]:
         """Of the rollouts what only the first process knows."""

@@ -19,7 +19,7 @@ from medusa_ppo.actors.vision import ImageReader
 from medusa_ppo.config import DataConfig, RunConfig
 from medusa_ppo.data import Row, image_files, load_rows, render_prompts, require_column
 from medusa_ppo.demo import demo_rows
-from medusa_ppo.engines import Finished
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import write_atomic
 from medusa_ppo.reports import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
@@ -179,6 +179,7 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                **({"policy_versions": response.versions} if response.versions else {}),
             }
         )
 

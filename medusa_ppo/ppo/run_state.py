@@ -6,7 +6,9 @@ checkpoint/
   actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
   shaping.json                 the KL coefficient and the scale of the rewards
   metrics.jsonl                a copy of the run's step lines so far
+  carried.jsonl                prompts that are not answered yet, with the tokens so far (ppo.carry_after)
   companion/                   the companion's own last state, if there is one
+  memory.safetensors           what the engines remember of earlier responses, if they do
 checkpoints/step-N/            the last saves, each as checkpoint/ (ppo.keep_checkpoints)
 best/                          the actor that did best in an evaluation, for transformers, with evaluation.json
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import operator
@@ -30,15 +33,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from heads.checkpoint import remove_directory, write_json
+from heads.checkpoint import load_state, remove_directory, save_state, write_json
 from heads.errors import CheckpointError, ConfigError, MedusaError
 from medusa_ppo import __version__
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, known_keys
 from medusa_ppo.config_file import merged, unknown
 from medusa_ppo.ppo.learner import PPOLearner
+from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried
 from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
 from medusa_ppo.reports.trackers import plain
 
@@ -47,6 +52,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoint"
 COMPANION_FOLDER = "companion"
 STATE_FILE = "state.json"
+MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
@@ -54,6 +60,9 @@ BEFORE = {"heads": {"context": 0}}
 FIXED_KEYS = ("model.path", "model.critic_path", "model.dtype", "data.path", "data.template", "seed", "ppo.prompts_per_step")
 """What of a release before 0.2 is compared under --resume: its other keys had other forms. Today all of them are."""
 PLACE_KEYS = ("name", "out")
+ACTOR_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""What of a model's config.json makes it another actor; its weights change with every step."""
+State = Mapping[str, Tensor]
 CHUNK_BYTES = 1 << 22
 
 
@@ -65,21 +74,31 @@ class RunPosition:
         next_step: the step that comes next.
         policy_version: version of the actor's weights.
         wall_s: seconds of all sessions of the run so far.
+        carried: prompts that the next step goes on with.
     """
 
     next_step: int = 0
     policy_version: int = 0
     wall_s: float = 0.0
+    carried: tuple[Carried, ...] = ()
 
 
-def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig) -> Path:
-    """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete."""
+def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig, memory: State | None = None) -> Path:
+    """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete.
+
+    Args:
+        memory: of the engines; None or empty: they have none.
+    """
     with fresh_folder(run_dir / FOLDER) as folder:
         learner.save(folder)
+        if memory:
+            save_state(folder / MEMORY_FILE, memory)
         _take_companion(run_dir / COMPANION_FOLDER, folder / COMPANION_FOLDER)
         if (run_dir / METRICS_FILE).is_file():
             shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
-        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": plain(config)}
+        save_carried(folder, position.carried)
+        where = {field.name: getattr(position, field.name) for field in dataclasses.fields(position) if field.name != "carried"}
+        state = {"format_version": FORMAT_VERSION, "version": __version__, **where, "config": plain(config)}
         write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:
         _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
@@ -186,7 +205,7 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         given = ", ".join(f"{key} was {was[key]!r} and is {_look_up(now, key)!r}" for key in changed)
         do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
         raise ConfigError("The configuration is not the one that was saved.", given=given, expected="the same values", do=do)
-    return position
+    return dataclasses.replace(position, carried=read_carried(file.parent, wanted=config.ppo.carry_after is not None))
 
 
 def _within(key: str, name: str) -> bool:
@@ -243,6 +262,18 @@ def companion_state(run_dir: Path) -> str:
     return str(folder) if folder.is_dir() else ""
 
 
+def saved_memory(run_dir: Path) -> State | None:
+    """What the engines remembered when the run was saved; None: nothing. CheckpointError when it can't be read."""
+    file = saved_folder(run_dir) / MEMORY_FILE
+    return load_state(file) if file.is_file() else None
+
+
+def memory_of(tokenizer: PreTrainedTokenizerBase, actor: Mapping[str, Any]) -> dict[str, bytes]:
+    """Digests that say whose responses a memory holds: of the tokenizer's vocabulary, and of the actor's configuration."""
+    parts = {"tokenizer": sorted(tokenizer.get_vocab().items()), "actor": {name: actor.get(name) for name in ACTOR_SIZES}}
+    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest() for name, part in parts.items()}
+
+
 def _take_companion(source: Path, target: Path) -> None:
     """Keep the state that the companion wrote last. It replaces its files and never changes them, so a link is a copy."""
     if not source.is_dir():
@@ -263,9 +294,9 @@ def _look_up(values: Any, key: str) -> Any:
     return functools.reduce(operator.getitem, key.split("."), values)
 
 
-def try_save(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig) -> None:
+def try_save(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig, memory: State | None = None) -> None:
     """Save where a full disk must not end a run that trains well: the failure is logged and the last checkpoint stays."""
     try:
-        save_checkpoint(run_dir, learner, position, config)
+        save_checkpoint(run_dir, learner, position, config, memory)
     except (OSError, MedusaError) as error:
         logger.error("The checkpoint of step %d could not be written; the one before stays: %s", position.next_step, error)

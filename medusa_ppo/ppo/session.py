@@ -22,6 +22,7 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.demo import RECIPES, actor_note, ensure_demo_actor
 from medusa_ppo.engines.actor_sync import ActorSync, actor_stream
 from medusa_ppo.engines.launch import cache_bytes, read_model_config
+from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.files import OwnedFolder
@@ -48,7 +49,8 @@ HEADS_FOLDER = "heads-final"
 
 @dataclass
 class Parts:
-    """What the loop works with. `plugin` None: plain PPO; `evaluation` and `texts` (to learn by heart) None: there are none."""
+    """What the loop works with. `plugin` None: plain PPO; `evaluation` and `texts` (to learn by heart) None: there are none; `remembered`
+    gives the engines' memory, to be saved."""
 
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
@@ -60,6 +62,7 @@ class Parts:
     trackers: TrackerGroup = field(default_factory=TrackerGroup)
     evaluation: PromptStream | None = None
     texts: PromptStream | None = None
+    remembered: Callable[[], run_state.State] = dict
 
 
 class RunSession:
@@ -116,8 +119,24 @@ class RunSession:
         if position.policy_version:
             with learner.turns.aside(ACTOR):
                 sync(actor, position.policy_version)
+        remembered = self._remember(engine, tokenizer, actor_path, resume)
         prompts, evaluation, texts = streams
-        return Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers, evaluation, texts), position, self._writer
+        parts = Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers, evaluation, texts, remembered)
+        return parts, position, self._writer
+
+    def _remember(
+        self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, actor_path: str, resume: bool
+    ) -> Callable[[], run_state.State]:
+        """Give the engines what they had remembered when the run was saved; what gives their memory to save it again."""
+        memory = engine.memory if isinstance(engine, EnginePool) else None
+        if memory is None or not memory.most_bytes:
+            return dict
+        of = run_state.memory_of(tokenizer, read_model_config(actor_path))
+        saved = run_state.saved_memory(self._config.run_dir) if resume else None
+        if saved is not None:
+            memory.load_state_dict(saved, of)
+            engine.remember(memory.rows(engine.policy_version))
+        return lambda: memory.state_dict(of, engine.policy_version)
 
     def _place(self, learner: PPOLearner, reward: RewardSource) -> None:
         """Everyone who computes in this process has a place. ConfigError when they have no room."""
@@ -199,7 +218,7 @@ class RunSession:
             if config.ppo.checkpoint_every:
                 if parts.plugin is not None and config.companion.wait:
                     parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
-                run_state.save_checkpoint(config.run_dir, parts.learner, position, config)
+                run_state.save_checkpoint(config.run_dir, parts.learner, position, config, parts.remembered())
             with run_state.fresh_folder(config.run_dir / ACTOR_FOLDER) as folder:
                 parts.learner.save_actor(folder)
                 parts.tokenizer.save_pretrained(folder)

@@ -26,7 +26,7 @@ from heads.acceptance import ReplayResult
 from heads.errors import ConfigError, RunError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor
-from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.gate import Served, fit_temperatures, replay
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.meeting import Meeting, Place
@@ -128,8 +128,12 @@ class Worker:
         )
 
     def heads(self) -> MedusaHeads:
-        """A copy of the heads, on the CPU."""
-        return copy.deepcopy(self._trainer.heads).cpu()
+        """A copy of the heads, on the CPU, with draft temperatures that are fitted to the holdout."""
+        assert self._holdout is not None, "only the first worker judges"
+        heads, trainer = copy.deepcopy(self._trainer.heads), self._trainer
+        served = Served(self._options.draft_temperature)
+        fit_temperatures(heads, self._holdout, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, served=served)
+        return heads.cpu()
 
     def state_dict(self) -> State:
         return self._trainer.state_dict()

@@ -36,7 +36,7 @@ class Drafting(TypedDict, total=False):
     Attributes:
         num_drafts: drafts per step, 0 (none) to `max_drafts`; with `choose` the most of them.
         sampled: drawn from the heads; else their argmax.
-        draft_temperature: of sampled drafts, times the request's own.
+        draft_temperature: of sampled drafts, times the request's own and that which came with each head.
         choose: the engine chooses the number of drafts for each step.
         draft_vocab: draft from so many of the most frequent tokens of prompts and rollouts; 0: from all.
         memory_bytes: of earlier responses, which sampled drafts are mixed with; 0: none are remembered.

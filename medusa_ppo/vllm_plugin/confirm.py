@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heads import HeadsConfig
+from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, SwapError
 from heads.modules import rms_normalise
 from heads.tensorfile import crc, load_state
@@ -45,7 +45,7 @@ class Plain:
         lm_head: the engine's product, rows `[B, D]` -> logits `[B, V]`.
         embed: the engine's lookup, ids `[B]` -> rows `[B, D]`; read for kind hydra only.
         dtype: what serves the heads.
-        draft_temperature: what the served probabilities were made with.
+        draft_temperature: what the served probabilities were made with, beside each head's own.
         ids_W: draft vocabulary; None: the whole one.
         in_8_bits: the products that serve are.
     """
@@ -102,6 +102,8 @@ def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.
         for name, shape in serving.items()
         if name in state and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
     ]
+    if not missing and not wrong and not bool((state.get(TEMPERATURES, torch.ones(1)) > 0).all()):
+        wrong = [f"{TEMPERATURES} {state[TEMPERATURES].tolist()}, not above 0"]
     if missing or unknown or wrong:
         raise SwapError(
             "The tensors are not those of the serving heads, which stay.",
@@ -195,7 +197,8 @@ def _logprobs(
     if plain.ids_W is not None:
         kept_BV = torch.full_like(logits_BV, -torch.inf)
         logits_BV = kept_BV.index_copy(1, plain.ids_W, logits_BV[:, plain.ids_W])
-    return (logits_BV / plain.draft_temperature).log_softmax(-1)
+    temperature = plain.draft_temperature * (float(tensor(TEMPERATURES)[k]) if TEMPERATURES in state else 1.0)
+    return (logits_BV / temperature).log_softmax(-1)
 
 
 def _with_context(

@@ -191,7 +191,11 @@ def _gather_logprobs(
     rows_BW = drafts.starts_B.unsqueeze(1) + torch.minimum(steps_W, drafts.counts_B.unsqueeze(1))
     rows = rows_BW.flatten()
     own_NV = logprobs_NV if rows.shape[0] == logprobs_NV.shape[0] else logprobs_NV[rows]
-    return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_BW.flatten().clamp_min(0).to(torch.int64))
+    ids_N = ids_BW.flatten().clamp_min(0)
+    if num_logprobs == 0:  # As vLLM's own, whose compiled count of ranks takes longer to be found than to be computed.
+        sampled_N1 = own_NV.gather(1, ids_N.unsqueeze(1).to(torch.int64))
+        return LogprobsTensors(ids_N.unsqueeze(1), sampled_N1, (own_NV >= sampled_N1).sum(-1))
+    return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_N.to(torch.int64))
 
 
 # ---- seeds in chunked prefill --------------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ class MedusaProposer(Drafter):
         if sampled != self.sampled:
             self.sampled = sampled
             self._use_vocabulary()
-        self._core.temperatures_K.fill_(temperature)
+        self._core.use_temperature(temperature)
         if memory_bytes != self._memory_bytes:
             self.memory = self._new_memory(memory_bytes) if memory_bytes else None
         size = self.token_map.size
@@ -355,7 +355,7 @@ class MedusaProposer(Drafter):
         """
         heads = self.heads
         state, digest = read_state(path, "new heads", checksum, checked)
-        check_fit(heads.config.tensor_shapes(), state, path)
+        check_fit(heads.config.shapes_among(state), state, path)
         cast = {name: state[name].to(self.dtype) for name in state}
         check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
         self.fed = False

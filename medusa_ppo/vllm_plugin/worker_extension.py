@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from medusa_ppo.vllm_plugin.registration import activate, drafter_of, require_ac
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
 logger = logging.getLogger(__name__)
+
+PROCESS = secrets.token_hex(8)
+"""This process and no other, on any machine: process ids come again."""
 
 
 class MedusaWorker:
@@ -121,12 +125,21 @@ class MedusaWorker:
             "heads_version": held,
             "actor": actor,
             "actor_version": version,
+            "process": PROCESS,
         }
 
     @reports_errors
     def medusa_configure(self, settings: Drafting) -> dict[str, Any]:
         """Change how drafts are made from the next step on; see `MedusaProposer.configure`."""
         return self._medusa_require_drafter().configure(settings)
+
+    @reports_errors
+    def medusa_remember(self, rows: list[list[Any]]) -> dict[str, Any]:
+        """Responses that other engines wrote, into the memory; see `ResponseMemory.take`."""
+        memory = self._medusa_require_drafter().memory
+        if memory is not None:
+            memory.store.take(rows)
+        return {"bytes": 0 if memory is None else memory.store.nbytes}
 
     @reports_errors
     def medusa_choices(self) -> dict[str, Any]:

@@ -43,3 +43,11 @@ def test_a_version_that_replaced_a_better_one_is_named(bench: ModuleType) -> Non
     candidates = [2.5] * 12
     candidates[4], candidates[7] = 2.3, 2.3
     assert bench.worse(steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], candidates)) == [4], "nothing was published in step 7"
+
+
+def test_a_memory_is_compared_epoch_by_epoch(bench: ModuleType) -> None:
+    without = [{**line, "rollout_tokens_per_s": 100.0} for line in steps([0] * 12, [2.5] * 12)]
+    with_one = [{**line, "mal_serving": 2.5 + line["step"], "rollout_tokens_per_s": 150.0} for line in without]
+    rows = bench.epochs({0: (without, with_one), 1: (without, without)})
+    assert len(rows) == 2 + 3 and rows[2].startswith("| 1 | 2.500 / 3.250 |") and rows[4].startswith("| 3 | 2.500 / 7.250 |")
+    assert rows[2].endswith("| 100.000 / 125.000 |")

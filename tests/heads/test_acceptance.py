@@ -11,6 +11,7 @@ import torch
 from heads import KINDS, HeadsConfig
 from heads.acceptance import (
     ReplayResult,
+    better_temperatures,
     draft_ids_for_rows,
     draft_logprobs_for_rows,
     paired_difference,
@@ -238,6 +239,35 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
         expected = (logits_MKV / temperature).log_softmax(-1).gather(-1, targets_MK.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(logq_QMK[index], expected, rtol=1e-4, atol=1e-5)
     assert head_logprobs(torch.zeros(31), segment_M, 3).shape == targets_MK.shape
+
+
+def test_each_heads_own_draft_temperature_is_in_its_q_and_not_in_its_argmax() -> None:
+    generator = torch.Generator().manual_seed(3)
+    heads, lm_head_VD = MedusaHeads(HeadsConfig(8, 12, 2)), torch.randn(12, 8, generator=generator)
+    hidden_MD, targets_MK = torch.randn(9, 8, generator=generator), torch.randint(12, (9, 2), generator=generator)
+    plain_QMK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.35, 1.4, 0.7))
+    ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD)
+    heads.temperatures_K.copy_(torch.tensor([0.5, 2.0]))
+    own_MK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.7,))[0]
+    torch.testing.assert_close(own_MK, torch.stack([plain_QMK[0, :, 0], plain_QMK[1, :, 1]], dim=1))
+    assert torch.equal(draft_ids_for_rows(heads, hidden_MD, lm_head_VD), ids_MK)
+
+
+def test_a_temperature_is_left_only_for_one_that_is_surely_better() -> None:
+    generator = torch.Generator().manual_seed(4)
+    group_M = torch.arange(40).repeat_interleave(5)
+    noise_QM = torch.rand(3, 200, generator=generator, dtype=torch.float64)
+    better_QM = noise_QM[:1] * torch.tensor([0.8, 1.0, 0.9], dtype=torch.float64).unsqueeze(1)
+    assert better_temperatures(torch.stack([better_QM, better_QM], dim=2), group_M, [0, 2]) == [1, 1]
+    alike_QM = 0.5 + 0.01 * noise_QM
+    chosen = better_temperatures(torch.stack([alike_QM] * 3, dim=2), group_M, [0, 1, 2])
+    gains = [(alike_QM[best] - alike_QM[now]).view(40, 5).sum(1) for now, best in enumerate(chosen)]
+    pairs = zip(range(3), chosen, gains, strict=True)
+    assert all(best == now or float(gain.sum()) > float(gain.std()) * 40**0.5 for now, best, gain in pairs)
+    one_group = better_temperatures(torch.stack([better_QM], dim=2), torch.zeros(200, dtype=torch.int64), [0])
+    assert one_group == [0], "one prompt shows no error"
+    unreached_QM = better_QM * 0
+    assert better_temperatures(torch.stack([unreached_QM, better_QM], dim=2), group_M, [0, 0]) == [0, 0], "nobody comes to the second"
 
 
 def test_confidence_interval_covers_and_is_repeatable() -> None:

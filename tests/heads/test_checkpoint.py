@@ -66,6 +66,36 @@ def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype)
     assert stored is None or torch.equal(stored, lm_head_VD.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draft_temperatures_come_with_the_heads(tmp_path: Path, dtype: torch.dtype) -> None:
+    heads = build().to(dtype)
+    save_heads(tmp_path / "a", heads)
+    before = (tmp_path / "a" / "config.json").read_text(), checksum(heads.trainable_state())
+    heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.25]))
+    save_heads(tmp_path / "b", heads, lm_head_VD=torch.ones(V, D))
+    again, metadata = load_heads(tmp_path / "b")
+    assert again.temperatures_K.tolist() == [0.75, 1.0, 1.25] and again.dtype == again.temperatures_K.dtype == dtype
+    assert metadata.checksum == checksum(heads.trainable_state()) != before[1]
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["medusa_ppo"]["format_version"] == 2
+    heads.load_trainable_state(load_heads(tmp_path / "a")[0].trainable_state())
+    assert heads.temperatures_K.tolist() == [1.0, 1.0, 1.0], "what says nothing of them has none"
+    save_heads(tmp_path / "c", heads)
+    assert ((tmp_path / "c" / "config.json").read_text(), checksum(heads.trainable_state())) == before
+
+
+@pytest.mark.parametrize("wrong", [[0.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, 1.0]])
+def test_impossible_draft_temperatures_are_refused(tmp_path: Path, wrong: list[float]) -> None:
+    heads, good = build(), build().trainable_state()
+    with pytest.raises(CheckpointError, match="temperature"):
+        heads.load_trainable_state({**good, "temperatures": torch.tensor(wrong)})
+    assert heads.temperatures_K.tolist() == [1.0, 1.0, 1.0]
+    if len(wrong) == K:
+        heads.temperatures_K.copy_(torch.tensor(wrong))
+        save_heads(tmp_path / "a", heads)
+        with pytest.raises(CheckpointError, match="temperature"):
+            load_heads(tmp_path / "a")
+
+
 def test_without_lm_head(tmp_path: Path) -> None:
     save_heads(tmp_path / "a", build())
     assert load_heads(tmp_path / "a")[1].has_lm_head is False and load_lm_head(tmp_path / "a") is None
@@ -216,7 +246,9 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "config with a key twice": lambda path: (path / "config.json").write_text('{"model_type": "medusa", "model_type": "x"}'),
     "config of 2 MiB": lambda path: (path / "config.json").write_text('{"x": "' + "a" * (2 << 20) + '"}'),
     "foreign config": _config(lambda c: c.pop("medusa_ppo")),
-    "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=2)),
+    "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=3)),
+    "format of draft temperatures without them": _config(lambda c: c["medusa_ppo"].update(format_version=2)),
+    "draft temperatures in the first format": _tensors(lambda t: t.update(temperatures=torch.ones(K))),
     "no heads section": _config(lambda c: c["medusa_ppo"].pop("heads")),
     "heads section is a list": _config(lambda c: c["medusa_ppo"].update(heads=[1])),
     "unknown heads key": _config(lambda c: c["medusa_ppo"]["heads"].update(pickle="x")),

@@ -196,6 +196,9 @@ def test_the_demo_and_mistakes(tmp_path: Path) -> None:
     plain, drafting = demo.processes[3], demo.processes[1]
     assert [p.name for p in demo.processes] == ["PPO loop", "engine", "companion", "plain engine"], "its comparison starts a second engine"
     assert plain.memory == drafting.memory - drafting.parts["heads"] and "report.compare_pairs" in plain.where
+    remembering = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")], ["engine.memory_bytes=4000000"]), NO_GPU)
+    more = [after.memory - before.memory for after, before in zip(remembering.processes, demo.processes, strict=True)]
+    assert more == [4_000_000, 4_000_000, 0, 0], "a memory for the engine, and once more for the loop"
     (tmp_path / "run.yaml").write_text("model: {path: /no/such/folder}\n")
     result = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "run.yaml")])
     assert result.exit_code == 2

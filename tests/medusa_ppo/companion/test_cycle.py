@@ -13,7 +13,7 @@ from heads.acceptance import Interval
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.gate import Verdict, replay
+from medusa_ppo.companion.gate import Verdict, equal, replay
 from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.types import ReplayRow
 
@@ -390,6 +390,35 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(chai
     heads.load_trainable_state(served)
     expected = replay(heads, holdout, task.lm_head_VD, draft_temperature=1.0).mean_acceptance_length
     assert verdict.serving.mean_acceptance_length == pytest.approx(expected)
+
+
+def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(chain, monkeypatch, tmp_path) -> None:
+    """Judged before that, with those that it came with; candidates go on from them, and so does a resumed companion."""
+    task = chain()
+    cycle = make(task, draft_temperature=1.0)
+    found: list[float] = []
+
+    def fit(heads, holdout, lm_head_VD, **how) -> None:
+        found.append(float(how["served"].draft_temperature))
+        assert heads is cycle.candidate and holdout.lengths_S.numel() < 48
+        heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 0.5 + 0.25 * len(found)]))
+
+    monkeypatch.setattr("medusa_ppo.companion.cycle.fit_temperatures", fit)
+    while len(found) < 2:
+        before = len(found)
+        report = cycle.run(task.batch())
+        assert len(found) - before == report.published
+        if report.published:
+            assert cycle.serving.temperatures_K.tolist() == [0.75, 1.0, 0.5 + 0.25 * len(found)]
+    assert cycle.frozen.temperatures_K.tolist() == [0.75, 1.0, 0.75]
+    save_state(tmp_path / "s.safetensors", cycle.state_dict())
+    resumed = make(task, draft_temperature=1.0)
+    resumed.load_state_dict(load_state(tmp_path / "s.safetensors"))
+    for left, right in ((cycle.serving, resumed.serving), (cycle.candidate, resumed.candidate), (cycle.frozen, resumed.frozen)):
+        assert equal(left, right) and left.temperatures_K.tolist() == right.temperatures_K.tolist()
+    monkeypatch.undo()
+    started = Cycle(cycle.serving.config, cycle._config, task.lm_head_VD, seed=0, initial_state=cycle.serving.trainable_state())
+    assert equal(started.serving, cycle.serving)
 
 
 def test_upper_mark_is_above_the_serving_heads_and_changes_nothing(chain) -> None:

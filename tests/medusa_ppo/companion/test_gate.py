@@ -12,7 +12,18 @@ from heads.acceptance import ReplayResult, replay_probabilities
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_logprobs, head_targets, segments_from_lengths
 from medusa_ppo.companion import gate
-from medusa_ppo.companion.gate import WARM, Evidence, RunningMean, Served, Verdict, find_fault, judge, replay, student_quantile
+from medusa_ppo.companion.gate import (
+    WARM,
+    Evidence,
+    RunningMean,
+    Served,
+    Verdict,
+    find_fault,
+    fit_temperatures,
+    judge,
+    replay,
+    student_quantile,
+)
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
@@ -50,6 +61,25 @@ def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
     assert verdict.publish and not verdict.worse and verdict.difference.low > 0
     assert verdict.candidate.mean_acceptance_length > 2 > verdict.serving.mean_acceptance_length
     assert verdict.frozen == verdict.serving and "Better" in verdict.reason
+
+
+def test_fitted_temperatures_beat_one_on_miscalibrated_heads() -> None:
+    """Tokens that depend on nothing; heads that know them, but are twice too sure."""
+    torch.manual_seed(0)
+    p_V, lengths_S = (torch.randn(20) * 1.5).softmax(0), torch.full((60,), 12)
+    ids_M = torch.multinomial(p_V, 720, replacement=True)
+    lm_head_VD = torch.cat([p_V.log().unsqueeze(1), torch.zeros(20, 3)], dim=1)
+    hidden_MD = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).expand(720, 4)
+    batch, fresh_M = RolloutBatch(hidden_MD, ids_M, p_V[ids_M].log(), lengths_S), torch.multinomial(p_V, 720, replacement=True)
+    heads, fresh = MedusaHeads(HeadsConfig(4, 20, 3)), RolloutBatch(hidden_MD, fresh_M, p_V[fresh_M].log(), lengths_S)
+    before = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
+    fit_temperatures(heads, batch, lm_head_VD, served=Served())
+    assert heads.temperatures_K.tolist() == [1.0] * 3, "one-hot drafts have none"
+    fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0, num_drafts=2))
+    assert heads.temperatures_K.tolist() == [2.0, 2.0, 1.0], "and heads that do not draft keep theirs"
+    fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0))
+    after = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
+    assert heads.temperatures_K.tolist() == [2.0] * 3 and before < 3.3 and after > 3.9
 
 
 def test_worse_heads_are_named_worse(chain) -> None:

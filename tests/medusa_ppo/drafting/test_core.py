@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import HeadsConfig
+from heads.acceptance import draft_logprobs_for_rows
 from heads.errors import ConfigError
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
@@ -93,6 +94,27 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
     torch.testing.assert_close(q_BKV[random], expected_BKV[random], rtol=1e-3, atol=1e-5)
     assert torch.equal(sampled.ids_BK[~random], logits_BKV[~random].argmax(-1))
     assert torch.equal(q_BKV[~random], F.one_hot(sampled.ids_BK[~random], V).float())
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
+    """Times the engine's, and after a load that of the new heads."""
+    heads, actor = random_heads(kind), Actor()
+    heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.5, 2.0]))
+    core = actor.core(heads)
+    core.use_temperature(0.5)
+    for _ in range(2):
+        drafted = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)))
+        condition_BK = torch.cat([actor.last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)
+        tables = {"condition_MK": condition_BK, "embedding_VD": actor.table_VD}
+        logq_1BK = draft_logprobs_for_rows(heads, actor.hidden_BD, drafted.ids_BK, actor.lm_head_VD, temperatures=(0.35,), **tables)
+        q_BK = torch.stack([q_BV.gather(1, drafted.ids_BK[:, [k]]).squeeze(1) for k, q_BV in enumerate(drafted.q)], dim=1)
+        torch.testing.assert_close(q_BK, logq_1BK[0].exp(), rtol=1e-3, atol=1e-5)
+        heads.load_trainable_state({name: tensor + 0.1 for name, tensor in heads.trainable_state().items()})
+        core.load()
+    heads.load_trainable_state({name: view.clone() for name, view in heads.trainable_views().items()})
+    core.load()
+    assert core.temperatures_K.tolist() == [0.5] * K
 
 
 @pytest.mark.parametrize("form", ["hydra", "context"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from heads.checkpoint import load_state, save_state
+from heads.errors import CheckpointError
 from medusa_ppo.drafting import running_memory as running_file
 from medusa_ppo.drafting.core import Drafted, DraftingCore, Sampling
 from medusa_ppo.drafting.memory import (
@@ -112,6 +116,67 @@ def test_old_responses_weigh_less_and_the_budget_holds() -> None:
     assert len(memory.text(prompt_key(PROMPT), PROMPT, (), 100)[1]) == 14, "the prompt that waited longest forgets its oldest"
     memory.remember(prompt_key(PROMPT), [1] * 10_000)
     assert memory.nbytes <= memory.most_bytes and len(memory.text(prompt_key((9,)), [9], (), 100)[1]) == 12
+
+
+OF = {"tokenizer": b"t" * 32, "actor": b"a" * 32}
+
+
+def filled() -> ResponseMemory:
+    memory = ResponseMemory(10_000)
+    memory.version = 4
+    for key, tokens, version, seed in ((PROMPT, [5, 6], 1, 7), ((9,), [8], 4, None), (PROMPT, [2, 2, 2], 3, 0)):
+        memory.remember(prompt_key(key), tokens, version, seed)
+    return memory
+
+
+def test_what_one_memory_holds_goes_into_another_with_its_age() -> None:
+    memory, other = filled(), ResponseMemory(10_000)
+    other.version = 10
+    other.take(json.loads(json.dumps(memory.rows())))
+    assert other.rows() == memory.rows() and other.nbytes == memory.nbytes
+    assert [(age, seed, tokens) for _, age, seed, tokens in other.rows()] == [(0, None, [8]), (3, 7, [5, 6]), (1, 0, [2, 2, 2])]
+    mine, theirs = ([part.tolist() for part in one.text(prompt_key(PROMPT), PROMPT, (), 100)] for one in (memory, other))
+    assert mine == theirs and pytest.approx(min(weight for weight in theirs[1] if weight)) == FADE**3
+    small = ResponseMemory(2 * OVERHEAD + 30)
+    small.take(memory.rows())
+    assert small.nbytes <= small.most_bytes and [row[3] for row in small.rows()] == [[5, 6], [2, 2, 2]], "what was heard last stays"
+
+
+def test_a_saved_memory_is_the_same_memory_in_the_new_budget(tmp_path: Path) -> None:
+    memory = filled()
+    save_state(tmp_path / "memory.safetensors", memory.state_dict(OF))
+    again = ResponseMemory(10_000)
+    again.remember(prompt_key((1,)), [1])
+    again.load_state_dict(load_state(tmp_path / "memory.safetensors"), OF)
+    assert (again.rows(), again.version, again.nbytes) == (memory.rows(), 4, memory.nbytes)
+    small = ResponseMemory(2 * OVERHEAD + 30)
+    small.load_state_dict(load_state(tmp_path / "memory.safetensors"), OF)
+    assert small.nbytes <= small.most_bytes and len(small.rows()) == 2
+    save_state(tmp_path / "empty.safetensors", ResponseMemory(100).state_dict(OF))
+    again.load_state_dict(load_state(tmp_path / "empty.safetensors"), OF)
+    assert not again.rows() and not again.nbytes
+
+
+@pytest.mark.parametrize("name", OF)
+def test_a_memory_of_something_else_is_refused(name: str) -> None:
+    memory, state = filled(), filled().state_dict(OF)
+    rows = memory.rows()
+    with pytest.raises(CheckpointError, match=f"another {name}") as caught:
+        memory.load_state_dict(state, {**OF, name: b"x" * 32})
+    assert all(word in str(caught.value) for word in ("given:", "expected:", "do this:")) and memory.rows() == rows
+
+
+@pytest.mark.parametrize("name", ["tokens", "table", "keys", "version", "place"])
+def test_a_damaged_memory_is_refused(name: str) -> None:
+    state = filled().state_dict(OF)
+    if name == "place":
+        state["table"][0, 4] = 2
+    elif name == "tokens":
+        state["tokens"] = state["tokens"][1:]
+    else:
+        del state[name]
+    with pytest.raises(CheckpointError, match="damaged"):
+        ResponseMemory(10_000).load_state_dict(state, OF)
 
 
 def test_trust_finds_the_share_with_which_most_is_accepted() -> None:

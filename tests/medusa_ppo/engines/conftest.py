@@ -96,7 +96,7 @@ def engine(shared_engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> Iter
     """The shared engine, put back as it was started when the test is over."""
     yield shared_engine
     shared_engine.wake()
-    shared_engine.configure(num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0)
+    shared_engine.configure(num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0, memory_bytes=0)
     state = {name: torch.zeros_like(value) for name, value in actor.random_heads(0).trainable_state().items()}
     save_state(tmp_path / "zeros.safetensors", state)
     shared_engine.swap_heads(tmp_path / "zeros.safetensors", 0)

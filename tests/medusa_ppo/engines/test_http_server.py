@@ -281,6 +281,44 @@ def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_enviro
     server.close()
 
 
+class Workers(httpx.MockTransport):
+    """A server's worker with heads, as far as it is asked here; `process` says which one it is."""
+
+    def __init__(self) -> None:
+        super().__init__(self._answer)
+        self.process, self.actor_version, self.calls = "first", 0, list[str]()
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(200, content=b"")
+        asked = json.loads(request.content)
+        self.calls.append(asked["method"])
+        facts = {"kind": "medusa", "drafter": "x", "max_drafts": 2, "heads": "", "heads_version": 0, "actor": ""}
+        return httpx.Response(200, json={"results": [facts | {"actor_version": self.actor_version, "process": self.process}]})
+
+
+def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_heads(ask) -> None:
+    engine, _ = ask(silent)
+    engine._client = httpx.Client(base_url="http://me:pw@server", transport=(workers := Workers()))
+    engine._take_stock({"sampled": True})
+    engine.configure(num_drafts=1)
+    engine.heads_version = engine.policy_version = workers.actor_version = 5
+    workers.calls.clear()
+    engine.counters()
+    assert workers.calls == ["medusa_checksums"] and engine.heads_version == 5
+
+    workers.process, workers.actor_version = "second", 0  # It has the actor of its folder.
+    for _ in range(2):
+        with pytest.raises(EngineError, match="another actor's") as caught:
+            engine.counters()
+    assert "pw" not in str(caught.value) and engine.heads_version == 5
+    workers.actor_version = 5  # A sync has come.
+    workers.calls.clear()
+    engine.counters()
+    assert workers.calls == ["medusa_checksums", "medusa_configure"] and engine.heads_version == -1 and engine.num_drafts == 1
+    engine.close()
+
+
 def test_an_error_tells_the_address_without_its_password(ask) -> None:
     engine, server = ask(lambda c, r: c.close())
     engine._client = httpx.Client(base_url=server.address.replace("//", "//me:pw@"), limits=http_server.LIMITS)

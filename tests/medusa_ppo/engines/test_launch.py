@@ -23,6 +23,7 @@ from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
 from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.types import Counters, Sampling
 from medusa_ppo.vllm_plugin import first_of, raise_reported, reports_errors
 from medusa_ppo.vllm_plugin import registration as versions
@@ -203,10 +204,10 @@ def test_impossible_sampling() -> None:
 
 
 def test_request_seeds_differ_and_repeat() -> None:
-    seeds = [engine.request_seed(Sampling(seed=3), i) for i in range(100)]
+    seeds = [request_seed(Sampling(seed=3), i) for i in range(100)]
     assert len(set(seeds)) == 100
-    assert seeds == [engine.request_seed(Sampling(seed=3), i) for i in range(100)]
-    assert engine.request_seed(Sampling(), 0) is None
+    assert seeds == [request_seed(Sampling(seed=3), i) for i in range(100)]
+    assert request_seed(Sampling(), 0) is None
 
 
 def test_errors_cross_the_transport_as_data() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import crc
 from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.drafting.choice import merge_choices
-from medusa_ppo.engines import cut, expected_tokens, ray_engine
+from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
+from medusa_ppo.engines import ray_engine
+from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory, cut, expected_tokens
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -49,6 +52,11 @@ class StandIn(RolloutEngine):
         self.sums = {"heads": "", "actor": ""}
         self.drafting: dict[str, Any] = {}
         self.inside = 0
+        self.told: list[Any] = []
+
+    def remember(self, rows: Any) -> int:
+        self.told += rows
+        return len(self.told)
 
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
         self.inside += 1
@@ -182,6 +190,29 @@ def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -
         assert dict(told) == dict(enumerate(rollouts.responses)) and len(rollouts.responses) == 80 == len(told)
         assert all(response.token_ids == tuple(PROMPTS[place // 2]) for place, response in told)
         assert pool.restarts == 1 and rollouts.responses == pool.generate(PROMPTS, SAMPLING).responses
+
+
+def test_one_engine_is_stopped_half_way_and_asked_again_where_it_was_lost() -> None:
+    class Partial(StandIn):
+        def generate_partly(self, prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
+            found = self.generate(prompts, sampling)
+            return replace(found, responses=(found.responses[0], *partly.begun[1:]), written_tokens=1)
+
+    began = (Response(0, (), (), UNFINISHED), Response(1, (7,), (-0.5,), UNFINISHED, (3,)))
+    engines: list[Partial] = []
+
+    def start(index: int) -> Partial:
+        engines.append(Partial(index))
+        engines[-1].dies_at_call = len(engines) == 1
+        return engines[-1]
+
+    with EnginePool(start, 1) as pool:
+        found = pool.generate_partly([[1], [2, 2]], Sampling(seed=1), Partly(began, 1))
+        assert pool.restarts == 1 and found.responses[1] == began[1] and found.generated_tokens == 1
+    with EnginePool(Factory(0.0, 0.0), 2) as pool, pytest.raises(EngineError, match="half-way"):
+        pool.generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
+    with pytest.raises(EngineError, match="StandIn"):
+        StandIn(0).generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
 
 
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:
@@ -353,6 +384,25 @@ def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path
     assert pool.checksums() == second.sums
 
 
+def test_what_one_engine_says_is_told_to_the_others_and_to_those_that_start_again(make_pool: Any) -> None:
+    pool, factory = make_pool(0.001, 0.001)
+    pool.generate(PROMPTS, SAMPLING)
+    assert not any(engine.told for engine in factory.started), "nobody has a memory"
+    pool.memory, before = SharedMemory(1 << 20), [len(engine.calls) for engine in factory.started]
+    rollouts = pool.generate(PROMPTS, SAMPLING)
+    keys = {prompt_key(prompt).hex(): tuple(prompt) for prompt in PROMPTS}
+    for engine, first in zip(factory.started, before, strict=True):
+        asked, heard = {tuple(prompt) for call in engine.calls[first:] for prompt in call}, {keys[key] for key, *_ in engine.told}
+        assert heard == set(keys.values()) - asked and len(engine.told) == 2 * len(heard)
+        assert all(tuple(tokens) == keys[key] and age == 0 for key, age, _, tokens in engine.told)
+    seeds = [seed for _, _, seed, _ in pool.memory.rows()]
+    assert len(set(seeds)) == len(seeds) == len(rollouts.responses), "what has the same random numbers is known by them"
+    factory.of(1)[0].dies_at_call = len(factory.of(1)[0].calls) + 1
+    while len(factory.of(1)) < 2 or not factory.of(1)[1].calls:
+        pool.generate(PROMPTS, SAMPLING)
+    assert {row[0] for row in factory.of(1)[1].told} == set(keys)
+
+
 def test_generation_goes_on_while_an_engine_starts(make_pool: Any) -> None:
     pool, factory = make_pool(0.0, 0.0)
     factory.gate = threading.Event()
@@ -486,9 +536,9 @@ def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.engine
 def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
-    config = engine_config.model_copy(update={"replicas": 2, "max_num_seqs": 8})
+    config = engine_config.model_copy(update={"replicas": 2, "max_num_seqs": 8, "memory_bytes": 1 << 20})
     with make_engine(actor.path, actor.heads_path, config, seed=0) as pool:
-        assert isinstance(pool, EnginePool)
+        assert isinstance(pool, EnginePool) and pool.memory.most_bytes == 1 << 20
         pids = [report["pid"] for report in pool.plugin_report()["engines"]]
         assert len(set(pids)) == 2
         state = actor.random_heads(seed=2).trainable_state()
@@ -499,6 +549,10 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert [r.prompt_index for r in rollouts.responses] == [i for i in range(24) for _ in range(2)]
         assert all(share.counters.drafts > 0 for share in rollouts.engines)
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
+        # Each has what it wrote, and has been told of what the other one wrote.
+        pool.generate(actor.prompts[:1], sampling)  # What an engine has ended itself it remembers with its next step.
+        held = [engine.remember([]) for engine in pool._engines()]
+        assert pool.memory.nbytes == max(held) and min(held) >= pool.memory.nbytes - 2 * (24 * 4 + OVERHEAD)
         # The second engine is treated as if it were on another node: the heads come through Ray's object store.
         far = pool._seats[1].engine
         assert isinstance(far, RayEngine) and not far.elsewhere
@@ -515,6 +569,7 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
             pool.generate(actor.prompts[:4], sampling)
         again = pool.generate(actor.prompts[:24], sampling)
         assert len(again.responses) == 48 and pool.restarts == 1
+        assert min(engine.remember([]) for engine in pool._engines()) > 48 * OVERHEAD, "the successor was told of what was said before it"
         assert pool.checksums()["heads"] == checksum(state)
         assert {report["pid"] for report in pool.plugin_report()["engines"]} != set(pids)
 

@@ -300,6 +300,17 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
+def test_draft_temperatures_stay_where_they_can(tmp_path: Path, base: Path) -> None:
+    heads = MedusaHeads(HeadsConfig(D, V, K))
+    heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.25]))
+    save_heads(tmp_path / "a", heads, lm_head_VD=base_lm_head())
+    assert not convert(tmp_path / "a", tmp_path / "native", "native", "").notes
+    assert load_heads(tmp_path / "native")[0].temperatures_K.tolist() == [0.75, 1.0, 1.25]
+    done = convert(tmp_path / "a", tmp_path / "vllm", "vllm", str(base))
+    assert any("draft temperatures are left out" in note for note in done.notes)
+    assert "temperatures" not in load_file(tmp_path / "vllm" / "model.safetensors")
+
+
 def test_trap_missing_and_unknown_tensors_are_named(tmp_path: Path, base: Path) -> None:
     source = vllm_source(tmp_path, base)
     edit(source, lambda t: t.update({"blocks.0.layers.0.scale": torch.zeros(1)}))

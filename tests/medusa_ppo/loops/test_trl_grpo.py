@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +18,9 @@ from heads.checkpoint import load_heads
 from heads.errors import ConfigError
 from medusa_ppo import metrics as names
 from medusa_ppo.reports.store import read_run
+
+if TYPE_CHECKING:
+    from tests.medusa_ppo.loops.conftest import Served
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -136,50 +136,11 @@ def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Pat
     assert not (tmp_path / "off" / "medusa").exists()
 
 
-@pytest.fixture
-def served_heads(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, int]]:
-    """A vLLM server as docs/hooks.md starts it: the heads' folder, and the port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config, heads = tmp_path / "heads.yaml", tmp_path / "heads"
-    config.write_text("heads: {num_heads: 2}\n")
-    monkeypatch.setenv("MEDUSA_PPO_TOKEN", "the-trainer-has-it-too")
-    command = [
-        sys.executable,
-        "-c",
-        "from medusa_ppo.cli import main; main()",
-        "serve",
-        "--model",
-        str(chain_actor),
-        "--heads",
-        str(heads),
-        "--medusa",
-        str(config),
-    ]
-    command += ["--port", str(port), "--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager", "--max-logprobs", "-1"]
-    command += ["--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", str(64 * 1024**2)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
-    with open(tmp_path / "server.log", "wb") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield heads, port
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.engine
-def test_server_mode_feeds_a_server_that_was_started_before(served_heads: tuple[Path, int], chain_actor: Path, tmp_path: Path):
-    heads, port = served_heads
-    medusa = {"heads": {"num_heads": 2, "path": str(heads)}, "companion": COMPANION}
-    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}", "vllm_server_timeout": 400}
-    log = train("grpo", chain_actor, tmp_path / "run", medusa, max_steps=8, **server)
+def test_server_mode_feeds_a_server_that_was_started_before(served: Served, chain_actor: Path, tmp_path: Path):
+    medusa = {"heads": {"num_heads": 2, "path": str(served.heads)}, "companion": COMPANION}
+    log = train("grpo", chain_actor, tmp_path / "run", medusa, max_steps=8, **served.settings)
 
     steps = [row for row in log if f"medusa/{names.MAL_SERVING}" in row]
     assert steps[-1][f"medusa/{names.HEADS_VERSION}"] >= 1

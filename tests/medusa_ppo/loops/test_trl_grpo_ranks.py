@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 pytest.importorskip("trl")
@@ -17,9 +22,15 @@ pytest.importorskip("trl")
 from medusa_ppo import metrics as names
 from medusa_ppo.reports.store import read_run
 
+if TYPE_CHECKING:
+    from tests.medusa_ppo.loops.conftest import Served
+
 ROOT = Path(__file__).resolve().parents[3]
+RATIO = "sampling/importance_sampling_ratio/mean"
+OF_THIS_TRAINING = "MEDUSA_PPO_TEST_TRAINING"
+PATIENCE_S = 60
 SCRIPT = '''
-import json, os, signal, sys
+import json, os, sys, time
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -33,7 +44,7 @@ from trl.generation import vllm_generation
 
 from medusa_ppo.loops.trl import MedusaGRPOTrainer
 
-form, actor, out, steps, event = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
+form, actor, out, steps, event, settings = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], json.loads(sys.argv[6])
 
 
 class Sharded(MedusaGRPOTrainer):
@@ -58,7 +69,11 @@ class Look(TrainerCallback):
         if state.global_step == 2 and event == "companion dies" and dist.get_rank() == 0:
             import ray
 
-            ray.kill(trainer.medusa.plugin._companion._actor, no_restart=True)
+            ray.kill(trainer.medusa.plugin._companion._actor, no_restart=False)
+        if state.global_step == 3 and event == "server" and dist.get_rank() == 0:
+            open(f"{out}/waits", "w").close()  # Between two steps: the test does what it does to the server.
+            while not os.path.exists(f"{out}/go"):
+                time.sleep(0.1)
 
 
 def places(completions, **_):
@@ -67,11 +82,12 @@ def places(completions, **_):
 
 args = GRPOConfig(output_dir=out, report_to="none", save_strategy="no", logging_steps=1, bf16=False, gradient_checkpointing=False,
     per_device_train_batch_size=8, num_generations=2, max_completion_length=24, learning_rate=1e-3, lr_scheduler_type="constant",
-    optim="adamw_torch", max_grad_norm=0.0, max_steps=steps, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=128)
+    optim="adamw_torch", max_grad_norm=0.0, max_steps=steps, **settings)
 words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 10)]
 rows = Dataset.from_list([{"prompt": w} for w in words * 4])
 companion = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": event != "companion dies"}
-medusa = {"heads": {"num_heads": 2}, "companion": companion}
+heads = {"num_heads": 2} | ({"path": os.environ["HEADS"]} if os.environ.get("HEADS") else {})
+medusa = {"heads": heads, "companion": companion}
 trainer = (Sharded if form == "fsdp2" else MedusaGRPOTrainer)(
     model=actor, reward_funcs=places, args=args, train_dataset=rows, medusa=medusa, callbacks=[Look()]
 )
@@ -81,7 +97,13 @@ json.dump({"alone": own, "log": trainer.state.log_history}, open(f"{out}/rank{di
 '''
 
 
-def launch(form: str, actor: Path, out: Path, steps: int, event: str = "") -> subprocess.CompletedProcess[str]:
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
+
+
+def launch(
+    form: str, actor: Path, out: Path, steps: int, event: str = "", settings: dict[str, Any] = COLOCATED, heads: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A training of two processes, until it ends; nothing of it is left then."""
     out.mkdir(parents=True)
     (out / "train.py").write_text(SCRIPT)
     environment = os.environ | {
@@ -90,10 +112,27 @@ def launch(form: str, actor: Path, out: Path, steps: int, event: str = "") -> su
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "ACCELERATE_USE_CPU": "true",
+        "HEADS": str(heads or ""),
+        OF_THIS_TRAINING: str(out),
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(out / "train.py")]
-    command += [form, str(actor), str(out), str(steps), event]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    command += [form, str(actor), str(out), str(steps), event, json.dumps(settings)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    until = time.monotonic() + 60
+    while (left := processes_of(out)) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert not left, f"left behind: {left}"
+    return done
+
+
+def processes_of(out: Path) -> list[str]:
+    """Whatever a training started, by its environment: processes whose parent is gone too."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(OF_THIS_TRAINING) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:80])
+    return found
 
 
 @pytest.mark.slow
@@ -129,9 +168,10 @@ def table_numbers(actor: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_companion_that_dies_ends_nothing(chain_actor: Path, tmp_path: Path):
-    done = launch("ddp", chain_actor, tmp_path / "run", 4, "companion dies")
+    done = launch("ddp", chain_actor, tmp_path / "run", 6, "companion dies")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert len(read_run(tmp_path / "run" / "medusa").steps) == 4
+    steps = read_run(tmp_path / "run" / "medusa").steps
+    assert len(steps) == 6 and max(later - sooner for sooner, later in pairwise(step[names.WALL_S] for step in steps)) < PATIENCE_S
 
 
 @pytest.mark.slow
@@ -141,4 +181,42 @@ def test_a_process_that_dies_ends_the_training_within_a_minute(chain_actor: Path
     steps = read_run(tmp_path / "run" / "medusa").steps
     assert done.returncode != 0 and len(steps) <= 3
     ended = time.time() - (tmp_path / "run" / "medusa" / "metrics.jsonl").stat().st_mtime
-    assert ended < 60 + 30  # Since the last step; a step's own time is in it.
+    assert ended < PATIENCE_S + 30  # Since the last step; a step's own time is in it.
+    assert "exitcode  : 3" in done.stderr, done.stderr[-4000:]  # torchrun names who began it.
+
+
+def train_with_a_server(served: Served, actor: Path, out: Path, steps: int, *, again: bool) -> tuple[Any, float]:
+    """A training whose server is killed between two steps, and started again or not; and its seconds from then on."""
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(launch, "ddp", actor, out, steps, "server", served.settings, served.heads)
+        while not (out / "waits").exists() and not training.done():
+            time.sleep(0.2)
+        served.end(signal.SIGKILL)
+        if again:
+            served.start()
+            served.wait()
+        went = time.monotonic()
+        (out / "go").touch()
+        return training.result(), time.monotonic() - went
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_server_that_is_started_again_gets_actor_and_heads_again(served: Served, chain_actor: Path, tmp_path: Path):
+    done, _ = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "The vLLM server was started again" in done.stderr
+    steps = read_run(tmp_path / "run" / "medusa").steps
+    assert len(steps) == 8 and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
+    log = json.loads((tmp_path / "run" / "rank0.json").read_text())["log"]
+    ratios = [row[RATIO] for row in log if RATIO in row]  # 1 where who writes is the policy that is trained.
+    assert len(ratios) == 8 and all(abs(ratio - 1) < 0.02 for ratio in ratios)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_server_that_dies_ends_the_training_with_one_clear_error(served: Served, chain_actor: Path, tmp_path: Path):
+    done, seconds = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=False)
+    assert done.returncode != 0 and seconds < PATIENCE_S
+    assert "The vLLM server can't be reached" in done.stderr, done.stderr[-4000:]
+    assert len(read_run(tmp_path / "run" / "medusa").steps) == 3

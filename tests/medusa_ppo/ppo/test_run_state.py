@@ -13,12 +13,21 @@ import torch
 
 from heads.errors import CheckpointError, ConfigError
 from medusa_ppo.config import PPOConfig, RunConfig, build_config
+from medusa_ppo.drafting.memory import ResponseMemory, prompt_key
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo import run_state as checkpoint
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
-from medusa_ppo.ppo.run_state import RunPosition, companion_state, read_position, save_checkpoint, saved_folder
+from medusa_ppo.ppo.run_state import (
+    RunPosition,
+    companion_state,
+    memory_of,
+    read_position,
+    save_checkpoint,
+    saved_folder,
+    saved_memory,
+)
 from medusa_ppo.types import Sampling
 
 
@@ -110,6 +119,32 @@ def test_the_companions_state_goes_along(tiny_actor, config: RunConfig):
     (new := state.with_name("new")).write_bytes(b"second")
     new.replace(state)  # how the companion writes
     assert (Path(companion_state(config.run_dir)) / state.name).read_bytes() == b"first"
+
+
+def test_the_engines_memory_goes_along(tiny_actor, config: RunConfig):
+    one, memory, of = learner(tiny_actor()), ResponseMemory(1000), {"tokenizer": b"t" * 32}
+    memory.remember(prompt_key([1]), [2, 3], version=5)
+    save_checkpoint(config.run_dir, one, RunPosition(1, 5, 0.0), config, memory.state_dict(of))
+    again = ResponseMemory(1000)
+    again.load_state_dict(saved_memory(config.run_dir), of)
+    assert again.rows() == memory.rows()
+    save_checkpoint(config.run_dir, one, RunPosition(2, 6, 0.0), config, {})
+    assert saved_memory(config.run_dir) is None
+
+
+def test_another_tokenizer_or_actor_has_another_digest(tmp_path):
+    class Words:
+        def __init__(self, *words: str) -> None:
+            self.words = words
+
+        def get_vocab(self) -> dict[str, int]:
+            return {word: index for index, word in enumerate(self.words)}
+
+    sizes = {"model_type": "llama", "hidden_size": 32, "rope_theta": 1.0}
+    first = memory_of(Words("a", "b"), sizes)
+    assert first == memory_of(Words("a", "b"), {**sizes, "rope_theta": 2.0, "torch_dtype": "bfloat16"})
+    other = memory_of(Words("b", "a"), {**sizes, "hidden_size": 64})
+    assert all(first[name] != other[name] and len(first[name]) == 32 for name in ("tokenizer", "actor"))
 
 
 def test_nothing_saved_is_said(config: RunConfig):

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from heads.errors import ConfigError, DataError, EngineError, MedusaError, ModelError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, MedusaError, ModelError
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
+from medusa_ppo.engines.pieces import SharedMemory
+from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.ppo.run_state import saved_memory
 from medusa_ppo.reports import trackers as make
 from medusa_ppo.reports.store import read_run
 
@@ -168,6 +171,29 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, 
     names = ("reward_mean", "entropy", "policy_loss", "kl_reference", "actor_grad_norm")
     expected, found = ([[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (whole, config))
     assert found == expected
+
+
+def test_a_resumed_run_gives_its_engines_what_they_remembered(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch):
+    made, told = session.make_engine, []
+
+    def pool_of_one(*args, **how) -> EnginePool:
+        pool = EnginePool(lambda _: made(*args, **how), 1)
+        pool.memory = SharedMemory(1 << 16)
+        monkeypatch.setattr(type(scene.engine), "remember", lambda _, rows: told.append(list(rows)) or len(rows), raising=False)
+        return pool
+
+    monkeypatch.setattr(session, "make_engine", pool_of_one)
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(config, StopAt(1, KeyboardInterrupt()))
+    assert not told, "a single engine has heard everything itself"
+    run_ppo(config, resume=True)
+    saved = saved_memory(config.run_dir)
+    assert len(told) == 1 and [len(told[0]), len(saved["table"])] == [4, 12], "a step's four until it was stopped, twelve at the end"
+    assert sorted({age for _, age, _, _ in told[0]}) == [1] and saved["version"] == STEPS
+    monkeypatch.setattr(session.run_state, "ACTOR_SIZES", ("model_type",))
+    with pytest.raises(CheckpointError, match="another actor"):
+        run_ppo(config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": STEPS + 1})}), resume=True, allow=["ppo.steps"])
 
 
 def test_an_engine_that_does_not_start_ends_the_run_cleanly(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch):

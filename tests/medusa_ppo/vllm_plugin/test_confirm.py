@@ -47,7 +47,7 @@ class Scene:
         hydra = self.config.kind == "hydra"
         pack = plain_linear if native else lambda weight: plain_linear(weight.float())
         core = DraftingCore(packed_from or self.heads, self.logits, self.embed, pack)
-        core.temperatures_K.fill_(temperature)
+        core.use_temperature(temperature)
         ids_W = self.token_map.ids_W if self.token_map else None
         core.use_vocabulary(ids_W, self.token_map.product if self.token_map else None)
         seen = core.fused.seen(*fixed) if self.config.context else None
@@ -79,6 +79,16 @@ def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
     scene.heads = scene.random(1, scale=0.4)
     state = scene.heads.trainable_state()
     assert scene.verdict(state) == "" != scene.verdict(state | {name: state[name] * 1.05})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draft_temperatures_are_confirmed_too(dtype: torch.dtype) -> None:
+    scene = Scene("hydra", dtype)
+    plain = scene.heads.trainable_state()
+    scene.heads.temperatures_K.copy_(torch.tensor([1.0, 0.75, 1.0]))
+    own = scene.heads.trainable_state()
+    assert scene.verdict(own) == "" == scene.verdict(own, temperature=0.5)
+    assert "head 2" in scene.verdict(plain)
 
 
 def test_heads_in_another_order_are_found() -> None:
