@@ -27,13 +27,13 @@ TESTED = ("0.24", "0.26", "0.29", "0.31", "0.32")
 build and pins a torch that was not tried, they ran on its Python over the compiled parts of 0.32: it is used with a warning."""
 FIRST, LAST = (0, 24), (0, 33)
 """Releases between these that were not tested are used with a warning; pip is let choose among those up to 0.32 (pyproject.toml)."""
-FIRST_TRANSFER = (0, 32)
-"""From this release on our backend of vLLM's weight-transfer API ran. By reading, that API is the same from 0.29 on; in 0.26 its base
+FIRST_TRANSFER = LAST_TRANSFER = (0, 32)
+"""Our backend of vLLM's weight-transfer API ran with this release alone. By reading, that API is the same from 0.29 on; in 0.26 its base
 class asks for a trainer's end as well, and in 0.24 it is another one."""
 LAST_MEDUSA = (0, 32)
 """Later releases have no Medusa: there our proposer is what vLLM calls a custom class (`speculation`)."""
-FIRST_V2 = (0, 29)
-"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter."""
+FIRST_V2 = (0, 32)
+"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter. By reading, 0.29 has the same names."""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
 
@@ -99,7 +99,7 @@ def require_vllm() -> str:
 
 def can_transfer(version: str) -> bool:
     """This version's weight-transfer API is one that our backend was checked with."""
-    return FIRST_TRANSFER <= release(version) <= LAST
+    return FIRST_TRANSFER <= release(version) <= LAST_TRANSFER
 
 
 def has_v2(version: str) -> bool:
