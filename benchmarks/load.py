@@ -4,8 +4,10 @@
     python benchmarks/load.py --requests 2000 --at-once 8 --json load.json
     python benchmarks/load.py --stretch 10 --swap-every 0   # more and shorter stretches, syncs alone; --sync-every 0: swaps alone
 
-Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too. Before the
-load each answers every prompt without drafts and undisturbed; under load an answer must be, token for token,
+Stretches with swaps and stretches without take turns, so that latencies are compared within one run. Two actors take turns too. The heads
+that are swapped are those of the actor that serves (two versions of each): others would be accepted less, and requests would wait for that
+and not for swaps. Before the load each actor answers every prompt without drafts and undisturbed; under load an answer must be, token for
+token,
 
     that of the actor that served from the request's first second to its last, or
     where a sync came in between, that of the first up to some token, and from there on what the second would write (by transformers)
@@ -131,7 +133,7 @@ def trained_heads(model: Any, prompts: Sequence[Sequence[int]], expected: Sequen
 class Swapper(threading.Thread):
     """Swaps heads and syncs actors while `on` is set, each every so many seconds (0: never)."""
 
-    def __init__(self, engine: ServerEngine, actors: Actors, heads: Sequence[Path], swap_s: float, sync_s: float) -> None:
+    def __init__(self, engine: ServerEngine, actors: Actors, heads: Sequence[Sequence[Path]], swap_s: float, sync_s: float) -> None:
         super().__init__(daemon=True)
         self.on, self.over, self.syncs = threading.Event(), threading.Event(), [Change(0.0, 0.0, 0.0, 0)]
         self.swaps: list[Change] = []
@@ -148,13 +150,19 @@ class Swapper(threading.Thread):
                     continue
                 if time.monotonic() >= swap_at:
                     swap_at += self._swap_s
-                    self.swaps.append(self._change(self._engine.swap_heads, self._heads[len(self.swaps) % len(self._heads)], -1))
+                    self._swap()
                 if time.monotonic() >= sync_at:
                     sync_at, actor = sync_at + self._sync_s, (self.syncs[-1].actor + 1) % 2
                     self.syncs.append(self._change(self._engine.sync_actor, self._actors.files[actor], actor))
+                    self._swap()
                 time.sleep(0.02)
         except BaseException as error:
             self.error = error
+
+    def _swap(self) -> None:
+        """The other version of the heads of the actor that serves."""
+        file = self._heads[self.syncs[-1].actor][len(self.swaps) % 2]
+        self.swaps.append(self._change(self._engine.swap_heads, file, -1))
 
     def _change(self, call: Callable[[Path, int], SwapReceipt], file: Path, actor: int) -> Change:
         self._version += 1
@@ -296,10 +304,11 @@ def main() -> int:
                 engine.sync_actor(file, version)
                 actors.expected.insert(0, [response.token_ids for response in engine.generate(actors.prompts, GREEDY).responses])
             engine.configure(num_drafts=HEADS)
-            files = [folder / f"heads-{index}.safetensors" for index in range(2)]
-            for model, expected, file in zip(actors.models, actors.expected, files, strict=True):
-                save_state(file, trained_heads(model, actors.prompts, expected, 60).trainable_state())
-            engine.swap_heads(files[0], 1)
+            files = [[folder / f"heads-{actor}-{version}.safetensors" for version in range(2)] for actor in range(2)]
+            for model, expected, versions in zip(actors.models, actors.expected, files, strict=True):
+                for steps, file in zip((60, 61), versions, strict=True):
+                    save_state(file, trained_heads(model, actors.prompts, expected, steps).trainable_state())
+            engine.swap_heads(files[0][1], 1)
             swapper, before = Swapper(engine, actors, files, options.swap_every, options.sync_every), engine.counters()
             swapper.start()
             answers = asyncio.run(load(engine, actors, swapper, options.requests, options.at_once, options.stretch))

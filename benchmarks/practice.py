@@ -3,11 +3,14 @@
     python benchmarks/practice.py learning    # GAE, GRPO and RLOO, and every other option, some seeds each
     python benchmarks/practice.py engine      # an engine in bfloat16, with and without truncated importance sampling, beside float32
     python benchmarks/practice.py stale       # responses written ahead by an older actor, at most 1, 2 and 4 updates, beside none
+    python benchmarks/practice.py curves --out runs/curves [--seeds 3] [--steps 12] [--arms 0 1 2 4 1+0.75]
+                                              # the same with vLLM, heads and companion (`watched.small_run`), rewarded for digits; by step.
+                                              # 1+0.75 is ppo.staleness=1 with ppo.carry_after=0.75. A run that is done is not done again
     python benchmarks/practice.py reward      # 10,000 texts to a reward model in random mixes: the same bits? and how fast?
 
-The loop is the product's own (`PPOLoop`); its engine samples with transformers, in this process, without heads: what is shown is what PPO
-learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at most six tokens is
-right when its first three are the prompt's letter; the reward is the share of these three.
+The loop is the product's own (`PPOLoop`). But for `curves` its engine samples with transformers, in this process, without heads: what is
+shown is what PPO learns, not how fast it generates. The actor is a random Llama of one layer, so it begins at chance. A response of at
+most six tokens is right when its first three are the prompt's letter; the reward is the share of these three.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -29,6 +32,7 @@ from typing import Any, Unpack
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from watched import TINY, small_run
 
 from heads.checkpoint import checksum, load_state
 from medusa_ppo import metrics as names
@@ -37,10 +41,12 @@ from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.loop import PPOLoop
+from medusa_ppo.ppo.loop import PPOLoop, run_ppo
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, ModelReward
+from medusa_ppo.ppo.run_progress import LineProgress
 from medusa_ppo.ppo.session import Parts
+from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -224,6 +230,45 @@ def stale(options: argparse.Namespace) -> None:
         logger.info("| %d | %.3f | %.3f | %s | %.2f | %.0f | %.1e | %.4f |", *row)
 
 
+def digits(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Share of the response's characters that are digits."""
+    return sum(letter.isdigit() for letter in response) / max(1, len(response))
+
+
+def whole_run(out: Path, arm: str, seed: int, steps: int) -> Run:
+    """A run of the product, with everything that belongs to it; one that is done is read."""
+    name, (most, _, share) = f"{arm}-{seed}", arm.partition("+")
+    if not (out / name / "summary.json").is_file():
+        values = small_run(TINY, out, steps, seed) | {"name": name}
+        values["engine"] |= {"choose_drafts": False}
+        values["companion"] |= {"wait": True}
+        values["sampling"] |= {"temperature": 1.3, "responses_per_prompt": 8}
+        values["ppo"] |= {"reward": "practice:digits", "advantages": "grpo", "actor_learning_rate": 3e-3, "kl_coefficient": 0.0}
+        values["ppo"] |= {"epochs": 3, "minibatch_size": 16, "entropy_coefficient": 0.0, "checkpoint_every": None}
+        values["ppo"] |= {"staleness": int(most), "importance_bound": 2.0, "carry_after": float(share) if share else None}
+        run_ppo(build_config(values), LineProgress())
+    return read_run(out / name)
+
+
+def curves(options: argparse.Namespace) -> None:
+    """Whole runs, seed by seed, and a table of their steps."""
+    found: dict[str, list[Run]] = {arm: [] for arm in options.arms}
+    for seed in range(options.seeds):
+        for arm in options.arms:
+            found[arm].append(whole_run(options.out, arm, seed, options.steps))
+    columns = {"reward": names.REWARD_MEAN, "tokens a step": names.MAL_SERVING, "lag": names.POLICY_LAG, "engine_kl": names.ENGINE_KL}
+    for title, name in columns.items():
+        logger.info("\n%s, mean of %d seeds\n| staleness | %s |", title, options.seeds, " | ".join(map(str, range(options.steps))))
+        logger.info("|%s", "---|" * (options.steps + 1))
+        for arm, runs in found.items():
+            means = [statistics.fmean(float(run.steps[step][name]) for run in runs) for step in range(options.steps)]
+            logger.info("| %s | %s |", arm, " | ".join(f"{value:.3g}" for value in means))
+    logger.info("\nreward and tokens a step of the last %d steps, by seed", LAST)
+    for arm, runs in found.items():
+        ends = [(mean_of(run.steps[-LAST:], names.REWARD_MEAN), mean_of(run.steps[-LAST:], names.MAL_SERVING)) for run in runs]
+        logger.info("%s: %s", arm, ", ".join(f"{reward:.3f} and {length:.2f}" for reward, length in ends))
+
+
 @torch.no_grad()
 def reward(options: argparse.Namespace) -> None:
     """The same text in many mixes, and seconds beside batches that are padded to their own longest, in turn."""
@@ -262,7 +307,7 @@ def plain(source: ModelReward, texts: list[str]) -> torch.Tensor:
     for start in range(0, len(order), PLAIN_BATCH):
         chosen = order[start : start + PLAIN_BATCH]
         inputs = source._tokenizer([texts[i] for i in chosen], return_tensors="pt", padding=True)
-        scores[chosen] = source._model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        scores[chosen] = source.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
     return scores
 
 
@@ -280,8 +325,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["learning", "engine", "stale", "reward"])
+    parser.add_argument("what", choices=["learning", "engine", "stale", "curves", "reward"])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
+    parser.add_argument("--arms", nargs="+", default=["0", "1", "2", "4"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", action="append", choices=OPTIONS)
     parser.add_argument("--texts", type=int, default=10_000)
@@ -290,7 +337,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="texts of a timed call")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"learning": learning, "engine": engine, "stale": stale, "reward": reward}[options.what](options)
+    {"learning": learning, "engine": engine, "stale": stale, "curves": curves, "reward": reward}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,24 @@ Each seed is a run of `medusa-ppo ppo` whose companion is not waited for and sha
 plugin and steps of the same loop without it (an engine of its own, no speculation, compiled, vLLM's defaults) take turns; see
 `medusa_ppo/ppo/comparison.py`. The figure is the median over the pairs of seconds without / seconds with: above 1 the plugin pays.
 Beside it stands what the companion's own account says: seconds saved and lost, step by step. A run that is done is not done again.
+
+    python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER [--seeds 0 1 2] [--steps 8] [--both k=v ...] [-- k=v ...]
+
+With `--old` whole runs of another checkout (the serial loop: commit 09356bd) and of this one take turns, each with its own
+`configs/demo.yaml`, on the same actor and the same batches (`--both`; what follows it alone is for this one). The figure is samples a
+second, this / the other, over the steps after the first two, a pair for each seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from medusa_ppo import metrics as names
@@ -56,6 +64,46 @@ def row(seed: int, found: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+SAME = ["data.max_prompt_tokens=48", "sampling.max_new_tokens=112", "sampling.responses_per_prompt=8", "ppo.prompts_per_step=12"]
+SAME += ["ppo.minibatch_size=12", "ppo.micro_batch_size=12", "ppo.epochs=1"]
+WARM_UP = 2
+
+
+def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
+    """Of a whole run of a checkout, its first steps left out."""
+    if not (folder / "summary.json").is_file():
+        command = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", "configs/demo.yaml"]
+        given = [*given, f"out={folder.parent.resolve()}", f"name={folder.name}"]
+        subprocess.run([*command, *given], check=True, cwd=checkout, env=os.environ | {"PYTHONPATH": str(checkout)})
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    late, settings = lines[WARM_UP - 1 :], dict(text.split("=", 1) for text in given)
+    samples = int(settings["ppo.prompts_per_step"]) * int(settings["sampling.responses_per_prompt"]) * (len(late) - 1)
+    return samples / (late[-1][names.WALL_S] - late[0][names.WALL_S])
+
+
+def beside_old(args: argparse.Namespace) -> None:
+    """Pairs of runs, the order changing from pair to pair."""
+    ratios = []
+    for number, seed in enumerate(args.seeds):
+        both, speed = [*SAME, *args.both, f"model.path={args.actor.resolve()}", f"ppo.steps={args.steps}", f"seed={seed}"], {}
+        arms = {"old": (args.old.resolve(), ["report.speed_every=0", "ppo.checkpoint_every=0"])}
+        arms["new"] = (Path.cwd(), ["model.critic_path=null", "report.compare_pairs=null", "report.speed_every=null", *args.settings])
+        for name in list(arms)[:: 1 if number % 2 else -1]:
+            checkout, own = arms[name]
+            speed[name] = samples_per_s(args.out / f"{name}-{seed}", checkout, [*both, *own])
+        ratios.append(speed["new"] / speed["old"])
+        sys.stdout.write(f"seed {seed}: new {speed['new']:.2f}, old {speed['old']:.2f} samples a second, {ratios[-1]:.3f}\n")
+    low, high = (fmean(ratios) + sign * student_error(ratios) for sign in (-1, 1))
+    sys.stdout.write(f"new / old: mean {fmean(ratios):.3f} ({low:.3f} to {high:.3f}, 95 %), median {median(ratios):.3f} of {len(ratios)}\n")
+
+
+def student_error(values: list[float]) -> float:
+    """Half of a mean's interval of 95 %."""
+    quantiles = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+    count = len(values)
+    return math.inf if count < 2 else quantiles[min(count - 2, 8)] * stdev(values) / math.sqrt(count)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -64,7 +112,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("settings", nargs="*", help="key=value")
+    parser.add_argument("--old", type=Path, help="a checkout of the loop to compare with")
+    parser.add_argument("--actor", type=Path, help="with --old: folder of the actor")
+    parser.add_argument("--both", nargs="+", default=[], help="with --old: key=value of both")
     args = parser.parse_args(arguments)
+    if args.old is not None:
+        if args.actor is None:
+            parser.error("--old needs --actor")
+        return beside_old(args)
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     ratios: list[float] = []
     for seed in args.seeds:

@@ -2,6 +2,8 @@
 
     python benchmarks/taking_turns.py [--hidden 512] [--layers 8] [--vocab 8192] [--steps 3] [--prompts 8] [--responses 4] [--new 64]
 
+    python benchmarks/taking_turns.py --beside 6 [--hidden ...]     # roles that work at once instead: their seconds, in pairs, on two cores
+
 Actor, reference, critic and a reward model, random Llamas of the same sizes, go through the product's `Learner` in both placements: score,
 reward, update, as in a step of the loop, on the same random rollouts. In the engine's place its bytes are booked: weights, keys and values
 in float32, as `medusa-ppo plan` counts them; vLLM's CPU build never sleeps, so its own seconds of sleep and wake are not measured here.
@@ -9,6 +11,10 @@ in float32, as `medusa-ppo plan` counts them; vLLM's CPU build never sleeps, so 
 Printed: the ledger's peaks and their ratio, the same with what a micro-batch keeps for its backward pass (the plan's figure),
 seconds of off-load and fetch in a step and the bandwidth, whether all weights and moments are the same to the bit, and what the same bytes
 would take over an H100's PCIe 5 x16 (64 GB/s nominal, 50 GB/s assumed), on paper.
+
+With `--beside N`, N rounds in turn: scoring and update of one batch with `ppo.side_by_side` and a thread for each of the two / without it
+and two threads; then rewards of 96 responses in two processes (`ppo.reward_processes=2`) / in the loop's own thread, of a function that
+computes for 10 ms and of one that returns at once.
 """
 
 from __future__ import annotations
@@ -16,6 +22,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,6 +40,7 @@ from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.placement import ACTOR, REWARD
+from medusa_ppo.ppo.rewards import make_reward
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 PCIE_BYTES_S = 50e9
@@ -73,11 +83,8 @@ def random_rollouts(options: argparse.Namespace, step: int) -> Rollouts:
     return Rollouts(prompts, tuple(responses), Counters(), 1.0, Sampling())
 
 
-def run(options: argparse.Namespace, placement: str) -> tuple[list[dict[str, Any]], str, RunConfig, ModelSizes]:
-    """The figures of each step, a checksum of what was learned, and what was run."""
-    config = settings(options, placement)
-    torch.manual_seed(0)
-    llama = LlamaConfig(
+def llama_of(options: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
         hidden_size=options.hidden,
         intermediate_size=3 * options.hidden,
         num_hidden_layers=options.layers,
@@ -87,6 +94,13 @@ def run(options: argparse.Namespace, placement: str) -> tuple[list[dict[str, Any
         num_labels=1,
         pad_token_id=0,
     )
+
+
+def run(options: argparse.Namespace, placement: str) -> tuple[list[dict[str, Any]], str, RunConfig, ModelSizes]:
+    """The figures of each step, a checksum of what was learned, and what was run."""
+    config = settings(options, placement)
+    torch.manual_seed(0)
+    llama = llama_of(options)
     actor, judge = LlamaForCausalLM(llama).float().eval(), LlamaForSequenceClassification(llama).float().eval()
     learner, sizes, engine = Learner(actor, Critic(actor), config.ppo), ModelSizes.from_config(llama.to_dict()), SleepingEngine()
     turns = learner.turns
@@ -132,11 +146,72 @@ def on_paper(name: str, sizes: tuple[int, ...]) -> None:
     )
 
 
+def busy(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """A reward that takes 10 ms of a core."""
+    until = time.thread_time() + 0.01
+    while time.thread_time() < until:
+        pass
+    return float(len(response))
+
+
+def quick(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """A reward that takes nothing: what is left is what a process costs."""
+    return float(len(response))
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def learned(options: argparse.Namespace, learner: Learner, threads: int, step: int) -> None:
+    """Scoring and update of a batch."""
+    torch.set_num_threads(threads)
+    batch = PPOBatch(random_rollouts(options, step))
+    scores, _ = learner.score(batch, torch.arange(len(batch)) / 8, Sampling())
+    learner.update(batch, scores, Sampling(), step)
+
+
+def beside(options: argparse.Namespace) -> None:
+    config, learners = settings(options, "separate"), {}
+    for side_by_side in (True, False):
+        torch.manual_seed(0)
+        actor = LlamaForCausalLM(llama_of(options)).float().eval()
+        learners[side_by_side] = Learner(actor, Critic(actor), config.ppo.model_copy(update={"side_by_side": side_by_side}))
+    works: dict[str, Callable[[bool, int], object]] = {
+        "scoring and update, side by side, a thread each / two threads": lambda side, step: learned(options, learners[side], 2 - side, step)
+    }
+    texts, blank = [str(i) for i in range(96)], [dict[str, Any]()] * 96
+    with ExitStack() as stack:
+        for name in ("busy", "quick"):
+            sources = {}
+            for processes in (2, None):
+                section = config.ppo.model_copy(update={"reward": f"taking_turns:{name}", "reward_processes": processes})
+                sources[processes is not None] = source = make_reward(section)
+                stack.callback(source.close)
+            works[f"rewards, two processes / own thread, {name}"] = lambda side, _, both=sources: both[side].score(texts, texts, blank)
+        for label, work in works.items():
+            found: dict[bool, list[float]] = {True: [], False: []}
+            for step in range(options.beside + 1):
+                for side in (True, False) if step % 2 else (False, True):
+                    seconds = timed(lambda work=work, side=side, step=step: work(side, step))
+                    found[side] += [seconds] * (step > 0)  # The first of each warms up.
+            ratios = [ours / theirs for ours, theirs in zip(found[True], found[False], strict=True)]
+            seconds_of = " / ".join(f"{statistics.median(found[side]):.4f} s" for side in (True, False))
+            say(f"{label}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f}); {seconds_of}")
+    weights = {side: checksum(learner.actor.state_dict()) for side, learner in learners.items()}
+    say(f"actors the same to the bit: {weights[True] == weights[False]} (other numbers of threads may add up in another order)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"hidden": 512, "layers": 8, "vocab": 8192, "steps": 3, "prompts": 8, "responses": 4, "new": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--beside", type=int, default=0, help="rounds")
     options = parser.parse_args()
+    if options.beside:
+        return beside(options)
     found = {placement: run(options, placement) for placement in ("separate", "shared")}
     peaks = {}
     for placement, (steps, _, config, sizes) in found.items():

@@ -16,7 +16,9 @@ LOGGED = "medusa/"
 STEP = "step"  # PPO step, from 0.
 WALL_S = "wall_s"  # Seconds since the run started, at the end of the step.
 POLICY_VERSION = "policy_version"  # Version of the actor that wrote the rollouts of this step.
-POLICY_LAG = "policy_lag"  # Policy updates between the actor that wrote the rollouts and the one that learned from them.
+POLICY_LAG = "policy_lag"  # Policy updates between the actor that wrote the rollouts and the one that learned from them, mean over tokens.
+POLICY_LAG_MAX = "policy_lag_max"  # The most of any token, where responses are carried over to the next step.
+PROMPTS_CARRIED = "prompts_carried"  # Prompts that are not answered yet and go on in the next step.
 HEADS_VERSION = "heads_version"  # Version of the heads the engine drafted with in this step.
 STALENESS = "staleness"  # Policy updates between the serving heads' last training batch and this step's rollouts.
 NUM_DRAFTS = "num_drafts"  # Draft tokens per step that the engine was set to.
@@ -149,9 +151,17 @@ def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
         POLICY_VERSION: rollouts.policy_version,
         GENERATE_S: rollouts.seconds,
         TOKENS_PER_S: rollouts.tokens_per_s,
-        RESPONSE_LENGTH: rollouts.generated_tokens / count,
+        RESPONSE_LENGTH: sum(len(r.token_ids) for r in rollouts.responses) / count,
         TRUNCATED_FRAC: sum(r.finish_reason == "length" for r in rollouts.responses) / count,
     }
+
+
+def lag_figures(rollouts: Rollouts, learner: int) -> dict[str, float]:
+    """How many updates the version that learns is ahead of those that wrote the tokens."""
+    versions = [version for response in rollouts.responses for version in response.versions]
+    if not versions:
+        return {POLICY_LAG: learner - rollouts.policy_version}
+    return {POLICY_LAG: learner - sum(versions) / len(versions), POLICY_LAG_MAX: learner - min(versions)}
 
 
 def counter_figures(rollouts: Rollouts) -> dict[str, Any]:

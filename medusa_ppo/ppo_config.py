@@ -28,6 +28,9 @@ class PPOConfig(Section):
     staleness: int = Field(0, ge=0)
     """Most updates that the actor that wrote a batch may be behind the one that learns from it: so far ahead the engine writes while others
     are learned from (with `importance_bound`); 0: one after the other."""
+    carry_after: float | None = Field(None, gt=0, lt=1)
+    """Share of a batch's prompts after whose answers the engine stops: the others go on in the next step, with its actor, at most
+    `staleness` times (of which one less is left for writing ahead); null: it waits for all."""
     piece_prompts: Count | None = None
     """Prompts of a piece of the batch: pieces whose responses have all ended are scored while the engine writes the others; null: the whole
     batch is scored when all have ended."""
@@ -115,6 +118,11 @@ class PPOConfig(Section):
     threads: Count | None = None
     """CPU threads of the update, of each rank where the actor has several; null: all cores, shared among them."""
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that the engine writes ahead: of the updates that a token may be behind, one is for being carried over."""
+        return self.staleness - (self.carry_after is not None)
+
 
 def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """Fields of the loop that contradict each other: the problem, their keys, what is expected, what to do."""
@@ -126,20 +134,7 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
         keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
         if ppo.step_separator or config.model.critic_path:
             yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
-    if ppo.staleness:
-        keys = ("ppo.staleness", "ppo.importance_bound")
-        if ppo.importance_bound is None:
-            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
-            yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
-        beside = ("ppo.piece_prompts", "ppo.eval_every", "engine.sleep_level", "report.speed_every", "report.compare_pairs")
-        for key in beside:
-            section, name = key.split(".")
-            if getattr(getattr(config, section), name) is not None:
-                keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
-                yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
-        if ppo.staleness > 1 and config.engine.choose_drafts:
-            keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
-            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    yield from _stale_contradictions(config)
     yield from _place_contradictions(config)
     yield from _image_contradictions(config)
     if ppo.piece_prompts:
@@ -168,6 +163,34 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
     if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
         keys, do = ("actor.backend", "ppo.recompute"), "Set ppo.recompute=true, or actor.backend=megatron."
         yield "transformers' attention keeps nothing that could be made again.", keys, "ppo.recompute=true or false", do
+
+
+def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """The same for responses of an older actor: written ahead, or carried over."""
+    ppo, engine, keys = config.ppo, config.engine, tuple[str, ...]()
+    if ppo.staleness:
+        keys = ("ppo.staleness", "ppo.importance_bound")
+        if ppo.importance_bound is None:
+            do = "Set ppo.importance_bound=2, or ppo.staleness=0."
+            yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
+        beside = ["ppo.piece_prompts", "report.speed_every", "report.compare_pairs"]
+        for key in beside + ["ppo.eval_every", "engine.sleep_level"] * (ppo.steps_ahead > 0):
+            section, name = key.split(".")
+            if getattr(getattr(config, section), name) is not None:
+                keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
+                yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
+        if ppo.steps_ahead > 1 and engine.choose_drafts:
+            keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
+            yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
+    if ppo.carry_after is None:
+        return
+    keys, do = ("ppo.carry_after", "ppo.staleness"), "Set ppo.staleness=1 or more, or ppo.carry_after=null."
+    if not ppo.staleness:
+        yield "What is carried over was begun by an older actor.", keys, "ppo.staleness above 0", do
+    keys = ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images")
+    if engine.backend != "colocated" or engine.replicas > 1 or config.data.images:
+        do = "Set ppo.carry_after=null, or the others to their defaults."
+        yield "Only one colocated engine stops responses half-way, of prompts without images.", keys, "one of the two", do
 
 
 def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:

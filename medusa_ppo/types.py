@@ -106,13 +106,15 @@ class Response:
         prompt_index: which of the prompts it answers.
         token_ids: sampled tokens, the end token included when it was sampled.
         logprobs: behaviour log-probs, one per token: of the distribution that was really sampled from.
-        finish_reason: `stop` (end token) or `length`.
+        finish_reason: `stop` (end token), `length`, or `unfinished` where the call has ended before it.
+        versions: of the actor that wrote each token, where calls went on with it; empty: all are of the rollouts' version.
     """
 
     prompt_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ class EngineShare:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What one generate call returned, responses in prompt order. `engines`: each one's part, where a pool answered."""
+    """What one generate call returned, responses in prompt order. `engines`: each one's part, where a pool answered; `written_tokens`: what
+    the call wrote, where that is not its responses' tokens."""
 
     prompts: tuple[tuple[int, ...], ...]
     responses: tuple[Response, ...]
@@ -160,10 +163,11 @@ class Rollouts:
     heads_version: int = 0
     num_drafts: int = 0
     engines: tuple[EngineShare, ...] = ()
+    written_tokens: int | None = None
 
     @property
     def generated_tokens(self) -> int:
-        return sum(len(r.token_ids) for r in self.responses)
+        return sum(len(r.token_ids) for r in self.responses) if self.written_tokens is None else self.written_tokens
 
     @property
     def tokens_per_s(self) -> float:

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from medusa_ppo.actors.vision import open_image
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
-from medusa_ppo.engines.pieces import Ended, Finished, request_seed, tell
+from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
 from medusa_ppo.types import Checked, Counters, ImagePrompt, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
 
@@ -91,6 +92,35 @@ class ColocatedEngine(base.WorkerEngine):
                 if len(found) < len(params):
                     engine.abort_request([str(place) for place in range(len(params)) if place not in found])
         yield self._whole(prompts, sampling, [found[place] for place in range(len(params))], before, started)
+
+    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """A request that goes on has a new seed, and what there is of its response stands behind its prompt. When enough have ended is
+        looked at after each step of the engine, so it does not depend on the clock."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params, engine, repeat = self._params(prompts, sampling), self._running().llm_engine, sampling.responses_per_prompt
+        before, started, texts = self.counters(), time.perf_counter(), [Text.of(response) for response in partly.begun]
+        open_places = [place for place, text in enumerate(texts) if text.ended == UNFINISHED]
+        unfinished = {index: sum(text.ended == UNFINISHED for text in texts[index * repeat :][:repeat]) for index in range(len(prompts))}
+        with _engine_errors("generating"):
+            try:
+                for place in open_places:
+                    text, settings = texts[place], params[place]
+                    settings.output_kind, settings.max_tokens = RequestOutputKind.DELTA, sampling.max_new_tokens - len(text.ids)
+                    request: Any = {"type": "token", "prompt_token_ids": [*prompts[place // repeat], *text.ids]}
+                    engine.add_request(str(place), request, settings)
+                while not partly.over(unfinished):
+                    outputs: list[Any] = list(engine.step())
+                    for output in outputs:
+                        place = int(output.request_id)
+                        texts[place].add(output.outputs[0])
+                        unfinished[place // repeat] -= output.finished
+            finally:
+                if left := [str(place) for place in open_places if texts[place].ended == UNFINISHED]:
+                    engine.abort_request(left)
+        responses = [base.checked_response(place // repeat, text.ids, text.logprobs, text.ended) for place, text in enumerate(texts)]
+        written = sum(len(text.ids) for text in texts) - sum(len(response.token_ids) for response in partly.begun)
+        return replace(self._whole(prompts, sampling, responses, before, started), written_tokens=written)
 
     def _params(self, prompts: base.Prompts, sampling: Sampling) -> list[SamplingParams]:
         """vLLM's settings for each response, of a call that is possible now."""
@@ -169,6 +199,27 @@ class ColocatedEngine(base.WorkerEngine):
         """Every worker's answer, after looking for errors in each."""
         with _engine_errors(f"calling {method}"):
             return [raise_reported(answer) for answer in self._running().collective_rpc(method, args=args)]
+
+
+@dataclass
+class Text:
+    """A response while it is written."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ended: str = UNFINISHED
+
+    @classmethod
+    def of(cls, response: Response) -> Text:
+        return cls(list(response.token_ids), list(response.logprobs), response.finish_reason)
+
+    def add(self, completion: Any) -> None:
+        """What one step of the engine has brought."""
+        if completion.token_ids:
+            assert list(completion.logprobs.token_ids) == list(completion.token_ids), "vLLM's first log-prob is that of the sampled token"
+            self.ids += completion.token_ids
+            self.logprobs += completion.logprobs.logprobs
+        self.ended = completion.finish_reason or UNFINISHED
 
 
 class AttachedEngine(base.WorkerEngine):

@@ -1,10 +1,10 @@
-"""The pieces of a generate call: how a pool cuts it for its engines, their seeds, and who hears of responses."""
+"""The pieces of a generate call: how a pool cuts it for its engines, their seeds, who hears of responses, and calls that end early."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -18,6 +18,28 @@ Finished = Callable[[int, Response], None]
 """Hears of a response that has ended: its place among the responses of the call, and what it is."""
 Ended = dict[int, Response]
 """Responses that have ended, by their places."""
+UNFINISHED = "unfinished"
+"""Reason of a response that has not ended (`Response.finish_reason`)."""
+
+
+@dataclass(frozen=True)
+class Partly:
+    """A call that goes on with responses of earlier ones, and may end before all have ended.
+
+    Attributes:
+        begun: of each response of the call what there is of it already; those that have ended are not asked for again.
+        enough: prompts to which all responses have ended; with so many the call ends.
+        due: indices of prompts that it waits for in any case.
+    """
+
+    begun: tuple[Response, ...]
+    enough: int
+    due: frozenset[int] = frozenset()
+
+    def over(self, unfinished: Mapping[int, int]) -> bool:
+        """The call may end. `unfinished`: responses that have not ended, of each prompt by its index."""
+        open_prompts = {prompt for prompt, count in unfinished.items() if count}
+        return len(unfinished) - len(open_prompts) >= self.enough and not open_prompts & self.due
 
 
 def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:

@@ -11,6 +11,7 @@ A pool of one is an engine that is started again when it is lost; what it sample
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -26,7 +27,7 @@ from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import Row
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.pieces import Finished, Piece, SharedMemory, cut, in_call, piece_seed
+from medusa_ppo.engines.pieces import Finished, Partly, Piece, SharedMemory, cut, in_call, piece_seed
 from medusa_ppo.files import OwnedFolder
 from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Factory = Callable[[int], base.RolloutEngine]
 Call = Callable[[base.RolloutEngine], Any]
+Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
 MAX_RESTARTS = 3  # Of each engine, between two answers.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
@@ -105,12 +107,19 @@ class EnginePool(base.RolloutEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
-        return self._generate(prompts, sampling, None)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked))
 
     def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
-        return self._generate(prompts, sampling, finished)
+        told = functools.partial(in_call, finished, repeat=sampling.responses_per_prompt)
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_as_finished(*asked, told(piece)))
 
-    def _generate(self, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
+    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """As the engine's: of several none knows when all have enough."""
+        if len(self._seats) > 1:
+            raise EngineError("Several engines can't stop half-way.", given=len(self._seats), expected="one", do="Set engine.replicas=1.")
+        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly))
+
+    def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         if not prompts:
             raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
         started = time.perf_counter()
@@ -121,7 +130,7 @@ class EnginePool(base.RolloutEngine):
         running: Running = {}
         try:
             while waiting or running:
-                self._hand_out(waiting, running, prompts, sampling, finished)
+                self._hand_out(waiting, running, prompts, sampling, ask)
                 starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
                 if not running and not starting:
                     raise self._none_left()
@@ -143,14 +152,7 @@ class EnginePool(base.RolloutEngine):
         self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(
-        self,
-        waiting: list[tuple[int, Piece]],
-        running: Running,
-        prompts: base.Prompts,
-        sampling: Sampling,
-        finished: Finished | None,
-    ) -> None:
+    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
@@ -158,8 +160,7 @@ class EnginePool(base.RolloutEngine):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
                 seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                told = None if finished is None else in_call(finished, piece, sampling.responses_per_prompt)
-                running[self._threads.submit(self._ask, seat, [prompts[i] for i in piece], seeded, told)] = (seat, index, piece)
+                running[self._threads.submit(self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask)] = (seat, index, piece)
 
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
@@ -242,12 +243,10 @@ class EnginePool(base.RolloutEngine):
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, seat: Seat, prompts: base.Prompts, sampling: Sampling, finished: Finished | None) -> Rollouts:
+    def _ask(self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         assert seat.engine is not None
         self._catch_up(seat)
-        if finished is None:
-            return seat.engine.generate(prompts, sampling)
-        return seat.engine.generate_as_finished(prompts, sampling, finished)
+        return ask(seat.engine, piece, prompts, sampling)
 
     def _catch_up(self, seat: Seat) -> None:
         """Bring an engine to the pool's versions and settings."""
@@ -273,7 +272,8 @@ class EnginePool(base.RolloutEngine):
         responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
         counters = sum((part.counters for _, part in answers), Counters())
         shares = self.shares if len(self._seats) > 1 else ()
-        rollouts = Rollouts(tuple(tuple(p) for p in prompts), responses, counters, seconds, sampling, engines=shares)
+        written = None if all(part.written_tokens is None for _, part in answers) else sum(part.generated_tokens for _, part in answers)
+        rollouts = Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling, engines=shares, written_tokens=written)
         return base.with_versions(rollouts, self)
 
     # ---- the same on all engines ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
-from medusa_ppo.engines.pieces import Ended, Finished, SharedMemory, tell
+from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.files import OwnedFolder, forget_registration
 from medusa_ppo.hardware import settled_engine
@@ -163,6 +163,10 @@ class RayEngine(base.RolloutEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
         return self._ask("calling generate", "call", "generate", prompts, sampling, timeout=longest_s)
+
+    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
+        return self._ask("calling generate_partly", "call", "generate_partly", prompts, sampling, partly, timeout=longest_s)
 
     check_actor = _forwarded("check_actor")
     join_transfer = _forwarded("join_transfer")

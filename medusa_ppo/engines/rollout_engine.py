@@ -18,7 +18,7 @@ from heads.checkpoint import checksum, load_state
 from heads.errors import ConfigError, DataError, EngineError, SwapError
 from heads.tensorfile import Header, crc
 from medusa_ppo.drafting.memory import Row
-from medusa_ppo.engines.pieces import Finished
+from medusa_ppo.engines.pieces import Finished, Partly
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -67,6 +67,10 @@ class RolloutEngine(ABC):
         for place, response in enumerate(rollouts.responses):
             finished(place, response)
         return rollouts
+
+    def generate_partly(self, prompts: Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+        """As `generate`, going on with what was begun, until enough have ended. The others come as they are (UNFINISHED)."""
+        raise self._only_colocated("can't stop a response half-way", "Set ppo.carry_after=null.")
 
     @abstractmethod
     def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
@@ -151,12 +155,8 @@ class RolloutEngine(ABC):
         """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
-            raise ConfigError(
-                "This number of drafts is not possible.",
-                given=count,
-                expected=f"0..{self.max_drafts}",
-                do="Restart the engine with more heads.",
-            )
+            do = "Restart the engine with more heads."
+            raise ConfigError("This number of drafts is not possible.", given=count, expected=f"0..{self.max_drafts}", do=do)
         return count
 
 

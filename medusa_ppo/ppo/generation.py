@@ -179,6 +179,7 @@ def _lines(step: int, rollouts: Rollouts) -> Iterator[str]:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                **({"policy_versions": response.versions} if response.versions else {}),
             }
         )
 

@@ -20,6 +20,7 @@ from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.long_tail import LongTail
 from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import earned_by_steps
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
@@ -50,11 +51,24 @@ class PPOLoop:
             self._rewards,
             pad_id=getattr(parts.tokenizer, "pad_token_id", None) or 0,
             piece_prompts=config.ppo.piece_prompts,
-            ahead=config.ppo.staleness > 0,
+            ahead=config.ppo.steps_ahead > 0,
+            tail=self._long_tail(),
         )
         self.begun, self.written_by = self.position.next_step, self.position.policy_version
         self.memory, self.alarmed = PeakMemory(), False
         self.rollout_files = RolloutFiles(config.run_dir, config.report.keep_rollouts)
+
+    def _long_tail(self) -> LongTail | None:
+        """Who carries prompts over to the next step, where ppo.carry_after says so."""
+        ppo, position = self.config.ppo, self.position
+        if ppo.carry_after is None:
+            return None
+
+        def prompts_of(step: int) -> list[Prompt]:
+            return self.prompts.batch(step, ppo.prompts_per_step)
+
+        first, carried = position.policy_version - position.next_step, (position.next_step, position.carried)
+        return LongTail(self.engine, prompts_of, ppo.carry_after, ppo.staleness, ppo.steps - 1, first_version=first, carried=carried)
 
     def run(self, writer: RunWriter) -> None:
         """All steps from the current position on; every finished step is on disk before the next begins."""
@@ -63,7 +77,7 @@ class PPOLoop:
         for step in range(self.position.next_step, config.ppo.steps):
             values = self.step(step)
             wall_s = time.monotonic() - began
-            self.position = RunPosition(step + 1, self.position.policy_version + 1, wall_s)
+            self.position = RunPosition(step + 1, self.position.policy_version + 1, wall_s, self.maker.carried_into(step + 1))
             values[names.WALL_S] = wall_s
             writer.step(values)
             self.trackers.log(values)
@@ -92,10 +106,10 @@ class PPOLoop:
             rollouts, pair = self.maker.finish(step, tapped=tap is not None)
             if self.plugin is not None:  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
-            self._write_up_to(step + config.ppo.staleness, step)
+            self._write_up_to(step + config.ppo.steps_ahead, step)
             self.turns.sleep(self.engine, config.engine.sleep_level)
         values |= names.rollout_figures(rollouts) | names.counter_figures(rollouts) | pair
-        values[names.POLICY_LAG] = version - rollouts.policy_version
+        values |= names.lag_figures(rollouts, version)
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
@@ -137,16 +151,16 @@ class PPOLoop:
 
     def _write_up_to(self, last: int, step: int) -> None:
         """Begin with the rollouts of steps up to `last`, with the newest actor where the engine is idle. One whose weights would be more
-        than ppo.staleness updates old when it is learned from has to wait."""
+        than ppo.steps_ahead updates old when it is learned from has to wait."""
         version = self.position.policy_version
         while self.begun <= last and self.begun < max(step + 1, self.config.ppo.steps):
             if self.maker.idle:
-                if self.config.ppo.staleness and self.engine.policy_version < version:
+                if self.config.ppo.steps_ahead and self.engine.policy_version < version:
                     self.sync(self.learner.actor, version)
                 if self.plugin is not None:  # medusa
                     self.plugin.before_generation()  # medusa
                 self.written_by = version
-            elif version + self.begun - step - self.written_by > self.config.ppo.staleness:
+            elif version + self.begun - step - self.written_by > self.config.ppo.steps_ahead:
                 return
             prompts = self.prompts.batch(self.begun, self.config.ppo.prompts_per_step)
             self.maker.begin(self.begun, prompts, sampling_of(self.config, self.begun))

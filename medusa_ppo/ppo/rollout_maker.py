@@ -32,14 +32,18 @@ from torch import Tensor
 from medusa_ppo import metrics as names
 from medusa_ppo.actors import ActorView
 from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.ppo.batch import Measured, PPOBatch, Scores
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner, Tap
+from medusa_ppo.ppo.long_tail import Carried, LongTail
 from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.types import Counters, ImagePrompt, Response, Rollouts, Sampling
 
 Rewards = Callable[[Rollouts, list[Prompt]], Tensor]
 """rewards_S of responses, or with steps rewards_SR."""
+Written = tuple[list[Prompt], Rollouts, dict[str, float]]
+"""The prompts that are answered, their rollouts, and figures: of the pair, of what is carried over."""
 
 
 @dataclass
@@ -81,15 +85,17 @@ class RolloutMaker:
         pad_id: int,
         piece_prompts: int | None = None,
         ahead: bool = False,
+        tail: LongTail | None = None,
     ) -> None:
         """
         Args:
             rewards: of responses.
             piece_prompts: as in the configuration.
             ahead: the engine begins at once with what is begun, while other steps are learned from.
+            tail: carries prompts over to the next step; None: each step waits for all of its own.
         """
-        self._ahead = ahead
-        self._begun: dict[int, tuple[list[Prompt], Sampling, Future[tuple[Rollouts, dict[str, float]]] | None]] = {}
+        self._ahead, self._tail = ahead, tail
+        self._begun: dict[int, tuple[list[Prompt], Sampling, Future[Written] | None]] = {}
         self._learner, self._speed, self._rewards = learner, speed, rewards
         self._piece_prompts, self._pad_id = piece_prompts, pad_id
         self._engine_thread, self._models_thread = (ThreadPoolExecutor(1, f"medusa-ppo-{name}") for name in ("engine", "models"))
@@ -114,7 +120,7 @@ class RolloutMaker:
         self._begun[step] = (prompts, sampling, call)
 
     def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
-        """The rollouts of a step that was begun, and the figures of its pair; its timeline begins.
+        """The rollouts of a step that was begun, and figures of how it was written; its timeline begins.
 
         Args:
             tapped: `score` will be given a tap.
@@ -122,11 +128,11 @@ class RolloutMaker:
         prompts, sampling, call = self._begun[step]
         self.timeline = Timeline()
         if call is None:
-            found = self._generate(prompts, sampling, step, tapped)
+            prompts, rollouts, pair = self._generate(prompts, sampling, step, tapped)
         else:
-            self._step, found = Step(prompts, sampling, [], None), call.result()
+            prompts, rollouts, pair = call.result()
+            self._step = Step(prompts, sampling, [], None)
         del self._begun[step]
-        rollouts, pair = found
         if _with_images(prompts):  # Engines answer with plain token ids.
             rollouts = replace(rollouts, prompts=tuple(prompt.token_ids for prompt in prompts))
         return rollouts, pair
@@ -138,27 +144,38 @@ class RolloutMaker:
         found = self.timeline.figures()
         return {names.SPANS: found[names.SPANS]} if self._ahead else found
 
-    def _write(self, prompts: list[Prompt], sampling: Sampling, step: int) -> tuple[Rollouts, dict[str, float]]:
+    def carried_into(self, step: int) -> tuple[Carried, ...]:
+        """Prompts that the step before has left to this one."""
+        return self._tail.into(step) if self._tail is not None else ()
+
+    def _write(self, prompts: list[Prompt], sampling: Sampling, step: int) -> Written:
         """In the engine's thread; its seconds stand in the timeline of the step in which they end."""
         self._writing_since = time.monotonic()
         try:
-            return self._speed.generate([prompt.token_ids for prompt in prompts], sampling, step)
+            return self._ask(prompts, sampling, step)
         finally:
             self.timeline.add("engine", self._writing_since)
 
-    def _generate(self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool) -> tuple[Rollouts, dict[str, float]]:
+    def _ask(self, prompts: list[Prompt], sampling: Sampling, step: int, finished: Finished | None = None) -> Written:
+        if self._tail is not None:
+            answered, rollouts = self._tail.write(step, prompts, sampling)
+            return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
+        return prompts, *self._speed.generate([prompt.token_ids for prompt in prompts], sampling, step, finished)
+
+    def _generate(self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool) -> Written:
         """The step's rollouts here and now; pieces are scored meanwhile."""
-        ids = [prompt.token_ids for prompt in prompts]
         pieces = [] if self._speed.due(step) else self._cut(len(prompts), sampling)
-        self._step = work = Step(prompts, sampling, pieces, HeldPasses() if tapped and pieces else None)
         if not pieces:
             with self.timeline.at_work("engine"):
-                return self._speed.generate(ids, sampling, step)
+                written = self._ask(prompts, sampling, step)
+            self._step = Step(written[0], sampling, [], None)
+            return written
+        self._step = work = Step(prompts, sampling, pieces, HeldPasses() if tapped else None)
         self._learner.begin_batch(sampling)
 
-        def ask() -> tuple[Rollouts, dict[str, float]]:
+        def ask() -> Written:
             with self.timeline.at_work("engine"):
-                return self._speed.generate(ids, sampling, step, lambda place, response: self._ended(work, place, response))
+                return self._ask(prompts, sampling, step, lambda place, response: self._ended(work, place, response))
 
         call = self._engine_thread.submit(ask)
         call.add_done_callback(lambda _: work.news.put(None))

@@ -6,6 +6,7 @@ checkpoint/
   actor_optimizer.safetensors  AdamW moments, per weight    critic_optimizer.safetensors  the critic's
   shaping.json                 the KL coefficient and the scale of the rewards
   metrics.jsonl                a copy of the run's step lines so far
+  carried.jsonl                prompts that are not answered yet, with the tokens so far (ppo.carry_after)
   companion/                   the companion's own last state, if there is one
   memory.safetensors           what the engines remember of earlier responses, if they do
 checkpoints/step-N/            the last saves, each as checkpoint/ (ppo.keep_checkpoints)
@@ -42,6 +43,7 @@ from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, known_keys
 from medusa_ppo.config_file import merged, unknown
 from medusa_ppo.ppo.learner import PPOLearner
+from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried
 from medusa_ppo.reports import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
 from medusa_ppo.reports.trackers import plain
 
@@ -72,11 +74,13 @@ class RunPosition:
         next_step: the step that comes next.
         policy_version: version of the actor's weights.
         wall_s: seconds of all sessions of the run so far.
+        carried: prompts that the next step goes on with.
     """
 
     next_step: int = 0
     policy_version: int = 0
     wall_s: float = 0.0
+    carried: tuple[Carried, ...] = ()
 
 
 def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig, memory: State | None = None) -> Path:
@@ -92,7 +96,9 @@ def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, c
         _take_companion(run_dir / COMPANION_FOLDER, folder / COMPANION_FOLDER)
         if (run_dir / METRICS_FILE).is_file():
             shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
-        state = {"format_version": FORMAT_VERSION, "version": __version__, **dataclasses.asdict(position), "config": plain(config)}
+        save_carried(folder, position.carried)
+        where = {field.name: getattr(position, field.name) for field in dataclasses.fields(position) if field.name != "carried"}
+        state = {"format_version": FORMAT_VERSION, "version": __version__, **where, "config": plain(config)}
         write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:
         _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
@@ -199,7 +205,7 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         given = ", ".join(f"{key} was {was[key]!r} and is {_look_up(now, key)!r}" for key in changed)
         do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
         raise ConfigError("The configuration is not the one that was saved.", given=given, expected="the same values", do=do)
-    return position
+    return dataclasses.replace(position, carried=read_carried(file.parent, wanted=config.ppo.carry_after is not None))
 
 
 def _within(key: str, name: str) -> bool:

@@ -77,6 +77,12 @@ ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
         ([*ALONE, "report.speed_every=4"], "report.speed_every=4"),
         ([*ALONE, "report.compare_pairs=3"], "report.compare_pairs=3"),
         ([*ALONE, "ppo.staleness=2", "engine.choose_drafts=true"], "engine.choose_drafts=True"),
+        (["ppo.carry_after=0.5"], "begun by an older actor"),
+        ([*ALONE, "ppo.carry_after=0.5", "engine.backend=server"], "engine.backend=server"),
+        ([*ALONE, "ppo.carry_after=0.5", "engine.replicas=2"], "engine.replicas=2"),
+        ([*ALONE, "ppo.carry_after=0.5", "data.images=image"], "data.images=image"),
+        ([*ALONE, "ppo.carry_after=0.5", "ppo.piece_prompts=2"], "ppo.piece_prompts=2"),
+        ([*ALONE, "ppo.carry_after=0.5", "ppo.staleness=2", "engine.sleep_level=1"], "engine.sleep_level=1"),
     ],
 )
 def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) -> None:
@@ -84,6 +90,13 @@ def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) 
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert words in str(error.value)
+
+
+def test_carried_over_with_one_update_nothing_is_written_ahead() -> None:
+    """The engine rests between two steps: it can be asked, and sleep."""
+    beside = ["engine.sleep_level=1", "ppo.eval_every=2", "data.eval_split=test"]
+    ppo = load_config(None, [*ALONE, "ppo.carry_after=0.5", *beside]).ppo
+    assert ppo.steps_ahead == 0 and ppo.model_copy(update={"carry_after": None}).steps_ahead == 1
 
 
 def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from medusa_ppo.config import EngineConfig, build_config
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
 from medusa_ppo.engines import ray_engine
-from medusa_ppo.engines.pieces import SharedMemory, cut, expected_tokens
+from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory, cut, expected_tokens
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -189,6 +190,29 @@ def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -
         assert dict(told) == dict(enumerate(rollouts.responses)) and len(rollouts.responses) == 80 == len(told)
         assert all(response.token_ids == tuple(PROMPTS[place // 2]) for place, response in told)
         assert pool.restarts == 1 and rollouts.responses == pool.generate(PROMPTS, SAMPLING).responses
+
+
+def test_one_engine_is_stopped_half_way_and_asked_again_where_it_was_lost() -> None:
+    class Partial(StandIn):
+        def generate_partly(self, prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
+            found = self.generate(prompts, sampling)
+            return replace(found, responses=(found.responses[0], *partly.begun[1:]), written_tokens=1)
+
+    began = (Response(0, (), (), UNFINISHED), Response(1, (7,), (-0.5,), UNFINISHED, (3,)))
+    engines: list[Partial] = []
+
+    def start(index: int) -> Partial:
+        engines.append(Partial(index))
+        engines[-1].dies_at_call = len(engines) == 1
+        return engines[-1]
+
+    with EnginePool(start, 1) as pool:
+        found = pool.generate_partly([[1], [2, 2]], Sampling(seed=1), Partly(began, 1))
+        assert pool.restarts == 1 and found.responses[1] == began[1] and found.generated_tokens == 1
+    with EnginePool(Factory(0.0, 0.0), 2) as pool, pytest.raises(EngineError, match="half-way"):
+        pool.generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
+    with pytest.raises(EngineError, match="StandIn"):
+        StandIn(0).generate_partly([[1], [2, 2]], Sampling(), Partly(began, 1))
 
 
 def test_pieces_hold_every_prompt_once_long_ones_first_and_shrink() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from heads.tensorfile import tensorwise_checksum
 from medusa_ppo import files
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
-from medusa_ppo.engines.pieces import SharedMemory
+from medusa_ppo.engines.pieces import UNFINISHED, Partly, SharedMemory
+from medusa_ppo.engines.probe import Uniformity
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.types import Checked, Counters, Response, Rollouts, Sampling
 from medusa_ppo.vllm_plugin import hooks as internals
@@ -169,6 +170,52 @@ def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, ac
     steps.close()
     assert not engine._llm.llm_engine.has_unfinished_requests(), "who goes away leaves nothing behind"
     assert engine.generate(actor.prompts[:4], sampling).responses == whole.responses[:8]
+
+
+def test_a_batch_stops_half_way_and_goes_on_with_another_actor(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+    """The randomised PIT of each token against the version that wrote it; against the other one it fails."""
+    sampling, models = Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5), [actor.model, copy.deepcopy(actor.model)]
+    models[1].lm_head.weight.data.mul_(0.8)
+    for part in models[1].model.layers:
+        part.mlp.down_proj.weight.data.mul_(1.2)
+    engine.configure(sampled=True)
+    nothing, prompts = tuple(Response(place // 2, (), (), UNFINISHED) for place in range(80)), actor.prompts[:40]
+    first = engine.generate_partly(prompts, sampling, Partly(nothing, 10))
+    assert not engine._llm.llm_engine.has_unfinished_requests(), "what was stopped leaves nothing behind"
+    answered = {i for i in range(40) if all(r.finish_reason != UNFINISHED for r in first.responses[2 * i :][:2])}
+    assert 10 <= len(answered) < 40 and first.counters.drafts > 0 and first.policy_version == 0
+    again = engine.generate_partly(prompts, sampling, Partly(nothing, 10))
+    assert again.responses == first.responses, "it does not depend on the clock"
+
+    save_state(tmp_path / "next.safetensors", models[1].state_dict())
+    engine.sync_actor(tmp_path / "next.safetensors", 1)
+    rest = engine.generate_partly(prompts, replace(sampling, seed=6), Partly(first.responses, 0, frozenset(range(40))))
+    begun = [len(response.token_ids) for response in first.responses]
+    assert all(r.finish_reason != UNFINISHED and len(r.token_ids) <= 96 for r in rest.responses)
+    assert rest.generated_tokens == sum(len(r.token_ids) for r in rest.responses) - sum(begun) > 500
+    for was, now in zip(first.responses, rest.responses, strict=True):
+        assert now.token_ids[: len(was.token_ids)] == was.token_ids and now.logprobs[: len(was.logprobs)] == was.logprobs
+        assert was.finish_reason == UNFINISHED or now == was
+    assert sum(0 < count < len(r.token_ids) for count, r in zip(begun, rest.responses, strict=True)) > 10, "of both versions"
+    tests = judged_by_writer(models, rest, begun)
+    assert tests["writer"].honest and tests["writer"].tokens > 3000, tests["writer"].figures()
+    assert not tests["other"].honest, "a wrong version would be seen"
+
+
+@torch.no_grad()
+def judged_by_writer(models: list[Any], rollouts: Rollouts, begun: list[int]) -> dict[str, Uniformity]:
+    """All tokens against the model that wrote them, and against the other one; `begun`: so many of each are of the first model."""
+    tests = {"writer": Uniformity(), "other": Uniformity()}
+    for response, count in zip(rollouts.responses, begun, strict=True):
+        prompt, ids_M = rollouts.prompts[response.prompt_index], torch.tensor(response.token_ids)
+        logits = [model(input_ids=torch.tensor([[*prompt, *response.token_ids]])).logits[0, len(prompt) - 1 : -1] for model in models]
+        for name, (early, late) in zip(tests, (logits, logits[::-1]), strict=True):
+            logits_MV = torch.cat([early[:count], late[count:]])
+            tests[name].add(logits_MV, ids_M, rollouts.sampling)
+            if name == "writer":
+                said_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(response.logprobs), said_M, rtol=0, atol=1e-3)
+    return tests
 
 
 def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(engine: ColocatedEngine, actor: Actor) -> None:

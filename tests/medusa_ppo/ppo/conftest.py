@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from heads.checkpoint import checksum, load_state
+from medusa_ppo.engines.pieces import UNFINISHED, Partly
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin import Drafting
@@ -81,6 +83,30 @@ class SamplingEngine(RolloutEngine):
             self.heads_version,
             self.num_drafts,
         )
+
+    @torch.no_grad()
+    def generate_partly(self, prompts: Sequence[Sequence[int]], sampling: Sampling, partly: Partly) -> Rollouts:
+        """A token for each that has not ended, until enough have, as vLLM's steps are."""
+        assert not self.asleep, "nobody asks a sleeping engine"
+        repeat, generator = sampling.responses_per_prompt, torch.Generator().manual_seed(sampling.seed or 0)
+        found = list(partly.begun)
+
+        def unfinished() -> dict[int, int]:
+            return {i: sum(r.finish_reason == UNFINISHED for r in found[i * repeat :][:repeat]) for i in range(len(prompts))}
+
+        while not partly.over(unfinished()):
+            for place, was in enumerate(found):
+                if was.finish_reason == UNFINISHED:
+                    ids = torch.tensor([[*prompts[place // repeat], *was.token_ids]])
+                    distribution = (self.actor(ids).logits[0, -1] / sampling.temperature).log_softmax(-1)
+                    token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
+                    longest = len(was.token_ids) + 1 == sampling.max_new_tokens
+                    reason = "stop" if token == END else "length" if longest else UNFINISHED
+                    tokens, logprobs = (*was.token_ids, token), (*was.logprobs, float(distribution[token]))
+                    found[place] = Response(place // repeat, tokens, logprobs, reason)
+        written = sum(len(r.token_ids) for r in found) - sum(len(r.token_ids) for r in partly.begun)
+        rollouts = Rollouts(tuple(map(tuple, prompts)), tuple(found), Counters(), 0.01, sampling, self.policy_version, self.heads_version)
+        return replace(rollouts, num_drafts=self.num_drafts, written_tokens=written)
 
     def sleep(self, level: int) -> None:
         self.asleep = level

@@ -30,6 +30,7 @@ from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import settle
 from medusa_ppo.config import RunConfig, build_config, known_keys
 from medusa_ppo.engines.launch import plan_launch, process_environment
+from medusa_ppo.engines.pieces import Partly
 from medusa_ppo.hardware import Hardware, settled
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.ppo import loop as loop_file
@@ -130,6 +131,7 @@ ROWS: dict[str, Row] = {
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
     "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
+    "ppo.carry_after": (0.5, "written_ahead", {"ppo": {"staleness": 1, "importance_bound": 2.0}, "companion": {"enabled": False}}),
     "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
     "ppo.side_by_side": (True, "beside", {}),
@@ -380,10 +382,20 @@ class Places:
         return measured
 
     def written_ahead(self, config: RunConfig) -> Any:
-        """How many steps' prompts the engine has been given when the first step is learned from."""
+        """What the engine was asked until the first step is learned from: each step's whole batch, or so many prompts of it."""
         asked: list[int] = []
         learner: Any = SimpleNamespace(device="cpu", turns=Turns(), update=_enough)
-        engine: Any = SimpleNamespace(policy_version=0, generate=lambda *_: asked.append(1) or self._rollouts)
+
+        def partly(prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
+            asked.append(partly.enough)
+            ended = (replace(begun, token_ids=(1,), logprobs=(-1.0,), finish_reason="stop") for begun in partly.begun)
+            return replace(self._rollouts, responses=tuple(ended))
+
+        engine: Any = SimpleNamespace(
+            policy_version=0,
+            generate=lambda *_: asked.append(0) or self._rollouts,
+            generate_partly=partly,
+        )
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
         parts: Any = SimpleNamespace(
@@ -398,7 +410,7 @@ class Places:
         with pytest.raises(_Enough):
             loop.step(0)
         loop.maker._engine_thread.shutdown()
-        return len(asked)
+        return asked
 
     def _finish(self, prompts: Any, sampling: Sampling, finished: Callable[..., None]) -> Rollouts:
         for place, response in enumerate(self._rollouts.responses):

@@ -33,6 +33,7 @@ def even(prompt, response, row):
 WAYS = {
     "pieces": {"ppo": {"piece_prompts": 2}},
     "ahead": {"ppo": {"staleness": 2, "importance_bound": 2.0}},
+    "carried": {"ppo": {"staleness": 1, "importance_bound": 2.0, "carry_after": 0.6}},
     "shared": {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}},
 }
 
@@ -139,6 +140,9 @@ def test_each_way_through_a_step_on_a_real_engine(chain_actor: Path, tmp_path: P
     if way == "ahead":
         assert max(lags) in (1, 2), lags
         assert max(s[names.LOGPROB_GAP] for s in steps if not s[names.POLICY_LAG]) < 1e-3
+    elif way == "carried":
+        assert max(s[names.PROMPTS_CARRIED] for s in steps) > 0 == steps[-1][names.PROMPTS_CARRIED]
+        assert max(s[names.POLICY_LAG_MAX] for s in steps) == 1 and lags[0] == 0 < max(lags) < 1
     else:
         assert lags == [0] * 4 and max(s[names.LOGPROB_GAP] for s in steps) < 1e-3
     if way == "pieces":

@@ -25,6 +25,7 @@ from medusa_ppo.types import Response, Rollouts, Sampling
 from tests.medusa_ppo.conftest import RecordingCompanion
 from tests.medusa_ppo.ppo.test_loop import Numbers, Scene, settings
 
+CLOCKED = ("_s", "idle_frac", "_gib", names.SYNC_BYTES)
 WAIT_S = 60.0
 """Nothing here takes so long; what hangs shall fail."""
 
@@ -54,10 +55,11 @@ def in_any_order(seed: int) -> Callable[..., None]:
 
 
 def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], torch.Tensor, list]:
-    """Figures that no clock gave, the actor's weights, and the companion's batches."""
+    """Figures that no clock gave, the actor's weights, and the companion's batches. Where the engine writes ahead, the clock decides in
+    which step a sync is counted."""
     recorder = RecordingCompanion()
     scene = Scene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
-    steps = [{key: value for key, value in step.items() if not key.endswith(("_s", "idle_frac", "_gib"))} for step in scene.run()]
+    steps = [{key: value for key, value in step.items() if not key.endswith(CLOCKED)} for step in scene.run()]
     return steps, scene.weights(), recorder.batches
 
 
