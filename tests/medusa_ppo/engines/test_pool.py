@@ -549,10 +549,9 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert [r.prompt_index for r in rollouts.responses] == [i for i in range(24) for _ in range(2)]
         assert all(share.counters.drafts > 0 for share in rollouts.engines)
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
-        # Each has what it wrote, and has been told of what the other one wrote.
-        pool.generate(actor.prompts[:1], sampling)  # What an engine has ended itself it remembers with its next step.
-        held = [engine.remember([]) for engine in pool._engines()]
-        assert pool.memory.nbytes == max(held) and min(held) >= pool.memory.nbytes - 2 * (24 * 4 + OVERHEAD)
+        # Each has what it wrote (of its last step it hears with its next one), and was told of what the other one wrote.
+        missing = [pool.memory.nbytes - engine.remember([]) for engine in pool._engines()]
+        assert all(0 <= some <= 8 * (24 * 4 + OVERHEAD) for some in missing) and pool.memory.nbytes > 48 * OVERHEAD
         # The second engine is treated as if it were on another node: the heads come through Ray's object store.
         far = pool._seats[1].engine
         assert isinstance(far, RayEngine) and not far.elsewhere
