@@ -160,6 +160,7 @@ def test_what_cannot_be_combined_is_named(model: Path, tmp_path: Path, extra: di
 
 
 def test_a_runner_that_the_environment_asks_for_must_be_the_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "vllm_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ConfigError, match=r"engine\.runner=v2"):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(), 0)
@@ -175,6 +176,7 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     def runner(heads: Path = heads, **settings: Any) -> str:
         return plan_launch(model, heads, EngineConfig(**settings), 0).runner
 
+    monkeypatch.setattr(launch, "vllm_version", lambda: "0.32.0")
     assert runner() == "v1" and plan_launch(model, None, EngineConfig(), 0).runner == ""
     with pytest.raises(UnsupportedVersionError, match="CPU build"):
         runner(runner="v2")
