@@ -100,8 +100,9 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
 
     def draft(*given: Any, **named: Any) -> Any:
         drafted = honest(*given, **named)
-        seats = drafter._seats
-        seen.append((seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, torch.stack(drafted.q, 1)))
+        seats, rows_B = drafter._seats, torch.arange(len(drafted.ids_BK))
+        q_BKV = torch.stack([drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(HEADS)], 1)
+        seen.append((seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, q_BKV))
         return drafted
 
     monkeypatch.setattr(drafter._core, "draft", draft)
