@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from heads.modules import Context, MedusaHeads
 from heads.targets import context_rows
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
 from medusa_ppo.types import Rollouts, Sampling
@@ -141,19 +142,18 @@ def test_with_a_context_greedy_tokens_are_those_without_drafts(context_engine: C
 def test_with_a_context_sampled_tokens_have_the_models_distribution(
     context_engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The randomised PIT; drafts that are verified against a flatter q than they were drawn from fail it."""
+    """The randomised PIT; drafts that are accepted by a thousandth of the q that they were drawn from fail it."""
     context_engine.configure(num_drafts=HEADS, sampled=True, draft_temperature=0.7)
     sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     right, wrong = Uniformity(), Uniformity()
     add_rollouts(right, actor.model, context_engine.generate(actor.prompts, sampling))
-    honest = DraftSlots.keep
+    honest = DraftSlots.look_up
 
-    def dishonest(
-        slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, columns_BK: torch.Tensor, q: Sequence[torch.Tensor]
-    ) -> None:
-        honest(slots, slots_B, stamps_B, columns_BK, [(flat := q_BW**0.25) / flat.sum(-1, keepdim=True) for q_BW in q])
+    def dishonest(slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> KeptDrafts:
+        kept = honest(slots, slots_B, stamps_B, count)
+        return replace(kept, q_BK=kept.q_BK * 1e-3)
 
-    monkeypatch.setattr(DraftSlots, "keep", dishonest)
+    monkeypatch.setattr(DraftSlots, "look_up", dishonest)
     add_rollouts(wrong, actor.model, context_engine.generate(actor.prompts, sampling))
     assert right.honest and right.tokens > 3000, right.figures()
     assert not wrong.honest, wrong.figures()
