@@ -75,7 +75,7 @@ def joint(model: Any, sampling: Sampling) -> torch.Tensor:
 def p_value(engine: ColocatedEngine, model: Any, sampling: Sampling) -> float:
     rollouts = engine.generate([PROMPT], sampling)
     assert rollouts.generated_tokens == REQUESTS * LENGTH
-    assert rollouts.counters.accepted > REQUESTS / 20
+    assert rollouts.counters.accepted > REQUESTS / 30  # Random heads, whose runs may end early.
     ids = torch.tensor([response.token_ids for response in rollouts.responses])
     cells = (ids * torch.tensor([V**3, V**2, V, 1])).sum(1)
     observed = torch.bincount(cells, minlength=V**LENGTH).double()
@@ -108,7 +108,7 @@ def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: An
     engine.configure(**PLAIN | drafting)
     sampling = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, REQUESTS, None, True)
     torch.manual_seed(1)
-    assert p_value(engine, model, sampling) > 0.01
+    assert p_value(engine, model, sampling) > 0.001  # 24 cases: one in four runs of all would fall below 0.01.
 
 
 def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
