@@ -18,7 +18,6 @@ from medusa_ppo.cli import app
 from medusa_ppo.config import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-IMAGE_ROOT = "/opt/medusa-ppo/"
 JOB = {
     "activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector", "submitterConfig",
     "entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources", "entrypointNumCpus", "entrypointNumGpus",
@@ -46,9 +45,9 @@ def nodes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def settings(manifest: dict[str, Any]) -> tuple[list[str], RunConfig]:
     """The entrypoint's words, and the configuration that it makes."""
     words = shlex.split(manifest["spec"]["entrypoint"])
-    path = words[words.index("--config") + 1]
-    assert path.startswith(IMAGE_ROOT)
-    return words, load_config(ROOT / path.removeprefix(IMAGE_ROOT), [word for word in words if "=" in word])
+    preset = words[words.index("--config") + 1]
+    assert "/" not in preset, "a preset by its name, wherever the image has it"
+    return words, load_config(preset, [word for word in words if "=" in word])
 
 
 def test_its_fields_are_those_of_kuberay(manifest: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ KL_UPDATE_NATS = 0.05
 TRUNCATED_SHARE = 0.5
 COLLAPSED_ENTROPY_SHARE = 0.2
 LENGTH_GROWTH = 1.5
-SLOWER_IN_EACH, SLOWER_IN_THE_MIDDLE = 1.005, 1.05
-"""Ratios of the times of whole steps that are noticed: of every pair, or of the middle one; a few pairs differ by less without a reason."""
+NOTICEABLE_RATIO = 1.005
+"""Of the times of whole steps: what is below is called the same time."""
 SWAP_LOSS_SHARE = 0.2
 """A swap after which less than this share of the extra accepted tokens is left is called broken."""
 
@@ -111,7 +111,7 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
         text = f"Drafting did not pay in this run: {w.ratio(speedup)}, median of {count} pair(s)."
         yield Finding("drafting_did_not_pay", text, "Draft fewer tokens (engine.num_drafts), or none while batches are large.")
     ratio, pairs = summary["step_ratio"], summary["step_pairs"]
-    if ratio is not None and (ratio >= SLOWER_IN_THE_MIDDLE or pairs["min"] >= SLOWER_IN_EACH):
+    if ratio is not None and ratio >= NOTICEABLE_RATIO:
         seconds = f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
         text = f"The loop as a whole is slower with the plugin than without it: {seconds} a step, {w.more_time(ratio)}."
         do = "Give the companion cores or a device of its own, let it train less (companion.epochs), or do without where generation is a "

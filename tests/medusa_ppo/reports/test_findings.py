@@ -72,7 +72,6 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
         make(drafted(1.05, version=0), drafted(1.02, version=1)),  # there was nothing to lose
         make({"nonfinite": ["companion_loss"]}),  # no batch trained yet
         make({"replay_mal_serving": 1.60, "replay_mal_frozen": 1.60}),
-        make({}, comparison={"steps": [{"with": {"step_s": took}, "without": {"step_s": 10.0}} for took in (9.8, 10.1, 11.0)]}),
     ],
 )
 def test_what_looks_similar_but_is_fine(run: Run) -> None:
