@@ -189,13 +189,16 @@ wheel: setup  ## The wheel, in dist/: configs, templates and the format's page a
 test-wheel: wheel  ## The wheel in an empty environment, away from the checkout: doctor, and a demo of two steps
 	@$(PIP_FLAGS)
 	[ $(STACK) = cuda ] || [ -n "$${PIP_FIND_LINKS:-}" ] || flags+=(--torch-backend cpu)
-	home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
+	home=$$(mktemp -d) pid=
+	ends() { [ -z "$$pid" ] || { kill $$pid 2>/dev/null && wait $$pid; } || true; rm -rf "$$home"; }
+	trap ends EXIT; trap 'exit 143' INT TERM
+	try() { "$$@" & pid=$$!; wait $$pid; pid=; }  # A shell that waits for a command in the foreground is deaf to signals.
 	$(BIN)/python -m venv --without-pip $$home/env
 	VIRTUAL_ENV=$$home/env $(BIN)/uv pip install -q --no-deps --compile-bytecode "$${flags[@]}" -r $(LOCK)
 	VIRTUAL_ENV=$$home/env $(BIN)/uv pip install -q --no-deps dist/*.whl
 	cd $$home; unset PYTHONPATH
-	env/bin/medusa-ppo doctor
-	env/bin/medusa-ppo demo --steps 2
+	try env/bin/medusa-ppo doctor
+	try env/bin/medusa-ppo demo --steps 2
 	grep -q . runs/demo/report.md
 
 audit: setup  ## Licences and known vulnerabilities of the lock (the latter need a network)

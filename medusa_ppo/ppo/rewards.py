@@ -50,9 +50,9 @@ class RewardSource(ABC):
     def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
         """rewards_S float32. Raises RunError when a reward can't be computed or is not finite."""
 
+    @abstractmethod
     def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
         """The same for each step of each response. Raises RunError, also for rewards of another number of steps."""
-        raise NotImplementedError
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
         """bool_S, the response has the right answer; None when the source doesn't know what is right."""
