@@ -2,13 +2,14 @@
 
     python benchmarks/companion_growth.py [--workers 1 2] [--json FILE]
 
-Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted, not wall time: on a machine with fewer cores
-than workers wall time says nothing about a cluster. A worker that waits for the others uses none, so waiting shows only in the busiest
-one's share: work does not go faster than that. Random states stand for an actor's: times don't depend on what they say.
+Workers are real: Ray actors that share batches and optimizer steps. Processor time is counted too: on a machine with fewer cores than
+workers, or with other work on them, the clock says nothing about a cluster. A worker that waits for the others uses none, so waiting shows
+only in the busiest one's share: work does not go faster than that. Random states stand for an actor's: times don't depend on what they say.
 
     work per core-second   tokens / seconds of all workers together
     growth                 work per core-second x workers, over that of one worker: what as many cores give, if none of them waits
     at the busiest         the same with the busiest worker's seconds for everyone's: with the waiting for it
+    by the clock           seconds of a round with one worker over those with so many; needs a quiet core for each
 
 Arms take turns, round by round; the median round counts. Letters: D hidden, V vocabulary, S responses, M response tokens.
 """
@@ -19,7 +20,9 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import ray
@@ -34,6 +37,14 @@ from medusa_ppo.types import RolloutBatch
 WIDTH, VOCAB, RESPONSES, TOKENS = 256, 8192, 96, 128
 ROUNDS, BATCHES = 3, 2
 QUEUE_BYTES = 64 * 1024**2
+
+
+class Round(NamedTuple):
+    """What was trained, each worker's processor seconds, and those of the clock."""
+
+    tokens: int
+    cores: list[float]
+    clock: float
 
 
 def make_batch(seed: int) -> RolloutBatch:
@@ -66,21 +77,21 @@ def core_seconds(client: CompanionClient, workers: int) -> list[float]:
     return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
 
 
-def one_round(client: CompanionClient, workers: int, seed: int) -> tuple[int, list[float]]:
-    """Tokens trained in a round, and each worker's processor seconds for it."""
-    before, tokens = core_seconds(client, workers), client.status().trained_tokens
+def one_round(client: CompanionClient, workers: int, seed: int) -> Round:
+    """Train on its batches."""
+    before, tokens, began = core_seconds(client, workers), client.status().trained_tokens, time.perf_counter()
     for index in range(BATCHES):
         client.submit(make_batch(seed + index))
         assert client.drain(600), "the companion did not finish"
-    after = core_seconds(client, workers)
-    return client.status().trained_tokens - tokens, [b - a for a, b in zip(before, after, strict=True)]
+    clock, after = time.perf_counter() - began, core_seconds(client, workers)
+    return Round(client.status().trained_tokens - tokens, [b - a for a, b in zip(before, after, strict=True)], clock)
 
 
 def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str, float]]:
     """A row for each number of workers; the first is what the others are compared with."""
     lm_head_VD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
     clients = {count: start(count, kind, lm_head_VD) for count in counts}
-    taken: dict[int, list[tuple[int, list[float]]]] = {count: [] for count in counts}
+    taken: dict[int, list[Round]] = {count: [] for count in counts}
     try:
         for turn in range(rounds + 1):
             for count, client in clients.items():
@@ -91,34 +102,35 @@ def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str
     return [summary(count, taken[count][1:], taken[counts[0]][1:]) for count in counts]  # The first round warms up.
 
 
-def summary(count: int, own: list[tuple[int, list[float]]], first: list[tuple[int, list[float]]]) -> dict[str, float]:
+def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float]:
     """Medians over rounds; ratios of rounds on the same batches."""
-    assert [tokens for tokens, _ in own] == [tokens for tokens, _ in first], "the same work in both arms"
-    workers = len(first[0][1])
-    growths = [sum(alone) / workers / (sum(seconds) / count) for (_, seconds), (_, alone) in zip(own, first, strict=True)]
-    busiest = [max(alone) / max(seconds) for (_, seconds), (_, alone) in zip(own, first, strict=True)]
+    assert [one.tokens for one in own] == [one.tokens for one in first], "the same work in both arms"
+    workers, pairs = len(first[0].cores), list(zip(own, first, strict=True))
+    growths = [sum(alone.cores) / workers / (sum(one.cores) / count) for one, alone in pairs]
     return {
         "workers": count,
-        "tokens": own[0][0],
-        "core_seconds": statistics.median(sum(seconds) for _, seconds in own),
-        "tokens_per_core_second": statistics.median(tokens / sum(seconds) for tokens, seconds in own),
+        "tokens": own[0].tokens,
+        "core_seconds": statistics.median(sum(one.cores) for one in own),
+        "tokens_per_core_second": statistics.median(one.tokens / sum(one.cores) for one in own),
         "growth": statistics.median(growths),
         "growth_low": min(growths),
         "growth_high": max(growths),
-        "at_the_busiest": statistics.median(busiest),
+        "at_the_busiest": statistics.median(max(alone.cores) / max(one.cores) for one, alone in pairs),
+        "by_the_clock": statistics.median(alone.clock / one.clock for one, alone in pairs),
     }
 
 
 def table(kind: str, rows: list[dict[str, float]]) -> str:
     lines = [
-        f"| heads: {kind} | tokens a round | core-seconds | tokens per core-second | growth (lowest to highest) | at the busiest |",
-        "|---|---|---|---|---|---|",
+        f"| heads: {kind} | tokens a round | core-seconds | tokens per core-second | growth (lowest to highest) "
+        "| at the busiest | by the clock |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
             f"| {row['workers']} worker{'s' * (row['workers'] > 1)} | {row['tokens']:,} | {row['core_seconds']:.1f} | "
             f"{row['tokens_per_core_second']:,.0f} | {row['growth']:.2f} ({row['growth_low']:.2f} to {row['growth_high']:.2f}) | "
-            f"{row['at_the_busiest']:.2f} |"
+            f"{row['at_the_busiest']:.2f} | {row['by_the_clock']:.2f} |"
         )
     return "\n".join(lines)
 
