@@ -63,7 +63,7 @@ def make_batch(seed: int) -> RolloutBatch:
 
 def start(workers: int, kind: str, lm_head_VD: torch.Tensor) -> CompanionClient:
     heads = HeadsConfig(WIDTH, VOCAB, 4, kind)
-    config = CompanionConfig(workers=workers, loss="ce_tv", batch_positions=2048, epochs=2, queue_bytes=QUEUE_BYTES)
+    config = CompanionConfig(workers=workers, loss="ce_tv", batch_positions=2048, epochs=2, wait=True, queue_bytes=QUEUE_BYTES)
     return CompanionClient(heads, config, lm_head_VD, seed=0, embedding_VD=lm_head_VD if kind == "hydra" else None)
 
 
