@@ -9,9 +9,9 @@ Beside it stands what the companion's own account says: seconds saved and lost, 
 
     python benchmarks/step_pairs.py --out runs/old --old FOLDER --actor FOLDER [--seeds 0 1 2] [--steps 8] [--both k=v ...] [-- k=v ...]
 
-With `--old` whole runs of another checkout (the serial loop: commit 09356bd) and of this one take turns, each with its own
-`configs/demo.yaml`, on the same actor and the same batches (`--both`; what follows it alone is for this one). The figure is samples a
-second, this / the other, over the steps after the first two, a pair for each seed.
+With `--old` whole runs of another checkout (the serial loop: commit 09356bd; `make setup` there) and of this one take turns, each with
+its own environment and `configs/demo.yaml`, on the same actor and the same batches (`--both`; what follows it alone is for this one). The
+figure is samples a second, this / the other, over the steps after the first two, a pair for each seed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ WARM_UP = 2
 def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
     """Of a whole run of a checkout, its first steps left out."""
     if not (folder / "summary.json").is_file():
-        command = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", "configs/demo.yaml"]
+        own = checkout / ".venv" / "bin" / "python"  # vLLM loads the plugin of its environment, whatever PYTHONPATH says.
+        python = str(own) if own.is_file() else sys.executable
+        command = [python, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", "configs/demo.yaml"]
         given = [*given, f"out={folder.parent.resolve()}", f"name={folder.name}"]
         subprocess.run([*command, *given], check=True, cwd=checkout, env=os.environ | {"PYTHONPATH": str(checkout)})
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
