@@ -106,7 +106,7 @@ class Watch:
 
     def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
         self.calls.append("rollout_ready")
-        self._table = plugin._lm_head_VD.detach().clone()
+        self._table = plugin._tables[0].detach().clone()
         counters, responses = rollouts.counters, rollouts.responses
         known = sum(len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs) for r in responses)
         self.batches.append(

@@ -32,7 +32,6 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("ppo.steps=many", "integer"),
         ("ppo.steps=0", "greater than or equal to 1"),
         ("engine.num_drafts=9", "heads.num_heads"),
-        ("engine.max_model_len=64", "engine.max_model_len = 64"),
         ("engine.url=http://127.0.0.1:1", "engine.backend=URL"),
         ("engine.backend=colocate", "Did you mean colocated?"),
         ("engine.backend=http://127.0.0.1:1,http://127.0.0.1:2", "as many addresses as replicas"),
@@ -62,6 +61,13 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
         load_config(None, overrides)
     assert words in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("given", ["ppo.steps=3", "data.path=demo", "sampling.max_new_tokens=64"])
+def test_an_engine_too_short_is_refused_where_our_loop_brings_the_prompts(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len = 64"):
+        load_config(None, ["engine.max_model_len=64", given])
+    assert load_config(None, ["engine.max_model_len=64", "engine.num_drafts=2"]).engine.max_model_len == 64, "another loop's are its own"
 
 
 ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]

@@ -22,9 +22,11 @@ from heads.errors import CheckpointError, DataError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
+from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.loops.check_loop import Watch
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
 from medusa_ppo.types import Counters, PublishedHeads, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
 from tests.medusa_ppo.conftest import RecordingCompanion
@@ -184,6 +186,26 @@ def test_batch_holds_the_states_that_lm_head_reads(parts) -> None:
     score(plugin, actor, rollouts, order)
     plugin.policy_updated(actor, 1)
     assert len(companion.batches) == 1 and companion.tables[0][1] == 1
+
+
+def test_what_check_loop_watches_is_there(parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole run on a real engine is a slow test of tests/medusa_ppo/loops/test_check_loop.py."""
+    actor, engine, companion, plugin = parts
+    for name in ("__init__", "before_generation", "rollout_ready", "tables_updated", "close"):
+        monkeypatch.setattr(MedusaPlugin, name, getattr(MedusaPlugin, name))  # What stands beside them goes with the test.
+    monkeypatch.setattr(CompanionClient, "submit", CompanionClient.submit)
+    watch = Watch(_model=actor)
+    watch.install()
+    plugin.policy_updated(actor, 0)
+    plugin.before_generation()
+    rollouts = engine.generate(PROMPTS, Sampling(seed=1))
+    plugin.rollout_ready(rollouts)
+    score(plugin, actor, rollouts, range(12))
+    watch._submitted(None, companion.batches[0])
+    plugin.policy_updated(actor, 1)
+    assert watch.calls == ["policy_updated", "before_generation", "rollout_ready", "policy_updated"] and watch.versions == [0, 1]
+    assert watch.wrong_tables == 0 and [fit["responses"] for fit in watch.fits] == [12]
+    assert watch._table is not None and torch.equal(watch._table, lm_head_weight(actor))
 
 
 def test_no_forward_pass_is_added(parts) -> None:

@@ -112,7 +112,7 @@ def test_heads_are_fed_while_the_trainer_runs(kind: str, chain_actor: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.engine
 def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(chain_actor: Path, tmp_path: Path):
-    greedy = {"generation_kwargs": {"temperature": 0.0}, "vllm_importance_sampling_correction": False, "max_steps": 3, **VLLM}
+    greedy = {"generation_kwargs": {"temperature": 0.0}, "vllm_importance_sampling_correction": False, "max_steps": 8, **VLLM}
     with_heads = train("grpo", chain_actor, tmp_path / "with", {"heads": {"num_heads": 2}, "companion": COMPANION}, **greedy)
     train("grpo", chain_actor, tmp_path / "without", None, **greedy)
 
