@@ -20,7 +20,8 @@ from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.processes import local_ray
 from medusa_ppo.types import Rollouts, Sampling, SwapReceipt
 
-PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13], [14, 15], [16], [17, 18, 19], [20, 21], [22], [23, 24], [25], [26, 27]]
+"""A dozen: of two batches the gate has the six held-out prompts that it asks for."""
 ENGINE = {"max_num_seqs": 32, "threads": 1, "enforce_eager": True}
 
 
@@ -60,12 +61,12 @@ def test_heads_are_fed_while_the_loop_runs(chain_actor: Path, tmp_path: Path, ra
     companion = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
     config = build_config({"heads": {"num_heads": 2}, "companion": companion, "engine": ENGINE})
     with DraftingEngine(config, load_actor(chain_actor), chain_actor, tmp_path / "run") as engine:
-        figures = loop(engine, engine._actor, 4)
+        figures = loop(engine, engine._actor, 5)
 
-    assert figures[0][names.HEADS_VERSION] == 0 and figures[-1][names.HEADS_VERSION] >= 2
+    assert figures[0][names.HEADS_VERSION] == 0 and figures[-1][names.HEADS_VERSION] >= 1, "a second one would have to be surely better"
     assert figures[-1][names.MAL_SERVING] > figures[0][names.MAL_SERVING] + 0.2
     saved, metadata = load_heads(tmp_path / "run" / "heads-final")
-    assert saved.config.num_heads == 2 and metadata.version >= 2
+    assert saved.config.num_heads == 2 and metadata.version >= 1
     assert not engine._actor._forward_hooks and not engine._actor._forward_pre_hooks
 
 
