@@ -174,10 +174,13 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
         prompts = [
             list(p.token_ids) for p in PromptStream.load(config.data, load_tokenizer(path), seed=config.seed).batch(0, probe.PROMPTS)
         ]
+    engine_config = settled(config).engine
+    if not data and config.engine.max_model_len is None:  # These prompts are short, and so may the model's longest text be.
+        engine_config = engine_config.model_copy(update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens})
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
         heads = MedusaPlugin.prepare_heads(config, model, Path(folder) / "heads")
         progress.say("Starting the engine ...")
-        with running_engine(path, str(heads), settled(config).engine, config.seed) as engine:
+        with running_engine(path, str(heads), engine_config, config.seed) as engine:
             with progress.phase("Tokens", 2 * tokens) as advance:
                 runs = probe.sample(engine, prompts, sampling, tokens, advance)
     with progress.phase("Judging", 2 * tokens) as advance:

@@ -91,10 +91,13 @@ def test_rollout(source: list[str], heads: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_heads(source: list[str], tmp_path: Path) -> None:
     file = tmp_path / "heads.json"
-    arguments = ("--train-tokens", "3000", "--epochs", "2", "--num-heads", "2", "--kinds", "medusa,hydra", "--losses", "ce,kl_tv")
+    arguments = ("--train-tokens", "3000", "--epochs", "12", "--num-heads", "2", "--kinds", "medusa,hydra", "--losses", "ce,kl_tv")
     run("heads", *source, *arguments, "--max-new-tokens", "16", "--json", str(file))
     figures = json.loads(file.read_text())
     rows = figures["rows"]
     assert figures["throughput"]["ratio"] > 0 and "original recipe" in file.with_suffix(".md").read_text()
     assert [(row["kind"], row["loss"]) for row in rows] == [(k, loss) for k in ("medusa", "hydra") for loss in ("ce", "kl_tv")]
-    assert all(row["one_hot"] > 1 and row["sampled"] > 1 for row in rows)
+    assert all(row["one_hot"] >= 1 and row["sampled"] > 1 for row in rows)
+    assert all(min(row["one_hot"], row["sampled"]) > 2 for row in rows if row["kind"] == "hydra"), (
+        "heads that see the tokens before learn soon"
+    )
