@@ -56,6 +56,8 @@ COUNTERS = (
     "fell_back",
     "batches_seen",
 )
+SINCE_0_3 = ("judged", "followed", "fell_back")
+"""Counters that states of commit 09356bd don't have, nor more of the schedule than its first two numbers that mean anything here."""
 
 
 @dataclass(frozen=True)
@@ -341,11 +343,12 @@ class Cycle:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state. Raises CheckpointError when it is not one of such a cycle."""
         missing = [name for name in ("counters", "trainer.counters", "trainer.generator") if name not in state]
-        if missing or state["counters"].numel() != len(COUNTERS):
+        counters = {len(names): names for names in (COUNTERS, [name for name in COUNTERS if name not in SINCE_0_3])}
+        if missing or state["counters"].numel() not in counters:
             raise CheckpointError(
                 "This is not a state of the companion.",
                 given=f"missing: {', '.join(missing) or 'none'}; {len(state)} tensors",
-                expected="a file written by the companion of the same release",
+                expected="a file written by the companion of this release, or of commit 09356bd",
                 do="Resume from the folder that the companion wrote.",
             )
         self.trainer.load_state_dict(under(state, "trainer."))
@@ -356,10 +359,11 @@ class Cycle:
         self.replay.load_state_dict(under(state, "replay."))
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))
-        for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
+        for name, value in zip(counters[state["counters"].numel()], state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         if "schedule" in state:
-            self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level = state["schedule"].tolist()
+            self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
+            self.passes, self.gain, self._level = later if len(later) == 3 else (0.0, 0.0, 0.0)
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         self.last_losses = tuple(losses)
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from scipy import stats
 
 from heads.vocabulary import truncate_logits
-from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, beginnings, judge, sample, sentence
 from medusa_ppo.types import Sampling
@@ -127,13 +128,13 @@ def test_the_verdict_on_an_engine(engine: ColocatedEngine, actor: Actor, monkeyp
     drafting, plain = judge(actor.model, honest, lambda done: None)
     assert plain is None and sentence(drafting, plain).startswith("Honest") and drafting.tokens >= 4000
 
-    stamp = DraftSlots.stamp
+    look_up = DraftSlots.look_up
 
-    def flattened(slots: DraftSlots, *args: Any) -> None:
-        stamp(slots, *args)
-        slots.cumulative_KRX.pow_(0.5)  # The sums of another distribution.
+    def dishonest(slots: DraftSlots, *args: Any) -> KeptDrafts:
+        kept = look_up(slots, *args)
+        return replace(kept, q_BK=kept.q_BK * 1e-3)  # Accepted by a thousandth of the q that they were drawn from: nearly always.
 
-    monkeypatch.setattr(DraftSlots, "stamp", flattened)
+    monkeypatch.setattr(DraftSlots, "look_up", dishonest)
     runs = sample(engine, beginnings(actor.model.config), sampling, 4000, lambda done: None)
     drafting, plain = judge(actor.model, runs, lambda done: None)
     assert plain is not None and plain.honest and sentence(drafting, plain).startswith("WRONG")

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from heads.checkpoint import load_state
 from heads.errors import ConfigError
 from medusa_ppo import metrics as names
-from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.actors.hf import lm_head_weight, load_actor
 from medusa_ppo.cli import app
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config import PPOConfig, RunConfig, build_config, load_config
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.hardware import settled
@@ -79,6 +80,15 @@ def test_its_checkpoint_is_read(old_run: Path, config: RunConfig) -> None:
     learner.load(saved_folder(old_run))
     found = learner.actor.state_dict()
     assert saved and all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_its_companions_state_is_taken_over(old_run: Path, config: RunConfig) -> None:
+    state = load_state(saved_folder(old_run) / "companion" / "companion.safetensors")
+    lm_head_VD = lm_head_weight(load_actor(config.model.path)).detach()
+    cycle = Cycle(config.heads.sizes(*reversed(lm_head_VD.shape)), config.companion, lm_head_VD, seed=0)
+    cycle.load_state_dict(state)
+    assert (cycle.version, cycle.batches_seen, cycle.judged, cycle.trainer.rate) == (2, 2, 0, 1.0)
+    assert torch.equal(cycle.serving.trainable_state()["blocks.0.layers.0.weight"], state["serving.blocks.0.layers.0.weight"])
 
 
 def test_its_own_configuration_is_refused_with_what_says_it_now(old_run: Path) -> None:
