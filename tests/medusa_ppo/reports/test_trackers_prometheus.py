@@ -82,6 +82,7 @@ def test_ray_exports_them(tmp_path: Path) -> None:
 
     from medusa_ppo.processes import local_ray
 
+    pytest.importorskip("opencensus", reason="Ray's nodes export metrics with ray[default], which medusa-ppo[cluster] brings")
     with local_ray():
         tracker = RayTracker("mine")
         port = ray.nodes()[0]["MetricsExportPort"]
