@@ -39,25 +39,6 @@ LOSSES = (0.02, 0.05)
 AT_ONCE = 64
 
 
-class Runs:
-    """Whole runs at N positions: what a rule may see before each draft, and what the actor says of it.
-
-    Attributes:
-        seen_NKF, states_NKD2: what q says, and states.
-        chance_NK: that the draft is offered to verification and accepted, given what was drawn before it.
-        response_N: whose position it is.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-        self.states: list[torch.Tensor] = []
-        self.chance: list[torch.Tensor] = []
-        self.response: list[torch.Tensor] = []
-
-    def joined(self) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat(parts) for parts in (self.seen, self.states, self.chance, self.response))
-
-
 @torch.no_grad()
 def sample(model: PreTrainedModel, prompts: list[list[int]], temperature: float, new: int) -> list[tuple[int, list[int]]]:
     """Prompt length and ids of one response to each."""
@@ -79,7 +60,8 @@ def sample(model: PreTrainedModel, prompts: list[list[int]], temperature: float,
 def read_run(
     model: PreTrainedModel, heads: MedusaHeads, first: int, ids: list[int], places: list[int], temperature: float, draw: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    """Runs drawn after `places` tokens of the response: what is seen, states and chances."""
+    """Runs drawn after `places` tokens of the response: what q says before each draft `NKF`, states `NKD`, and the exact chances `NK` that
+    a draft that is offered is accepted, given what was drawn before it."""
     lm_head_VD, table_VD, K = lm_head_weight(model), embedding_weight(model), heads.config.num_heads
     hidden_TD = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     hidden_MD, next_M = hidden_TD[first - 1 : -1], torch.tensor(ids[first:])
@@ -182,20 +164,16 @@ def main() -> None:
     draw = torch.Generator().manual_seed(args.seed)
     questions = [row["question"] for row in load_rows(args.data, limit=args.prompts)]
     prompts = [tokenizer(f"<|endoftext|>Question: {question}\nAnswer:")["input_ids"] for question in questions]
-    runs = Runs()
-    K = heads.config.num_heads
+    K, parts = heads.config.num_heads, []
     for number, (first, ids) in enumerate(sample(model, prompts, args.temperature, args.new)):
         most = len(ids) - first - 1
         if most < 1:
             continue
         places = torch.randperm(most, generator=draw)[: -(-args.rows // args.prompts)].tolist()
         with torch.no_grad():
-            seen_NKF, states_NKD2, chance_NK = read_run(model, heads, first, ids, places, args.temperature, draw)
-        runs.seen.append(seen_NKF)
-        runs.states.append(states_NKD2)
-        runs.chance.append(chance_NK)
-        runs.response.append(torch.full((len(places),), number))
-    seen_NKF, states_NKD2, chance_NK, response_N = runs.joined()
+            run = read_run(model, heads, first, ids, places, args.temperature, draw)
+        parts.append((*run, torch.full((len(places),), number)))
+    seen_NKF, states_NKD2, chance_NK, response_N = (torch.cat(part) for part in zip(*parts, strict=True))
     fit_N = response_N % 2 == 0
     rules = {
         "q": fitted(seen_NKF, chance_NK, fit_N),
