@@ -65,7 +65,7 @@ def row(seed: int, found: dict[str, Any]) -> str:
 
 
 SAME = ["data.max_prompt_tokens=48", "sampling.max_new_tokens=112", "sampling.responses_per_prompt=8", "ppo.prompts_per_step=12"]
-SAME += ["ppo.minibatch_size=12", "ppo.micro_batch_size=12", "ppo.epochs=1"]
+SAME += ["ppo.minibatch_size=12", "ppo.micro_batch_size=12", "ppo.epochs=1", "engine.max_num_seqs=8"]
 WARM_UP = 2
 
 
