@@ -363,7 +363,7 @@ class Cycle:
             setattr(self, name, value)
         if "schedule" in state:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
-            self.passes, self.gain, self._level = later if len(later) == 3 else (0.0, 0.0, 0.0)
+            self.passes, self.gain, self._level = later if state["counters"].numel() == len(COUNTERS) else (0.0, 0.0, 0.0)
         self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         self.last_losses = tuple(losses)
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}

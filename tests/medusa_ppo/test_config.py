@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from heads.errors import ConfigError
-from medusa_ppo.config import known_keys, load_config
+from medusa_ppo.config import build_config, known_keys, load_config
 from medusa_ppo.config_file import OLD_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +32,7 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("ppo.steps=many", "integer"),
         ("ppo.steps=0", "greater than or equal to 1"),
         ("engine.num_drafts=9", "heads.num_heads"),
+        ("engine.max_model_len=64", "engine.max_model_len = 64"),
         ("engine.url=http://127.0.0.1:1", "engine.backend=URL"),
         ("engine.backend=colocate", "Did you mean colocated?"),
         ("engine.backend=http://127.0.0.1:1,http://127.0.0.1:2", "as many addresses as replicas"),
@@ -67,7 +68,7 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
 def test_an_engine_too_short_is_refused_where_our_loop_brings_the_prompts(given: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.max_model_len = 64"):
         load_config(None, ["engine.max_model_len=64", given])
-    assert load_config(None, ["engine.max_model_len=64", "engine.num_drafts=2"]).engine.max_model_len == 64, "another loop's are its own"
+    assert build_config({"engine": {"max_model_len": 64}}).engine.max_model_len == 64, "another loop's prompts are its own"
 
 
 ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
