@@ -330,7 +330,7 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], s
         keys = ("engine.stop_below", "engine.choose_drafts")
         yield "What k drafts cost is not seen where each request has its own number.", keys, "one of the two", "Leave one out."
     need = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    ours = config.model_fields_set & {"data", "sampling", "ppo"}  # Another loop brings its own prompts, and its dictionary sets none of them.
+    ours = config.model_fields_set & {"data", "sampling", "ppo"}  # Another loop brings its own prompts, and sets none of them.
     if ours and engine.max_model_len is not None and need > engine.max_model_len:
         keys = ("data.max_prompt_tokens", "sampling.max_new_tokens")
         do = "Raise engine.max_model_len, leave it out, or shorten prompts or responses."
