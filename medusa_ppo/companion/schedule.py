@@ -2,7 +2,7 @@
 
 A step costs and brings
     lost     the seconds that the loop's own work took longer because the companion trained beside it, and those inside the plugin's hooks
-    saved    the seconds of generation that acceptance is worth: generation x (length / length at the begin - 1)
+    saved    the seconds that the same tokens took with the heads that the run began with (the quickest of those steps), less those of now
 
 What a second of training costs the loop is estimated from the steps: seconds outside generation = a x response tokens + b x seconds of
 training. It begins at b = 1 and is 0 where the companion has cores or a device of its own.
@@ -23,6 +23,7 @@ half of what those before it brought on average (MORE), so as many passes pay as
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 START = 8
@@ -113,7 +114,7 @@ class Account:
         """
         self._most, self._shared = most, shared
         self._seconds = SharedSeconds()
-        self._first_length = 0.0  # With the heads that the run began with; 0: not known yet.
+        self._first_s = math.inf  # Of a token's generation with the heads that the run began with.
         self._length = self._level = 0.0  # Acceptance now, and as it was when training ended.
         self._generate_s = self._pass_s = 0.0  # Of a step; lost by one pass over a batch.
         self._spent_s = 0.0  # Lost since the last publish.
@@ -127,10 +128,10 @@ class Account:
 
     def step(self, seen: StepSeen) -> None:
         """Book a finished step."""
-        warming_up = not self._first_length
+        warming_up = self._first_s == math.inf
         if not seen.serving or warming_up:
-            self._first_length = seen.length
-        self.saved_s = seen.generate_s * (seen.length / self._first_length - 1)
+            self._first_s = min(self._first_s, seen.generate_s / max(1, seen.tokens))
+        self.saved_s = seen.tokens * self._first_s - seen.generate_s if seen.serving else 0.0
         if not warming_up:
             self._seconds.add(seen.tokens, seen.trained_s, max(0.0, seen.other_s - seen.hooks_s))
         self.lost_s = seen.hooks_s + (self._seconds.price * seen.trained_s if self._shared else 0.0)

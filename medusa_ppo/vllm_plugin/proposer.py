@@ -41,15 +41,7 @@ from medusa_ppo.vllm_plugin.confirm import (
     read_state,
     sums_of_bits,
 )
-from medusa_ppo.vllm_plugin.hooks import (
-    Drafter,
-    agreed,
-    agreed_by_all,
-    embedding_module,
-    lm_head_weight,
-    packed_linear,
-    packs_8_bit,
-)
+from medusa_ppo.vllm_plugin.hooks import Drafter, agreed, agreed_by_all, embedding_module, lm_head_weight, packed_linear, packs_8_bit
 from medusa_ppo.vllm_plugin.registration import heads_folder
 
 logger = logging.getLogger(__name__)
@@ -86,6 +78,7 @@ class MedusaProposer(Drafter):
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
         self._fingerprint: list[int] = []
+        self._untrained = False
         self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
         self._last_ids: list[int] = []
 
@@ -104,11 +97,18 @@ class MedusaProposer(Drafter):
         self.model = self.heads = heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         self.version, self.heads_checksum = metadata.version, metadata.checksum
         self._target = target_model
-        self._fingerprint = fingerprint(self.heads)
+        self._fingerprint, self._untrained = fingerprint(self.heads), self.heads.untrained
+        if self._untrained:
+            logger.info("The heads of %s were never trained; nothing is drafted until trained ones are fed.", folder)
         self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), packed_linear)
         self.token_map = self._new_map(0)
         self._refresh_token_map()
         self._make_ring()
+
+    @property
+    def drafting(self) -> bool:
+        """Heads are there, and have learned something: before, each says what lm_head says, and costs as much as a good one."""
+        return self.fed and not self._untrained
 
     def _make_ring(self) -> None:
         config, fused = self.heads.config, self._core.fused
@@ -148,11 +148,11 @@ class MedusaProposer(Drafter):
             target_hidden_states: h_t `[B, D]` of each request, after the last norm.
         """
         hidden_BD = target_hidden_states  # vLLM's own name for it, should it call.
-        count = min(num_speculative_tokens, self.num_drafts)
-        if self.choose:
+        count = min(num_speculative_tokens, self.num_drafts) if self.drafting else 0
+        if self.choose and count:
             # Each rank learns by its own clock, and all must draft the same: the first one decides.
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
-        if count == 0 or not self.fed:
+        if count == 0:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
         last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(self.device, non_blocking=True)
         if not self.sampled or sampling_metadata.all_greedy:
@@ -205,10 +205,8 @@ class MedusaProposer(Drafter):
         if self.device.type == "cpu":
             if kept is None and seats.keys_B is None:
                 return None
-            noise = [
-                uniforms(self._positions_B, seats.keys_B, seats.seeded_B, lane, number)
-                for lane, number in ((ACCEPT_LANE, width), (LAST_LANE, 1))
-            ]
+            lanes = ((ACCEPT_LANE, width), (LAST_LANE, 1))
+            noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes]
             return Proposed(kept, torch.cat(noise, dim=1))
         if kept is None:
             return None
@@ -241,7 +239,7 @@ class MedusaProposer(Drafter):
             counts_2B = torch.tensor([list(drafted), accepted]).to(self.device, non_blocking=True)
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._seen = None
-        if self._ring is not None and self.fed and self.num_drafts and any(sampled_token_ids):
+        if self._ring is not None and self.drafting and self.num_drafts and any(sampled_token_ids):
             at, fused = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B), self._core.fused
             assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
             arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
@@ -376,6 +374,7 @@ class MedusaProposer(Drafter):
                 do="Swap again; should that fail too, restart the engine.",
             )
         self.fed, self.version, self.heads_checksum, self._fingerprint = True, version, digest, fingerprint(heads)
+        self._untrained = heads.untrained
         return digest
 
     @torch.inference_mode()

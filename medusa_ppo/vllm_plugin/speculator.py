@@ -131,7 +131,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
         drafter, batch = self.drafter, input_batch.num_reqs
         count = min(self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens, drafter.num_drafts)
-        self.count = count = count if drafter.fed else 0
+        self.count = count = count if drafter.drafting else 0
         ids_BK = torch.zeros(batch, self.num_speculative_steps, dtype=torch.int64, device=self.device)
         if not count:
             return ids_BK

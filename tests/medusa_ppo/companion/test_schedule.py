@@ -140,12 +140,16 @@ def test_a_price_that_no_step_shows_stays_at_one() -> None:
     assert account.lost_s == pytest.approx(1.0, abs=0.6)
 
 
-def test_what_is_saved_is_counted_from_the_heads_of_the_beginning() -> None:
+def test_what_is_saved_is_seconds_and_not_tokens_a_step() -> None:
+    """Twice as many tokens a step are not half of the seconds: a step with drafts takes longer."""
     account = Account(MOST, shared=True)
-    account.step(StepSeen(2.0, 8.0, 0.0, 1000, 1.1, 0.0, 0, 0.0, 0, 0))
+    account.step(StepSeen(2.6, 8.0, 0.0, 1000, 1.0, 0.0, 0, 0.0, 0, 0))  # Something else ran beside it.
+    account.step(StepSeen(2.0, 8.0, 0.0, 1000, 1.0, 0.0, 0, 0.0, 0, 0))
     assert account.saved_s == 0
-    account.step(StepSeen(1.5, 8.0, 0.5, 1000, 2.2, 0.0, 1, 0.3, 1, 1))
-    assert account.saved_s == pytest.approx(1.5) and account.lost_s == pytest.approx(0.5)
+    account.step(StepSeen(1.8, 8.0, 0.5, 1200, 2.2, 0.0, 1, 0.3, 1, 1))
+    assert account.saved_s == pytest.approx(1.2 * 2.0 - 1.8) and account.lost_s == pytest.approx(0.5)
+    account.step(StepSeen(2.5, 8.0, 0.5, 1000, 2.2, 0.0, 1, 0.3, 1, 1))
+    assert account.saved_s == pytest.approx(-0.5), "drafts can cost more than they bring"
 
 
 def test_in_a_simulated_run_the_loop_gains() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from heads import HeadsConfig
-from heads.checkpoint import load_state, save_heads, save_state
+from heads.checkpoint import save_heads, save_state
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -24,7 +24,7 @@ HEADS = 4
 
 @dataclass(frozen=True)
 class Actor:
-    """The shared actor: its folder, the transformers model in float32, 64 GSM8K prompts, and untrained heads for it."""
+    """The shared actor: its folder, the transformers model in float32, 64 GSM8K prompts, and heads that learned next to nothing."""
 
     path: Path
     model: Any
@@ -34,6 +34,12 @@ class Actor:
     @property
     def lm_head_VD(self) -> torch.Tensor:
         return self.model.lm_head.weight.detach()
+
+    def first_heads(self) -> MedusaHeads:
+        """Next to lm_head; untrained ones would not draft."""
+        heads = MedusaHeads(HeadsConfig(self.model.config.hidden_size, self.model.config.vocab_size, HEADS)).requires_grad_(False)
+        heads.blocks[0].copy_(torch.eye(heads.config.hidden_size) * 1e-3)
+        return heads
 
     def random_heads(self, seed: int, scale: float = 0.05, kind: str = "medusa", context: int = 0) -> MedusaHeads:
         torch.manual_seed(seed)
@@ -75,9 +81,9 @@ def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
     heads_path = tmp_path_factory.mktemp("native") / "heads"
-    heads = MedusaHeads(HeadsConfig(model.config.hidden_size, model.config.vocab_size, HEADS))
-    save_heads(heads_path, heads, lm_head_VD=model.lm_head.weight)
-    return Actor(path, model, prompts, heads_path)
+    found = Actor(path, model, prompts, heads_path)
+    save_heads(heads_path, found.first_heads(), lm_head_VD=model.lm_head.weight)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -97,10 +103,8 @@ def engine(shared_engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> Iter
     yield shared_engine
     shared_engine.wake()
     shared_engine.configure(num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0, memory_bytes=0)
-    state = {name: torch.zeros_like(value) for name, value in actor.random_heads(0).trainable_state().items()}
-    save_state(tmp_path / "zeros.safetensors", state)
-    shared_engine.swap_heads(tmp_path / "zeros.safetensors", 0)
+    save_state(tmp_path / "first.safetensors", actor.first_heads().trainable_state())
+    shared_engine.swap_heads(tmp_path / "first.safetensors", 0)
     if shared_engine.policy_version:
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         shared_engine.sync_actor(tmp_path / "actor.safetensors", 0)
-    assert load_state(tmp_path / "zeros.safetensors").keys() == state.keys()

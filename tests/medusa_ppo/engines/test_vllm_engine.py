@@ -282,10 +282,10 @@ def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngin
     torch.manual_seed(3)
     hidden_BD = torch.randn(6, actor.lm_head_VD.shape[1])
     before = engine.generate(actor.prompts[:16], GREEDY)
-    zero_drafts = engine.probe(hidden_BD.tolist(), [0] * 6)
+    first_drafts = engine.probe(hidden_BD.tolist(), [0] * 6)
     other = actor.random_heads(seed=8)
     swap(engine, other.trainable_state(), tmp_path / "a.safetensors", 1)
-    assert engine.probe(hidden_BD.tolist(), [0] * 6) == drafted(actor, other, hidden_BD) != zero_drafts
+    assert engine.probe(hidden_BD.tolist(), [0] * 6) == drafted(actor, other, hidden_BD) != first_drafts
     during = engine.generate(actor.prompts[:16], GREEDY)
     trained = heads_that_know(actor, before)
     swap(engine, trained.trainable_state(), tmp_path / "b.safetensors", 2)
@@ -295,10 +295,23 @@ def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngin
     assert after.counters.mean_acceptance_length > before.counters.mean_acceptance_length + 0.3
     assert during.counters != before.counters
     assert (before.heads_version, during.heads_version, after.heads_version) == (0, 1, 2)
-    zeros = {name: torch.zeros_like(value) for name, value in trained.trainable_state().items()}
-    swap(engine, zeros, tmp_path / "c.safetensors", 3)
-    assert engine.probe(hidden_BD.tolist(), [0] * 6) == zero_drafts
+    swap(engine, actor.first_heads().trainable_state(), tmp_path / "c.safetensors", 3)
+    assert engine.probe(hidden_BD.tolist(), [0] * 6) == first_drafts
     assert engine.generate(actor.prompts[:16], GREEDY).counters == before.counters
+
+
+@pytest.mark.parametrize("choose", [False, True])
+def test_heads_that_learned_nothing_draft_nothing(engine: ColocatedEngine, actor: Actor, tmp_path: Path, choose: bool) -> None:
+    """They cost as much as good ones: half of a run's first steps, before its first version."""
+    expected = tokens(engine.generate(actor.prompts[:8], GREEDY))
+    engine.configure(choose=choose)
+    zeros = {name: torch.zeros_like(value) for name, value in actor.first_heads().trainable_state().items()}
+    swap(engine, zeros, tmp_path / "zeros.safetensors", 1)
+    silent = engine.generate(actor.prompts[:8], GREEDY)
+    assert silent.counters.drafts == 0 and silent.heads_version == 1 and tokens(silent) == expected
+    engine.configure(choose=False)
+    swap(engine, actor.first_heads().trainable_state(), tmp_path / "first.safetensors", 2)
+    assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0
 
 
 def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:

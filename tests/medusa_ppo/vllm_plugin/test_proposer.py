@@ -45,7 +45,7 @@ class Step:
         proposer.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=size))
         proposer.num_speculative_tokens = proposer.num_drafts = K
         proposer.sampled, proposer.choose, proposer.fed, proposer.draft_temperature = True, False, True, 1.0
-        proposer.heads, proposer.token_map = heads, TokenMap(0, 0)
+        proposer.heads, proposer.token_map, proposer._untrained = heads, TokenMap(0, 0), False
         proposer._core = DraftingCore(heads, self.logits, lambda ids_B: self.table_VD[ids_B])
         proposer._lm_head, proposer._target = self.logits, torch.nn.Module()
         proposer._seating = Seating(size, CPU)
