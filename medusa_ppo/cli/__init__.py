@@ -67,11 +67,16 @@ def demo(
     """
     from medusa_ppo.config import load_config
     from medusa_ppo.config_file import preset
+    from medusa_ppo.hardware import cpu_has_bfloat16, find_hardware
 
     overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
     if steps:
         overrides.append(f"ppo.steps={steps}")
-    _ppo(load_config(preset("demo"), overrides), resume=False)
+    name = "demo"
+    if cpu_has_bfloat16() and not find_hardware().gpus:
+        name = "demo-bf16"
+        say("This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo ppo --config demo")
+    _ppo(load_config(preset(name), overrides), resume=False)
 
 
 @app.command()

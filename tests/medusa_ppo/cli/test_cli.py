@@ -12,7 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from medusa_ppo import cli, hardware
 from medusa_ppo.cli import app
+from medusa_ppo.config import RunConfig
 from medusa_ppo.console import command
 
 COMMANDS = ["demo", "ppo", "plan", "train", "eval", "convert", "push", "report", "doctor", "check-setup"]
@@ -68,6 +70,16 @@ def test_ppo_refuses_a_bad_configuration_before_anything_starts(tmp_path: Path, 
 def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
     output = run("report", str(tmp_path), code=2)
     assert str(tmp_path) in output.replace("\n", "") and "do this" in output
+
+
+@pytest.mark.parametrize(("able", "gpus", "dtype"), [(True, 0, "bfloat16"), (False, 0, None), (True, 1, None)])
+def test_the_demo_computes_in_what_the_cpu_can(monkeypatch: pytest.MonkeyPatch, able: bool, gpus: int, dtype: str | None) -> None:
+    runs: list[RunConfig] = []
+    monkeypatch.setattr(cli, "_ppo", lambda config, resume: runs.append(config))
+    monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda: able)
+    monkeypatch.setattr(hardware, "find_hardware", lambda: hardware.Hardware(gpus, bool(gpus), 2, "a test's"))
+    assert ("demo-bf16.yaml" in run("demo", "--out", "runs/mine", "--steps", "3", code=0)) == (dtype is not None)
+    assert (runs[0].model.dtype, runs[0].name, runs[0].ppo.steps, runs[0].ppo.lam) == (dtype, "mine", 3, 1.0)
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:
