@@ -177,7 +177,7 @@ def doctor(
     distribution: Annotated[bool, typer.Option("--distribution", help="Only this: are your engine's tokens samples of the model?")] = False,
     config: Annotated[Path | None, typer.Option(help="With --distribution: a run's file, for its engine, sampling and prompts.")] = None,
     model: Annotated[str | None, typer.Option(help="With --distribution: folder or hub name of the actor.")] = None,
-    heads: Annotated[str | None, typer.Option(help="With --distribution: native heads directory; else zero-start heads.")] = None,
+    heads: Annotated[str | None, typer.Option(help="With --distribution: native heads directory; else random heads.")] = None,
     tokens: Annotated[int, typer.Option(min=1000, help="With --distribution: tokens to sample with drafts, and without.")] = 20_000,
 ) -> None:
     """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded and sampling honestly.

@@ -154,12 +154,13 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
         tokens: sampled with drafts, and again without.
         data: answer the run's prompts; else texts are begun at random.
     """
-    from medusa_ppo.actors.hf import load_actor, load_tokenizer
+    from heads.checkpoint import save_heads
+    from medusa_ppo.actors.hf import lm_head_weight, load_actor, load_tokenizer
     from medusa_ppo.demo import RECIPES, ensure_demo_actor
     from medusa_ppo.engines import probe
     from medusa_ppo.engines.probe import sentence
     from medusa_ppo.hardware import settled
-    from medusa_ppo.plugin import MedusaPlugin
+    from medusa_ppo.plugin import initial_heads
     from medusa_ppo.ppo.generation import PromptStream
     from medusa_ppo.standalone.scene import on_device, running_engine
     from medusa_ppo.types import Sampling
@@ -178,9 +179,12 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
     if not data and config.engine.max_model_len is None:  # These prompts are short, and so may the model's longest text be.
         engine_config = engine_config.model_copy(update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens})
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
-        heads = MedusaPlugin.prepare_heads(config, model, Path(folder) / "heads")
+        heads = initial_heads(config, model)
+        if heads.untrained:
+            probe.stir(heads)
+        save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_weight(model).detach())
         progress.say("Starting the engine ...")
-        with running_engine(path, str(heads), engine_config, config.seed) as engine:
+        with running_engine(path, str(Path(folder) / "heads"), engine_config, config.seed) as engine:
             with progress.phase("Tokens", 2 * tokens) as advance:
                 runs = probe.sample(engine, prompts, sampling, tokens, advance)
     with progress.phase("Judging", 2 * tokens) as advance:

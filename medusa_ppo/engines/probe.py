@@ -216,12 +216,21 @@ def beginnings(config: Any) -> list[list[int]]:
     return [[begin, token] for token in torch.randint(config.vocab_size, (PROMPTS,), generator=generator).tolist()]
 
 
+@torch.no_grad()
+def stir(heads: MedusaHeads) -> None:
+    """Random numbers into the blocks of heads that were never trained, so that they draft."""
+    generator = torch.Generator().manual_seed(0)
+    for block in heads.blocks:
+        block.normal_(std=0.5 / heads.config.hidden_size**0.5, generator=generator)
+
+
 def run_probe() -> dict[str, Any]:
-    """Start a tiny engine with zero-start heads, sample with drafting, and compare with the model."""
+    """Start a tiny engine with random heads, sample with drafting, and compare with the model."""
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-probe-") as temporary:
         folder = Path(temporary)
         model = tiny_model(folder / "model")
         heads = MedusaHeads(HeadsConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=HEADS))
+        stir(heads)
         save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
         config = EngineConfig(max_num_seqs=16, max_model_len=64, threads=1)
         sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=0)

@@ -32,8 +32,8 @@ FIRST_TRANSFER = LAST_TRANSFER = (0, 32)
 class asks for a trainer's end as well, and in 0.24 it is another one."""
 LAST_MEDUSA = (0, 32)
 """Later releases have no Medusa: there our proposer is what vLLM calls a custom class (`speculation`)."""
-FIRST_V2 = (0, 32)
-"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter. By reading, 0.29 has the same names."""
+FIRST_V2 = (0, 29)
+"""From this release on our speculator ran in vLLM's V2 model runner, on Triton's interpreter: 0.29, 0.32, and 0.33's Python."""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
 

@@ -24,7 +24,9 @@ def heads(chain_actor: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     lm_head_VD = lm_head_weight(load_actor(chain_actor)).detach()
     folder = tmp_path_factory.mktemp("heads") / "medusa"
-    save_heads(folder, MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], 3)), lm_head_VD=lm_head_VD)
+    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], 3)).requires_grad_(False)
+    heads.blocks[0].fill_(1e-4)  # Untrained ones do not draft.
+    save_heads(folder, heads, lm_head_VD=lm_head_VD)
     return folder
 
 
