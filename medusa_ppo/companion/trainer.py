@@ -198,8 +198,7 @@ class HeadsTrainer:
                 loss = self._loss.at(step)
                 here = picks[start : start + rows]
                 if self.team and self._alike:
-                    mine = here.split(TOGETHER)[self.team.place.rank :: self.team.place.size]  # Neighbours share what the teacher says.
-                    here = torch.cat(mine) if mine else here[:0]
+                    here = here[self.team.place.rank :: self.team.place.size]
                 losses.append(self._step([source for source, _ in sources], here, loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
 
