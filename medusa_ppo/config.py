@@ -123,7 +123,7 @@ class EngineConfig(Section):
     backend: Text = COLOCATED
     """`colocated`: vLLM in a Ray actor; `server`: `vllm serve` on this node, started by us; or running servers' addresses, with commas."""
     runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner where heads draft; `v2` (vLLM 0.32, never on a GPU) takes none of the four keys that say v1 below."""
+    """vLLM's model runner where heads draft; `v2` (vLLM 0.29 or 0.32, never on a GPU) takes none of the four keys that say v1 below."""
     replicas: Count = 1
     """Engines that share the rollouts; each takes the threads, memory and GPUs that this section names."""
     resource: Text | None = None
