@@ -60,6 +60,8 @@ def seconds(value: float | None) -> str:
     """Seconds below two minutes, then minutes, then hours."""
     if value is None:
         return NONE
+    if value < 0:
+        return f"-{seconds(-value)}"
     if value < 10:
         return f"{value:.2g} s" if value >= 0.01 or value == 0 else f"{1000 * value:.1g} ms"
     if value < 120:

@@ -87,6 +87,8 @@ def test_names_can_not_break_the_table() -> None:
         (wording.seconds, 0.004, "4 ms"),
         (wording.seconds, 90.0, "90 s"),
         (wording.seconds, 600.0, "10 min"),
+        (wording.seconds, -1.6, "-1.6 s"),
+        (wording.seconds, -90.0, "-90 s"),
         (wording.seconds, 36000.0, "10.0 h"),
         (wording.whole, 2500.0, "2,500"),
         (wording.signed, 0.4, "+0.40"),
