@@ -91,7 +91,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks.",
     "companion.saved_s": "Seconds of generation less than the same tokens took with the heads that the run began with.",
     "companion.lost_s": "Seconds that the loop lost by the companion: in hooks, and by sharing cores or a device (estimated step by step).",
-    "companion.net_s": "Saved less lost. What drafting itself costs the engine is in neither: see step_ratio.",
+    "companion.net_s": "Saved less lost. What a loop without the plugin would take is in neither: see step_ratio.",
     "staleness.last": "Policy updates between the serving heads' last training batch and the last step's rollouts.",
     "staleness.max": "The largest in the run.",
     "logprob_gap.last": "Mean |engine log-prob - actor log-prob| in nats, mean over the last window.",

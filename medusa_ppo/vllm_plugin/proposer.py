@@ -78,7 +78,6 @@ class MedusaProposer(Drafter):
         self.token_map = TokenMap(0, 0)
         self._step_began: float | None = None
         self._fingerprint: list[int] = []
-        self._untrained = False
         self._seating = Seating(vllm_config.scheduler_config.max_num_seqs, device)
         self._last_ids: list[int] = []
 

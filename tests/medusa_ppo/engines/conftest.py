@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from heads import HeadsConfig
-from heads.checkpoint import save_heads, save_state
+from heads.checkpoint import load_state, save_heads, save_state
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -37,7 +37,7 @@ class Actor:
 
     def first_heads(self) -> MedusaHeads:
         """Next to lm_head; untrained ones would not draft."""
-        heads = MedusaHeads(HeadsConfig(self.model.config.hidden_size, self.model.config.vocab_size, HEADS)).requires_grad_(False)
+        heads = self.random_heads(0, scale=0.0)
         heads.blocks[0].copy_(torch.eye(heads.config.hidden_size) * 1e-3)
         return heads
 
@@ -103,8 +103,10 @@ def engine(shared_engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> Iter
     yield shared_engine
     shared_engine.wake()
     shared_engine.configure(num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0, memory_bytes=0)
-    save_state(tmp_path / "first.safetensors", actor.first_heads().trainable_state())
+    state = actor.first_heads().trainable_state()
+    save_state(tmp_path / "first.safetensors", state)
     shared_engine.swap_heads(tmp_path / "first.safetensors", 0)
     if shared_engine.policy_version:
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         shared_engine.sync_actor(tmp_path / "actor.safetensors", 0)
+    assert load_state(tmp_path / "first.safetensors").keys() == state.keys()
