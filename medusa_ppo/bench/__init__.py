@@ -45,7 +45,7 @@ class RolloutBench:
     draft_vocab: Annotated[
         int, Option(min=-1, help="Draft from so many of the most frequent tokens; 0: from all; -1: as a run would.")
     ] = -1
-    fixed: Annotated[tuple[int, ...], Option(help="Numbers of drafts that are arms of their own.")] = ()
+    fixed: Annotated[tuple[int, ...], Option(min=0, help="Numbers of drafts that are arms of their own; 0: ours, drafting nothing.")] = ()
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")] = "float32"
     eager: Annotated[bool, Option("--eager", help="Without torch.compile: starts sooner, and is not vLLM's default.")] = False
     others: Annotated[

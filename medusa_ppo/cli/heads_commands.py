@@ -33,7 +33,7 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
             values = {field.name: given.pop(field.name) for field in typed}
             for field in typed:
                 if isinstance(field.default, tuple):
-                    values[field.name] = _parts(field, values[field.name], get_args(get_args(hints[field.name])[0])[0])
+                    values[field.name] = _parts(field, values[field.name], hints[field.name])
             function(kind(**values), **given)
 
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
@@ -52,18 +52,21 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _parts(field: dataclasses.Field[Any], text: str, kind: type[Any]) -> tuple[Any, ...]:
-    """Words, or numbers above 0, with commas between them. ConfigError when one is none."""
+def _parts(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ...]:
+    """Words, or numbers above 0 (from 0 on, where the option has min=0), with commas between them. ConfigError when one is none."""
     default: tuple[Any, ...] = field.default  # type: ignore[assignment]
+    kind, zero = get_args(get_args(hint)[0])[0], hint.__metadata__[0].min == 0
     words = [word.strip() for word in text.split(",") if word.strip()]
     try:
         parts = tuple(kind(word) for word in words)
     except ValueError:
-        parts = (0,)
-    if (default and not parts) or any(not isinstance(part, str) and part <= 0 for part in parts):
+        parts = (-1,)
+    fits = all(isinstance(part, str) or part > 0 or (zero and part == 0) for part in parts)
+    if not fits or (default and not parts):
         option = f"--{field.name.replace('_', '-')}"
-        like = ",".join(map(str, default)) or "0.3,0.7,1.0"
-        raise ConfigError(f"{option} takes numbers above 0.", given=text, expected=f"like {like}", do=f"Correct {option}.")
+        from_where = "from 0 on" if zero else "above 0"
+        like = ",".join(map(str, default)) or ("0,1,4" if zero else "0.3,0.7,1.0")
+        raise ConfigError(f"{option} takes numbers {from_where}.", given=text, expected=f"like {like}", do=f"Correct {option}.")
     return parts
 
 

@@ -77,15 +77,16 @@ def test_rollout(source: list[str], heads: Path, tmp_path: Path) -> None:
         "1",
         "--eager",
         "--fixed",
-        "1,3",
+        "0,3",
         "--json",
         str(file),
     )
     run("rollout", *source, *arguments, "--max-new-tokens", "16")
     figures = json.loads(file.read_text())
-    assert figures["arms"] == ["none", "stock medusa", "ngram", "ours, K = 1", "ours, K = 3", "ours, K chosen"]
+    assert figures["arms"] == ["none", "stock medusa", "ngram", "ours, K = 0", "ours, K = 3", "ours, K chosen"]
     rows = {(row["batch"], row["arm"]): row for row in figures["rows"]}
-    assert len(rows) == 12 and rows[1, "none"]["ratio"] == 1.0 and rows[4, "none"]["drafts_per_step"] == 0
+    assert len(rows) == 12 and rows[1, "none"]["ratio"] == 1.0
+    assert rows[4, "none"]["drafts_per_step"] == rows[4, "ours, K = 0"]["drafts_per_step"] == 0
     assert rows[1, "stock medusa"]["drafts_per_step"] == 3 == rows[1, "ours, K = 3"]["drafts_per_step"]
     assert file.with_suffix(".svg").is_file()
 

@@ -96,6 +96,9 @@ def test_options_of_the_command_line_arrive_and_are_written(tmp_path: Path, monk
     wrong = CliRunner().invoke(app, [*words, "--batches", "0"])
     assert wrong.exit_code == 2 and "--batches takes numbers above 0" in wrong.output
     assert CliRunner().invoke(app, [*words, "--batches", ""]).exit_code == 2
+    wrong = CliRunner().invoke(app, [*words, "--fixed=-1"])
+    assert wrong.exit_code == 2 and "--fixed takes numbers from 0 on" in wrong.output
+    assert CliRunner().invoke(app, [*words, "--fixed", "0,1"]).exit_code == 0
 
 
 def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
