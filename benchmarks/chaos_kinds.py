@@ -63,7 +63,7 @@ def companion_worker_killed(scene: Scene) -> None:
 
 
 def companion_worker_stopped(scene: Scene) -> None:
-    scene.changes = {"companion": {"workers": 2, "wait": False, "schedule": "fixed"}}
+    scene.changes = {"companion": {"workers": 2, "wait": False}}
     scene.strike_companion(signal.SIGSTOP, title="ray::Member")
     scene.run()
 

@@ -342,9 +342,11 @@ class CompanionStatus:
     the batches that the gate has judged, `gain` is what the candidate had more than the serving heads the last time (acceptance length).
     `versions_followed` were compared with the one before on later batches, `versions_worse` were surely worse there.
     `upper` is the last upper mark, of batch number `upper_batch`, and `upper_serving` what the serving heads reached on the same holdout.
+    `incarnation` names the process that answers: another one after it was started again.
     """
 
     alive: bool = True
+    incarnation: str = ""
     batches_received: int = 0
     batches_dropped: int = 0
     batches_trained: int = 0

@@ -188,8 +188,7 @@ class CompanionClient:
             self._fail(answer.error)
         if self._sent == self._sent_before_poll:  # Else a batch may have come in after the answer was given.
             self._held = answer.held_bytes
-        self._restarts += answer.incarnation != self._incarnation
-        self._incarnation = answer.incarnation
+        self._answered(answer.incarnation)
         if answer.version < after_version and self._newest is not None and Path(self._newest.path).is_file():
             # It came back without its state: what it publishes must be newer than what the engine has.
             self.go_on_from(after_version, load_state(self._newest.path))
@@ -209,6 +208,7 @@ class CompanionClient:
         if self._usable():
             with self._guard("does not answer"):
                 before, self._last = self._last, ray.get(self._call("status", CONTROL), timeout=timeout_s)
+                self._answered(self._last.incarnation)
                 if self._last.batches_trained > before.batches_trained > 0:
                     trained = self._last.trained_tokens - before.trained_tokens
                     self._position_s = max(0.0, self._last.train_s - before.train_s) / max(1, trained)
@@ -260,6 +260,10 @@ class CompanionClient:
 
     def _call(self, method: str, group: str, *arguments: object) -> ray.ObjectRef:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
+
+    def _answered(self, incarnation: str) -> None:
+        self._restarts += incarnation != self._incarnation
+        self._incarnation = incarnation
 
     def _with_own_counts(self, status: CompanionStatus) -> CompanionStatus:
         dropped = status.batches_dropped + self._lost

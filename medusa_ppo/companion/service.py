@@ -132,6 +132,7 @@ class CompanionService:
         running_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since - self._pace.waited_s
         return CompanionStatus(
             alive=self._thread.is_alive(),
+            incarnation=self._incarnation,
             batches_received=self._received,
             batches_dropped=self._dropped_before + self._queue.dropped,
             batches_trained=trainer.batches_trained,
