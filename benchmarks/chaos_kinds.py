@@ -354,7 +354,7 @@ KINDS = (
     Kind("companion killed", companion_killed, "The companion was lost and started again", heads=False),
     Kind("companion stopped", companion_stopped, "ended and started again", heads=False),
     Kind("companion's second worker killed", companion_worker_killed, "The companion was lost and started again", heads=False),
-    Kind("companion's second worker stopped", companion_worker_stopped, "ended and started again", heads=False),
+    Kind("companion's second worker stopped", companion_worker_stopped, "(lost|ended) and started again", heads=False),
     Kind("companion: GPU error", ordered("cuda", back=True), "The companion was lost and started again", heads=False),
     Kind("companion: out of memory", ordered("memory", back=False), "can't allocate memory|not enough memory|invalid size", heads=False),
     Kind(

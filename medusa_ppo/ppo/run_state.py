@@ -54,6 +54,8 @@ COMPANION_FOLDER = "companion"
 STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"
+UNFINISHED = ".*.new-*"
+"""What all that writes aside and renames calls its files and folders."""
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
 """What a run had whose state lacks these keys, where that is not today's default."""
@@ -147,6 +149,18 @@ def fresh_folder(target: Path) -> Iterator[Path]:
         remove_directory(old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what a run that was killed had begun to write beside what it would replace: a checkpoint's files can be as large as the run's.
+
+    Whoever calls this is the only one that writes there.
+    """
+    for path in sorted(run_dir.rglob(UNFINISHED)):
+        if path.is_dir():
+            remove_directory(path)
+        else:
+            path.unlink(missing_ok=True)  # Went with its folder, or is a link.
 
 
 def _to_disk(path: Path) -> None:

@@ -90,6 +90,8 @@ class RunSession:
         check_trackers(config.report.trackers)
         torch.set_num_threads(config.ppo.threads or 1)
         position = run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
+        if resume:
+            run_state.remove_unfinished(config.run_dir)
         reward = make_reward(config.ppo, _device())
         self._stack.callback(reward.close)
         actor_path = self._folder_of(config.model.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,12 @@ from medusa_ppo.drafting.choice import FIRST_STEPS, DraftChooser, StepCosts
 
 K = 4
 RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones in whatever order the tests run."""
+    monkeypatch.setattr(sys.modules[__name__], "RNG", np.random.default_rng(0))
 
 
 def cost_of(batch: int, drafts: int, costs: tuple[float, ...]) -> float:

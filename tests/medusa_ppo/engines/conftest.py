@@ -91,8 +91,9 @@ def engine_config() -> EngineConfig:
     return EngineConfig(dtype="float32", max_num_seqs=64, max_model_len=512, threads=1, memory_fraction=0.05)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[ColocatedEngine]:
+    """Of one module: vLLM has one engine a process, and one of another module that closes would take this one's groups with it."""
     with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
         yield engine
 

@@ -33,6 +33,9 @@ from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_e
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
 
+# vLLM has one engine a process: tests that start another one end the one that those before share.
+pytestmark = pytest.mark.random_order(disabled=True)
+
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 BUCKET = 1 << 20
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300]]

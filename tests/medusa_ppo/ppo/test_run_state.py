@@ -108,6 +108,26 @@ def test_a_crash_between_the_renames_loses_nothing(tiny_actor, config: RunConfig
     one.load(saved_folder(config.run_dir))
 
 
+def test_what_a_killed_run_had_begun_to_write_is_removed(tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    one, run_dir, outside = learner(tiny_actor()), config.run_dir, tmp_path / "outside"
+    save_checkpoint(run_dir, one, RunPosition(1, 1, 1.0), config)
+    outside.mkdir()
+    (outside / ".theirs.new-1").write_text("kept")
+    (run_dir / ".away.new-1").symlink_to(outside)
+    (run_dir / "heads").mkdir()
+    (run_dir / "heads" / ".v000001.new-1").write_text("half")
+    (run_dir / ".notes").write_text("kept")
+    with monkeypatch.context() as killed:  # As by SIGKILL: no handler runs.
+        killed.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        killed.setattr(checkpoint, "write_json", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_checkpoint(run_dir, one, RunPosition(2, 2, 2.0), config)
+    assert len(list(run_dir.glob(".checkpoint.new-*/actor.safetensors"))) == 1
+    checkpoint.remove_unfinished(run_dir)
+    assert sorted(path.name for path in run_dir.rglob(".*")) == [".notes"] and read_position(run_dir, config).next_step == 1
+    assert (outside / ".theirs.new-1").is_file()
+
+
 def test_the_companions_state_goes_along(tiny_actor, config: RunConfig):
     one = learner(tiny_actor())
     save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)

@@ -103,10 +103,19 @@ def pair_of(path: Path, ppo: dict[str, Any] | None = None, dtype: str = "float32
 
 
 @pytest.fixture(scope="module")
-def pair(shim_in_reach: None, ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two tensor-parallel ranks."""
+def begun(shim_in_reach: None, ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Path]]:
+    """Two tensor-parallel ranks, and the state that they begin with."""
     with pair_of(actor_of(tmp_path_factory.mktemp("actor"), "llama"), tensor_parallel=2) as found:
-        yield found
+        yield found, save_checkpoint(tmp_path_factory.mktemp("begin"), found.ranked, RunPosition(0, 0, 0.0), found.config)
+
+
+@pytest.fixture
+def pair(begun: tuple[Pair, Path]) -> Pair:
+    """As it began, whatever the tests before did to one of the two."""
+    found, state = begun
+    found.ranked.load(state)
+    found.plain.load(state)
+    return found
 
 
 def check_steps(pair: Pair, make_rollouts: Callable[..., Any], steps: range, sequences: int = 9, sampling: Sampling = SAMPLING) -> None:
