@@ -70,7 +70,7 @@ def start(workers: int, kind: str, lm_head_VD: torch.Tensor) -> CompanionClient:
 def core_seconds(client: CompanionClient, workers: int) -> list[float]:
     """Processor seconds of each worker's process so far."""
     if workers == 1:
-        pids = [int(client._incarnation.split("-")[0])]
+        pids = [int(client.status().incarnation.split("-")[0])]
     else:
         pids = [int(name.split("-")[0]) for name in ray.get(client._call("workers", CONTROL))]
     assert len(pids) == workers, f"{len(pids)} of {workers} workers are there"

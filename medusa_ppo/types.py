@@ -337,16 +337,13 @@ class ReplayRow:
 class CompanionStatus:
     """What the companion has done so far. Totals since its start unless a name says otherwise.
 
-    `train_s` runs while it trains, `worked_s` counts what that takes from others: on a CPU the seconds of a core that it really had.
-    `passes` and `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one. `judged` counts
-    the batches that the gate has judged, `gain` is what the candidate had more than the serving heads the last time (acceptance length).
-    `versions_followed` were compared with the one before on later batches, `versions_worse` were surely worse there.
-    `upper` is the last upper mark, of batch number `upper_batch`, and `upper_serving` what the serving heads reached on the same holdout.
-    `incarnation` names the process that answers: another one after it was started again.
+    `train_s` runs while it trains, `worked_s` is what that takes from others: on a CPU the seconds of a core that it had. `passes` and
+    `positions_frac` are of the last batch; `rate` is the share of the configured step size for the next one. The gate has judged `judged`
+    batches, `gain` is what the candidate had more than the serving heads then. `versions_followed` were compared with the one before on
+    later batches, `versions_worse` were surely worse. `upper` is the last upper mark, of batch `upper_batch`. `incarnation`: which process.
     """
 
     alive: bool = True
-    incarnation: str = ""
     batches_received: int = 0
     batches_dropped: int = 0
     batches_trained: int = 0
@@ -378,6 +375,7 @@ class CompanionStatus:
     workers: int = 1
     rate: float = 1.0
     worked_s: float = 0.0
+    incarnation: str = ""
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,14 @@ class CompanionClient:
         # A companion that is started again is built from it; Ray frees what nobody holds.
         self._first = ray.put((arguments, self._tables))
         self._actor = _remote_actor(config, self._first, self._group)
-        self._incarnation = self._started(folder)
+        self._incarnations = {self._started(folder)}
         self._remove_folder = weakref.finalize(self, folder.close)
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
         self._poll_since = self._grace_until = 0.0
         self._held = 0  # Bytes of batches that the companion says it holds.
-        self._sent = self._sent_before_poll = self._lost = self._restarts = 0
+        self._sent = self._sent_before_poll = self._lost = 0
         self._last, self._error, self._closed = CompanionStatus(), "", False
         self._told: set[str] = set()
 
@@ -188,7 +188,7 @@ class CompanionClient:
             self._fail(answer.error)
         if self._sent == self._sent_before_poll:  # Else a batch may have come in after the answer was given.
             self._held = answer.held_bytes
-        self._answered(answer.incarnation)
+        self._incarnations.add(answer.incarnation)
         if answer.version < after_version and self._newest is not None and Path(self._newest.path).is_file():
             # It came back without its state: what it publishes must be newer than what the engine has.
             self.go_on_from(after_version, load_state(self._newest.path))
@@ -208,7 +208,7 @@ class CompanionClient:
         if self._usable():
             with self._guard("does not answer"):
                 before, self._last = self._last, ray.get(self._call("status", CONTROL), timeout=timeout_s)
-                self._answered(self._last.incarnation)
+                self._incarnations.add(self._last.incarnation)
                 if self._last.batches_trained > before.batches_trained > 0:
                     trained = self._last.trained_tokens - before.trained_tokens
                     self._position_s = max(0.0, self._last.train_s - before.train_s) / max(1, trained)
@@ -261,13 +261,10 @@ class CompanionClient:
     def _call(self, method: str, group: str, *arguments: object) -> ray.ObjectRef:
         return getattr(self._actor, method).options(concurrency_group=group).remote(*arguments)
 
-    def _answered(self, incarnation: str) -> None:
-        self._restarts += incarnation != self._incarnation
-        self._incarnation = incarnation
-
     def _with_own_counts(self, status: CompanionStatus) -> CompanionStatus:
         dropped = status.batches_dropped + self._lost
-        return dataclasses.replace(status, batches_dropped=dropped, restarts=self._restarts, positions_left_out=self._left_out)
+        restarts = len(self._incarnations) - 1
+        return dataclasses.replace(status, batches_dropped=dropped, restarts=restarts, positions_left_out=self._left_out)
 
     def _shares(self) -> bool:
         """Several workers don't: they would wait for each other. On a machine with GPUs the loop needs few of the cores."""
