@@ -73,7 +73,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
     "actor_note": "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that say nothing; null: nothing.",
-    "tokens_per_s.drafting": "Response tokens per second with drafting, median over the pairs.",
+    "tokens_per_s.drafting": "Response tokens per second with drafting, of the pair whose ratio is in the middle (of an even number the upper one).",
     "tokens_per_s.plain": "The same without drafting.",
     "tokens_per_s.rollouts": "Response tokens per second of the run's own generation, mean over the last window.",
     "reward.first": "Mean reward over the first window, KL penalty not included.",
@@ -124,6 +124,8 @@ def build_summary(run: Run) -> dict[str, Any]:
     window = window_steps(len(run.steps))
     pairs, against = speed_pairs(run)
     speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
+    # Of one pair, so that they fit its ratio.
+    rates = sorted(pairs, key=lambda pair: pair[m.PAIR_SPEEDUP] or 0.0)[len(pairs) // 2] if pairs else {}
     steps = step_pairs(run)
     last = run.steps[-window:]  # Without a step the window is 0, and there is nothing to cut.
     return {
@@ -142,8 +144,8 @@ def build_summary(run: Run) -> dict[str, Any]:
         "step_pairs": _step_figures(steps),
         "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
-            "drafting": _median([pair.get(m.PAIR_DRAFTING_TOKENS_PER_S) for pair in pairs]),
-            "plain": _median([pair.get(m.PAIR_PLAIN_TOKENS_PER_S) for pair in pairs]),
+            "drafting": rates.get(m.PAIR_DRAFTING_TOKENS_PER_S),
+            "plain": rates.get(m.PAIR_PLAIN_TOKENS_PER_S),
             "rollouts": mean(run.column(m.TOKENS_PER_S)[-window:]),
         },
         "reward": first_last(run.column(m.REWARD_MEAN), window),

@@ -128,6 +128,11 @@ def test_a_comparison_after_the_last_step_goes_before_pairs_within_the_run() -> 
         "generate_with_s": 3.0, "generate_without_s": 4.0,
     }  # fmt: skip
     assert summary["actor_note"] == "an actor of paper"
+    uneven = [(1.2, 600.0, 500.0), (2.7, 1350.0, 500.0), (1.1, 1430.0, 1300.0)]  # Medians of each side: 1,350 and 500.
+    names_of = ("pair_speedup", "pair_drafting_tokens_per_s", "pair_plain_tokens_per_s")
+    three = Run(HAND.path, HAND.steps, {"comparison": {"rollouts": [dict(zip(names_of, pair, strict=True)) for pair in uneven]}})
+    assert build_summary(three)["rollout_speedup"] == 1.2 and build_summary(three)["rollout_speedup_pairs"]["last"] == 1.1
+    assert build_summary(three)["tokens_per_s"] == {"drafting": 600.0, "plain": 500.0, "rollouts": None}
     broken = Run(HAND.path, HAND.steps, {"comparison": {"rollouts": 7, "steps": {"with": 1}}})
     assert build_summary(broken)["rollout_speedup"] == 1.5 and build_summary(broken)["step_pairs"]["count"] == 0
 
