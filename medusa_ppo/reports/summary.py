@@ -73,7 +73,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "step_pairs.generate_with_s": "Of the first, seconds of generation.",
     "step_pairs.generate_without_s": "Of the second, seconds of generation.",
     "actor_note": "What has to be said of the actor beside any figure, e.g. that it was grown by neurons that say nothing; null: nothing.",
-    "tokens_per_s.drafting": "Response tokens per second with drafting, of the pair whose ratio is in the middle (of an even number the upper one).",
+    "tokens_per_s.drafting": "Response tokens per second with drafting, of the pair whose ratio is in the middle (of two the larger).",
     "tokens_per_s.plain": "The same without drafting.",
     "tokens_per_s.rollouts": "Response tokens per second of the run's own generation, mean over the last window.",
     "reward.first": "Mean reward over the first window, KL penalty not included.",
@@ -125,7 +125,8 @@ def build_summary(run: Run) -> dict[str, Any]:
     pairs, against = speed_pairs(run)
     speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
     # Of one pair, so that they fit its ratio.
-    rates = sorted(pairs, key=lambda pair: pair[m.PAIR_SPEEDUP] or 0.0)[len(pairs) // 2] if pairs else {}
+    told = sorted((pair for pair in pairs if pair[m.PAIR_PLAIN_TOKENS_PER_S]), key=lambda pair: pair[m.PAIR_SPEEDUP] or 0.0)
+    rates = told[len(told) // 2] if told else {}
     steps = step_pairs(run)
     last = run.steps[-window:]  # Without a step the window is 0, and there is nothing to cut.
     return {
