@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from heads.checkpoint import load_heads
 from medusa_ppo import metrics as names
 from medusa_ppo.config import RunConfig, build_config
-from medusa_ppo.files import LOCK
+from medusa_ppo.files import LOCK, _is_free
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.reports.store import read_run
@@ -71,18 +70,7 @@ def leftovers() -> set[str]:
     places = [Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))]
     found = [p for place in places if place.is_dir() for p in place.iterdir() if p.name.startswith(("medusa-ppo", "mppo-"))]
     ours = {file.path for file in psutil.Process().open_files()}
-    return {str(p) for p in found if str(p / LOCK) in ours or not is_held(p / LOCK)}
-
-
-def is_held(lock: Path) -> bool:
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # It has none.
-        return False
-    return False
+    return {str(p) for p in found if str(p / LOCK) in ours or not (p / LOCK).is_file() or _is_free(p / LOCK)}
 
 
 def check_none_left(before: set[str]) -> None:
