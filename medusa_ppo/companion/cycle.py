@@ -14,6 +14,7 @@ from heads import HeadsConfig
 from heads.acceptance import ReplayResult
 from heads.errors import CheckpointError
 from heads.modules import MedusaHeads
+from heads.tensorfile import is_finite
 from medusa_ppo.companion.gate import (
     WARM,
     Evidence,
@@ -162,8 +163,7 @@ class Cycle:
             DataError: the batch does not fit the heads.
         """
         self.batches_seen += 1
-        finite = bool(torch.isfinite(batch.hidden_MD).all() and torch.isfinite(batch.logprobs_M).all())
-        if not finite:
+        if not (is_finite(batch.hidden_MD) and is_finite(batch.logprobs_M)):
             return CycleReport(TrainReport(), problem="The batch holds hidden states or log-probs that are not finite.")
         self.trainer.check(batch)
         self._count(batch)

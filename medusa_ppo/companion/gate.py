@@ -31,6 +31,7 @@ from heads.acceptance import (
 )
 from heads.modules import MedusaHeads
 from heads.targets import condition_ids, head_targets, segments_from_lengths
+from heads.tensorfile import is_finite
 from medusa_ppo.companion.positions import context_of
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.types import HOLDOUT_PROMPTS, ReplayRow, RolloutBatch
@@ -323,7 +324,7 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
     if candidate.config != serving.config:
         return f"The candidate has other sizes than the serving heads: {candidate.config}."
     for name, tensor in candidate.trainable_state().items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             return f"The candidate's {name} holds values that are not finite."
         if float(tensor.abs().max()) > MAX_WEIGHT:
             return f"The candidate's {name} exploded: a weight of {float(tensor.abs().max()):.1e}."

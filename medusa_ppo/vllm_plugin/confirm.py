@@ -23,7 +23,7 @@ from torch import nn
 from heads import TEMPERATURES, HeadsConfig
 from heads.errors import CheckpointError, SwapError
 from heads.modules import rms_normalise
-from heads.tensorfile import crc, load_state
+from heads.tensorfile import crc, is_finite, load_state
 from medusa_ppo.drafting.core import Drafted, Sampling
 from medusa_ppo.drafting.products import spread
 from medusa_ppo.types import Checked
@@ -88,7 +88,7 @@ def read_state(
 def check_finite(state: Mapping[str, torch.Tensor]) -> None:
     """For tensors that changed their dtype: a large float32 may become infinite. (read_state has checked the file.)"""
     for name, tensor in state.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise SwapError(
                 "NaN or infinity in the new heads; the serving ones stay.", given=name, expected="finite numbers", do="Do not publish them."
             )

@@ -17,7 +17,9 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
+from torch import nn
 from vllm.config.speculative import SpeculativeConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
@@ -239,7 +241,7 @@ def generators_kept(original: Replaced) -> Replaced:
     return _sample
 
 
-# ---- small weights -------------------------------------------------------------------------------------------------------------
+# ---- packed weights ------------------------------------------------------------------------------------------------------------
 
 
 def no_small_amx_products(_: Replaced) -> Replaced:
@@ -248,6 +250,17 @@ def no_small_amx_products(_: Replaced) -> Replaced:
     Trigger: a bfloat16 model with such weights, on a CPU with AMX. Versions 0.23 to 0.33; not reported upstream.
     """
     return lambda n, k, dtype: False
+
+
+def pack_tied_lm_head(model: nn.Module) -> None:
+    """Failure: lm_head multiplies with the weights of before: what was loaded is packed anew, and a tied lm_head is not loaded.
+
+    Trigger: new weights of a tied actor that keeps a module of its own for lm_head, in the CPU build, however they come.
+    Versions 0.24 to 0.33; not reported upstream. Nothing is replaced: the worker extension calls this after new weights.
+    """
+    for module in model.modules() if current_platform.is_cpu() else ():
+        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+            module.quant_method.process_weights_after_loading(module)
 
 
 # ---- older releases ------------------------------------------------------------------------------------------------------------

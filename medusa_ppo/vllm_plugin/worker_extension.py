@@ -23,6 +23,8 @@ from medusa_ppo.files import forget_registration
 from medusa_ppo.types import Checked
 from medusa_ppo.vllm_plugin import Drafting, reports_errors
 from medusa_ppo.vllm_plugin.confirm import read_state
+from medusa_ppo.vllm_plugin.hooks import lm_head_weight
+from medusa_ppo.vllm_plugin.mends import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.registration import activate, drafter_of, require_active, vllm_version
 from medusa_ppo.vllm_plugin.transfer import device_id, read_entries
 
@@ -71,8 +73,8 @@ class MedusaWorker:
         names = self._medusa_check_entries({name: (CODES[value.dtype], tuple(value.shape)) for name, value in state.items()}, path)
         with torch.inference_mode():
             self.reload_weights(weights_iterator=((name, state[name]) for name in names))  # type: ignore[attr-defined]
-        if LM_HEAD_KEY in names:
-            self._medusa_check_lm_head(state[LM_HEAD_KEY][:, :2], path)
+        lm_head_VD = state.get(LM_HEAD_KEY)
+        self._medusa_check_lm_head(None if lm_head_VD is None else lm_head_VD[:, :2], path)
         return self._medusa_took_actor(version, digest, started)
 
     @reports_errors
@@ -96,20 +98,21 @@ class MedusaWorker:
         """
         started = time.perf_counter()
         self._medusa_actor = (-1, "")
-        tied = self._medusa_tied()
         with torch.inference_mode():
             self.start_weight_update()  # type: ignore[attr-defined]
-            self.update_weights({"entries": entries, "tied": tied})  # type: ignore[attr-defined]
+            self.update_weights({"entries": entries, "tied": self._medusa_tied()})  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
         came = self.weight_transfer_engine  # type: ignore[attr-defined]
-        if came.lm_head_V2 is not None and not tied:
-            self._medusa_check_lm_head(came.lm_head_V2, "the broadcast")
+        self._medusa_check_lm_head(came.lm_head_V2, "the broadcast")
         return self._medusa_took_actor(version, came.checksum, started)
 
     @reports_errors
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
         """Another loop has loaded the actor's weights by its own means; its checksum isn't known here."""
-        self._medusa_require_drafter().target_changed()
+        drafter = self._medusa_require_drafter()
+        if self._medusa_tied():
+            pack_tied_lm_head(self.model_runner.get_model())  # type: ignore[attr-defined]
+        drafter.target_changed()
         self._medusa_actor = (int(version), "")
         return {"version": int(version)}
 
@@ -212,18 +215,26 @@ class MedusaWorker:
     def _medusa_tied(self) -> bool:
         return bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
 
-    def _medusa_check_lm_head(self, weight_V2: torch.Tensor, source: str) -> None:
+    def _medusa_check_lm_head(self, given_V2: torch.Tensor | None, source: str) -> None:
         """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
-        prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed."""
+        prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed.
+
+        Args:
+            given_V2: as it came; None where it did not come. That of a tied actor is the model's own parameter.
+        """
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
+        if self._medusa_tied():
+            pack_tied_lm_head(model)
+            weight_VD = lm_head_weight(model, runner.model_config.get_vocab_size())
+            given_V2 = None if weight_VD is None else weight_VD[:, :2]
         processor = getattr(model, "logits_processor", None)
-        if processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
+        if given_V2 is None or processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
             return
         with torch.inference_mode():
             width = runner.model_config.get_hidden_size()
             served_2V = model.compute_logits(torch.eye(2, width, dtype=runner.dtype, device=self.device)).float()  # type: ignore[attr-defined]
-            expected_2V = weight_V2.to(served_2V.device, runner.dtype).T.float()
+            expected_2V = given_V2.to(served_2V.device, runner.dtype).T.float()
         if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
             raise SwapError(
                 "The engine still serves the old lm_head after the sync.", given=source, expected="the new one", do="Restart the engine."

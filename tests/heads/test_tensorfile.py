@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError
-from heads.tensorfile import StateWriter, crc, load_state, read_header, save_state
+from heads.tensorfile import StateWriter, crc, is_finite, load_state, read_header, save_state
 
 STATE = {
     "b": torch.arange(6, dtype=torch.float32).view(2, 3),
@@ -87,3 +87,13 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, limit: int) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_that_is_not_finite_is_seen(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values_N = torch.randn(1001).to(dtype)
+    values_N[[3, 7]] = torch.tensor([largest, -largest], dtype=dtype)
+    assert is_finite(values_N) and is_finite(values_N[:0]) and is_finite(values_N[5])
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        assert not is_finite(values_N.index_fill(0, torch.tensor([1000]), wrong))
