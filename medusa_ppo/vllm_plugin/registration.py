@@ -252,6 +252,7 @@ _RUNNER, _SAMPLER, _MEDUSA = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.
 _V2_RUNNER, _V2_SPECULATOR = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.spec_decode.speculator"
 _CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
 _TRANSFER, _RELOAD = "vllm.distributed.weight_transfer.base", "vllm.model_executor.model_loader.reload"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 
 _REJECTION = (
     *("draft_token_ids", "num_draft_tokens", "max_spec_len", "draft_probs"),
@@ -304,12 +305,9 @@ HOOKS: tuple[Hook, ...] = (
         ("metadata", "draft_probs", "logits", "sampling_metadata"),
         runner=CPU,
     ),
+    Hook("verification with logits processors", _SAMPLER, "rejection_sample", _REJECTION, runner=CPU),
     Hook(
-        "verification with logits processors",
-        _SAMPLER,
-        "rejection_sample",
-        _REJECTION,
-        runner=CPU,
+        "the packed copy of a tied lm_head", _EMBEDDING, "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",), runner=CPU
     ),
     Hook(
         "temperatures of drafts",

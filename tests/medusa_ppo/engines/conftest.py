@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads import HeadsConfig
 from heads.checkpoint import load_state, save_heads, save_state
@@ -68,6 +69,21 @@ def sampled_rows(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Te
         logits.append(model(input_ids=row_1T).logits[0, len(prompt) - 1 : -1])
         ids += response.token_ids
     return torch.cat(logits), torch.tensor(ids)
+
+
+def logprob_gap(model: Any, rollouts: Rollouts) -> float:
+    """The largest difference, in nats, between the engine's log-prob of a sampled token and the model's own (temperature 1)."""
+    logits_MV, ids_M = sampled_rows(model, rollouts)
+    taken_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+    engines_M = torch.tensor([logprob for response in rollouts.responses for logprob in response.logprobs])
+    return float((taken_M - engines_M).abs().max())
+
+
+def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=320, tie_word_embeddings=tied, **sizes, **ends)).float().eval()
 
 
 @pytest.fixture(scope="session")

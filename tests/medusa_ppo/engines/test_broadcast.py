@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, EngineError, RunError, SwapError
@@ -29,6 +28,7 @@ from medusa_ppo.meeting import LOOPBACK, Place
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling, SwapReceipt
 from medusa_ppo.vllm_plugin.registration import can_transfer, vllm_version
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
+from tests.medusa_ppo.engines.conftest import logprob_gap, tiny_llama
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -249,13 +249,6 @@ def test_a_files_engine_says_that_it_takes_no_broadcast() -> None:
 # ---- vLLM -------------------------------------------------------------------------------------------------------------------
 
 
-def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=320, tie_word_embeddings=tied, **sizes, **ends)).float().eval()
-
-
 def moved(model: Any, seed: int = 3) -> Any:
     other = copy.deepcopy(model)
     torch.manual_seed(seed)
@@ -424,30 +417,17 @@ def test_a_tied_lm_head_follows_the_embedding(tmp_path: Path, broadcast_config: 
     model = tiny_llama(tied=True)
     model.save_pretrained(tmp_path)
     # Another table, not a moved one: what an lm_head of before would say lies far off.
-    by_broadcast, by_file = ({**actor_state(model), EMBEDDING: 0.1 * torch.randn(320, 64)} for _ in range(2))
-    assert "lm_head.weight" not in by_file
+    state = actor_state(model) | {EMBEDDING: 0.1 * torch.randn(320, 64)}
+    assert "lm_head.weight" not in state
     with BroadcastPool(lambda index: ColocatedEngine(tmp_path, None, broadcast_config), 1) as pool:
-        assert pool.stream_actor(stream_of(by_broadcast), 1).checksum == tensorwise_checksum(by_broadcast)
-        assert far_from(model, by_broadcast, pool) < 1e-4 and far_from(model, by_file, pool) > 0.1
-        save_state(tmp_path / "new", by_file)
-        assert pool.sync_actor(tmp_path / "new", 2).checksum == tensorwise_checksum(by_file)
-        assert far_from(model, by_file, pool) < 1e-4
+        assert pool.stream_actor(stream_of(state), 1).checksum == tensorwise_checksum(state)
+        rollouts = pool.generate(PROMPTS, Sampling(max_new_tokens=12))
+        assert logprob_gap(model, rollouts) > 0.1
+        model.load_state_dict(state, strict=False)
+        assert logprob_gap(model, rollouts) < 1e-4
         # With its lm_head beside, as some loops send it: not loaded a second time.
-        pool.stream_actor(stream_of(by_broadcast | {"lm_head.weight": by_broadcast[EMBEDDING].clone()}), 3)
-        assert far_from(model, by_broadcast, pool) < 1e-4
-
-
-@torch.no_grad()
-def far_from(model: Any, state: dict[str, torch.Tensor], engine: RolloutEngine) -> float:
-    """The largest difference of log-probs, in nats, between what the engine samples with and the model of `state`."""
-    model.load_state_dict(state, strict=False)
-    found = 0.0
-    for prompt, response in zip(PROMPTS, engine.generate(PROMPTS, Sampling(max_new_tokens=12)).responses, strict=True):
-        ids = torch.tensor([[*prompt, *response.token_ids]])
-        logprobs_TV = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        taken_T = logprobs_TV.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        found = max(found, float((taken_T - torch.tensor(response.logprobs)).abs().max()))
-    return found
+        pool.stream_actor(stream_of(state | {"lm_head.weight": state[EMBEDDING].clone()}), 2)
+        assert logprob_gap(model, pool.generate(PROMPTS, Sampling(max_new_tokens=12))) < 1e-4
 
 
 @pytest.mark.slow

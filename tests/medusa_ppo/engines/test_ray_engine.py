@@ -21,7 +21,7 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.ray_engine import RayEngine, make_engine
 from medusa_ppo.types import Response, Sampling
-from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
+from tests.medusa_ppo.engines.conftest import honesty_z, logprob_gap, sampled_rows, tiny_llama
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -118,6 +118,19 @@ def test_conditioned_heads_draft_step_by_step(
         chosen = engine.generate(actor.prompts[:16], greedy)
         engine.configure(num_drafts=0)
         assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [r.token_ids for r in chosen.responses]
+
+
+def test_a_tied_lm_head_follows_a_file(engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
+    model, prompts, sampling = tiny_llama(tied=True), [[5, 6, 7, 8], [100, 200, 300]], Sampling(max_new_tokens=12)
+    model.save_pretrained(tmp_path)
+    with RayEngine(tmp_path, None, engine_config) as engine:
+        assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
+        with torch.no_grad():
+            model.model.embed_tokens.weight.normal_(std=0.1)
+        save_state(tmp_path / "new", dict(model.named_parameters()))
+        assert logprob_gap(model, engine.generate(prompts, sampling)) > 0.1
+        engine.sync_actor(tmp_path / "new", 1)
+        assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
 
 
 def test_without_ray(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
