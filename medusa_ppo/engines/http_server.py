@@ -6,6 +6,7 @@ import atexit
 import collections
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -38,6 +39,7 @@ START_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 25
+RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt): ")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
 """A sequence of a running engine that is slower than this for each token counts as hanging."""
@@ -226,7 +228,7 @@ class ServerEngine(base.WorkerEngine):
     def _tail(self) -> str:
         if not self._log.is_file():
             return "no log"
-        return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return last_words(self._log.read_text(encoding="utf-8", errors="replace"))
 
     @property
     def _address(self) -> httpx.URL:
@@ -287,6 +289,13 @@ class ServerEngine(base.WorkerEngine):
             given = f"{verb} {path}: {answer.status_code} {answer.text[:500]}"
             raise EngineError("The vLLM server refused a request.", given=given, expected="200", do=do)
         return answer
+
+
+def last_words(log: str) -> str:
+    """The end of a log, below the first exception in it: a server ends long after its engine, with "See root cause above"."""
+    lines = log.splitlines()
+    first = next((number for number, line in enumerate(lines) if RAISED.search(line)), len(lines))
+    return "\n".join(([lines[first], "..."] if first < len(lines) - LOG_TAIL_LINES else []) + lines[-LOG_TAIL_LINES:])
 
 
 def patience_s(count: int, sampling: Sampling, slots: int) -> float:

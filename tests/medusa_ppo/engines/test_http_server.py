@@ -24,7 +24,7 @@ from heads.errors import EngineError, SwapError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import http_server
-from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.engines.http_server import ServerEngine, last_words
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.types import Sampling
 from tests.medusa_ppo.engines.conftest import honesty_z, sampled_rows
@@ -109,6 +109,15 @@ def test_a_server_that_cannot_start_shows_its_log(actor: Actor, engine_config: E
     config = engine_config.model_copy(update={"backend": "server", "extra": {"no_such_engine_option": 1}})
     with pytest.raises(EngineError, match="no-such-engine-option"):
         make_engine(actor.path, None, config)
+
+
+def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:
+    core = "(EngineCore pid=7) ERROR [core.py:1165] ValueError: To serve at least one request, 2.0 GiB KV cache is needed"
+    end = "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    frames = ["(APIServer pid=1)     self.engine_core = make_client()"] * 40
+    shown = last_words("\n".join(["INFO: 0 errors so far", core, *frames, end])).splitlines()
+    assert shown[:2] == [core, "..."] and shown[-1] == end and len(shown) < 30
+    assert last_words("\n".join(["INFO", core])).splitlines() == ["INFO", core] and last_words("") == ""
 
 
 def test_nobody_at_the_url(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
