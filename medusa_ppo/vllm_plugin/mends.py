@@ -19,7 +19,7 @@ import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
 from torch import nn
 from vllm.config.speculative import SpeculativeConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
@@ -252,15 +252,25 @@ def no_small_amx_products(_: Replaced) -> Replaced:
     return lambda n, k, dtype: False
 
 
-def pack_tied_lm_head(model: nn.Module) -> None:
+def pack_tied_lm_head(model: nn.Module) -> bool:
     """Failure: lm_head multiplies with the weights of before: what was loaded is packed anew, and a tied lm_head is not loaded.
 
     Trigger: new weights of a tied actor that keeps a module of its own for lm_head, in the CPU build, however they come.
     Versions 0.24 to 0.33; not reported upstream. Nothing is replaced: the worker extension calls this after new weights.
+
+    Returns:
+        Whether there is an lm_head that is tied.
     """
-    for module in model.modules() if current_platform.is_cpu() else ():
-        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
-            module.quant_method.process_weights_after_loading(module)
+    tables = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+    ]
+    embeddings = {module.weight.data_ptr() for module in tables if not isinstance(module, ParallelLMHead)}
+    tied = [module for module in tables if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in embeddings]
+    for module in tied if current_platform.is_cpu() else ():
+        module.quant_method.process_weights_after_loading(module)
+    return bool(tied)
 
 
 # ---- older releases ------------------------------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ class MedusaWorker:
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
         """Another loop has loaded the actor's weights by its own means; its checksum isn't known here."""
         drafter = self._medusa_require_drafter()
-        if self._medusa_tied():
-            pack_tied_lm_head(self.model_runner.get_model())  # type: ignore[attr-defined]
+        pack_tied_lm_head(self.model_runner.get_model())  # type: ignore[attr-defined]
         drafter.target_changed()
         self._medusa_actor = (int(version), "")
         return {"version": int(version)}
@@ -224,8 +223,7 @@ class MedusaWorker:
         """
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
-        if self._medusa_tied():
-            pack_tied_lm_head(model)
+        if pack_tied_lm_head(model):
             weight_VD = lm_head_weight(model, runner.model_config.get_vocab_size())
             given_V2 = None if weight_VD is None else weight_VD[:, :2]
         processor = getattr(model, "logits_processor", None)

@@ -22,7 +22,9 @@ def worker(model: str, lm_head_VD: torch.Tensor) -> Any:
     held: Any = MedusaWorker()
     held.device = torch.device("cpu")
     network = SimpleNamespace(
-        logits_processor=SimpleNamespace(scale=1.0, soft_cap=None), compute_logits=lambda hidden_BD: hidden_BD @ lm_head_VD.T
+        logits_processor=SimpleNamespace(scale=1.0, soft_cap=None),
+        compute_logits=lambda hidden_BD: hidden_BD @ lm_head_VD.T,
+        modules=lambda: (),
     )
     config = SimpleNamespace(get_hidden_size=lambda: D)
     held.model_runner = SimpleNamespace(get_model=lambda: network, model_config=config, dtype=lm_head_VD.dtype)
