@@ -261,7 +261,7 @@ def pack_tied_lm_head(model: nn.Module) -> bool:
     Returns:
         Whether there is an lm_head that is tied.
     """
-    tables = [
+    tables: list[Any] = [
         module
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
