@@ -266,9 +266,10 @@ def pack_tied_lm_head(model: nn.Module) -> bool:
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
     ]
-    embeddings = {module.weight.data_ptr() for module in tables if not isinstance(module, ParallelLMHead)}
-    tied = [module for module in tables if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in embeddings]
-    for module in tied if current_platform.is_cpu() else ():
+    places = [(table, table.weight.data_ptr()) for table in tables]
+    embeddings = {place for table, place in places if not isinstance(table, ParallelLMHead)}
+    tied = [table for table, place in places if isinstance(table, ParallelLMHead) and place in embeddings]
+    for module in tied if current_platform.is_cpu() else []:
         module.quant_method.process_weights_after_loading(module)
     return bool(tied)
 
