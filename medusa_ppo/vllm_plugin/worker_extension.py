@@ -217,6 +217,7 @@ class MedusaWorker:
     def _medusa_check_lm_head(self, given_V2: torch.Tensor | None, source: str) -> None:
         """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
         prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed.
+        A tied one is packed anew first.
 
         Args:
             given_V2: as it came; None where it did not come. That of a tied actor is the model's own parameter.
