@@ -74,8 +74,8 @@ class MedusaWorker:
         with torch.inference_mode():
             self.reload_weights(weights_iterator=((name, state[name]) for name in names))  # type: ignore[attr-defined]
         lm_head_VD = state.get(LM_HEAD_KEY)
-        self._medusa_check_lm_head(None if lm_head_VD is None else lm_head_VD[:, :2], path)
-        return self._medusa_took_actor(version, digest, started)
+        self._medusa_took_actor(version, digest, None if lm_head_VD is None else lm_head_VD[:, :2], path)
+        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
 
     @reports_errors
     def medusa_check_actor(self, entries: dict[str, list[Any]]) -> dict[str, Any]:
@@ -103,16 +103,14 @@ class MedusaWorker:
             self.update_weights({"entries": entries, "tied": self._medusa_tied()})  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
         came = self.weight_transfer_engine  # type: ignore[attr-defined]
-        self._medusa_check_lm_head(came.lm_head_V2, "the broadcast")
-        return self._medusa_took_actor(version, came.checksum, started)
+        self._medusa_took_actor(version, came.checksum, came.lm_head_V2, "the broadcast")
+        return {"version": int(version), "checksum": came.checksum, "seconds": time.perf_counter() - started}
 
     @reports_errors
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
         """Another loop has loaded the actor's weights by its own means; its checksum isn't known here."""
-        drafter = self._medusa_require_drafter()
-        pack_tied_lm_head(self.model_runner.get_model())  # type: ignore[attr-defined]
-        drafter.target_changed()
-        self._medusa_actor = (int(version), "")
+        self._medusa_require_drafter()
+        self._medusa_took_actor(version, "", None, "the loop")
         return {"version": int(version)}
 
     @reports_errors
@@ -172,13 +170,23 @@ class MedusaWorker:
             )
         return drafter
 
-    def _medusa_took_actor(self, version: int, digest: str, started: float) -> dict[str, Any]:
-        """What follows new weights in the model, however they came."""
+    def _medusa_took_actor(self, version: int, digest: str, lm_head_V2: torch.Tensor | None, source: str) -> None:
+        """What follows new weights in the model, however they came.
+
+        Args:
+            lm_head_V2: the new lm_head's first two columns; None where it did not come. That of a tied actor is the model's own parameter.
+            source: where they came from, for an error's text.
+        """
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if pack_tied_lm_head(runner.get_model()):
+            weight_VD = lm_head_weight(runner.get_model(), runner.model_config.get_vocab_size())
+            lm_head_V2 = None if weight_VD is None else weight_VD[:, :2]
+        if lm_head_V2 is not None:
+            self._medusa_check_lm_head(lm_head_V2, source)
         drafter = self._medusa_drafter()
         if drafter is not None:
             drafter.target_changed()
         self._medusa_actor = (int(version), digest)
-        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
 
     def _medusa_check_entries(self, given: Header, source: str) -> list[str]:
         """Names to load, after comparing names, shapes and kinds of numbers with the model folder's own files."""
@@ -214,21 +222,13 @@ class MedusaWorker:
     def _medusa_tied(self) -> bool:
         return bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))  # type: ignore[attr-defined]
 
-    def _medusa_check_lm_head(self, given_V2: torch.Tensor | None, source: str) -> None:
+    def _medusa_check_lm_head(self, given_V2: torch.Tensor, source: str) -> None:
         """The product that serves must be that of the new lm_head (its first two columns): on the CPU a parameter can change while its
-        prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed.
-        A tied one is packed anew first.
-
-        Args:
-            given_V2: as it came; None where it did not come. That of a tied actor is the model's own parameter.
-        """
+        prepacked copy does not. Ones and zeros round nothing, so it is the same to the bit, however little PPO has changed."""
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
-        if pack_tied_lm_head(model):
-            weight_VD = lm_head_weight(model, runner.model_config.get_vocab_size())
-            given_V2 = None if weight_VD is None else weight_VD[:, :2]
         processor = getattr(model, "logits_processor", None)
-        if given_V2 is None or processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
+        if processor is None or processor.scale != 1.0 or processor.soft_cap is not None:
             return
         with torch.inference_mode():
             width = runner.model_config.get_hidden_size()
