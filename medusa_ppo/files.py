@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 
@@ -43,7 +44,7 @@ processes say nothing."""
 
 
 class OwnedFolder:
-    """A new folder of this process. `close` removes it; harmless when called again."""
+    """A new folder of this process. It goes by `close` (harmless when called again), with this object, or with the process."""
 
     def __init__(self, prefix: str, *, shared_memory: bool = False) -> None:
         """
@@ -54,24 +55,26 @@ class OwnedFolder:
         base = SHARED_MEMORY if shared_memory and os.access(SHARED_MEMORY, os.W_OK) else None
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         made = self.path / f"{LOCK}.new"
-        self._lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         made.rename(self.path / LOCK)  # Locked before anybody can find it.
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._release()
+        self._end()
 
     def keep(self) -> Path:
         """Leave the folder behind for a reader; nobody sweeps it."""
-        (self.path / LOCK).unlink(missing_ok=True)
-        self._release()
+        if (mine := self._end.detach()) is not None:
+            (self.path / LOCK).unlink(missing_ok=True)
+            os.close(mine[2][1])
         return self.path
 
-    def _release(self) -> None:
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+
+def _remove(folder: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # Not a child that was forked from it.
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def sweep() -> list[Path]:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,17 +83,16 @@ class CompanionClient:
         self._reach, self._row_bytes = (heads.num_heads, max(heads.context - 1, 0)), heads.hidden_size * lm_head_VD.element_size() + 24
         self._step_s, self._last_came, self._position_s, self._left_out = 0.0, time.monotonic(), 0.0, 0
         self._group = _room(config)
-        folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
-        self._publish_dir, self._pace = folder.path, Pace(folder.path)
+        self._folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
+        self._pace = Pace(self._folder.path)
         self.shared = self._shares()
-        run, published, resumed = (str(Path(path).resolve()) if path else "" for path in (run_dir, folder.path, resume_from))
+        run, published, resumed = (str(Path(path).resolve()) if path else "" for path in (run_dir, self._folder.path, resume_from))
         arguments = ServiceArguments(heads, config, seed, pack(initial_state), run, published, resumed, hang_s=hang_s, **served)
         self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
         # A companion that is started again is built from it; Ray frees what nobody holds.
         self._first = ray.put((arguments, self._tables))
         self._actor = _remote_actor(config, self._first, self._group)
-        self._incarnations = {self._started(folder)}
-        self._remove_folder = weakref.finalize(self, folder.close)
+        self._incarnations = {self._started()}
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
@@ -104,14 +102,14 @@ class CompanionClient:
         self._last, self._error, self._closed = CompanionStatus(), "", False
         self._told: set[str] = set()
 
-    def _started(self, folder: OwnedFolder) -> str:
+    def _started(self) -> str:
         """Wait for the first answer: which incarnation of the companion it is."""
         try:
             return ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
         except RayError as error:
             ray.kill(self._actor, no_restart=True)
             release(self._group)
-            folder.close()
+            self._folder.close()
             raise CompanionError(
                 "The companion did not start.",
                 given=_reason(error),
@@ -254,7 +252,7 @@ class CompanionClient:
                 logger.info("The companion was gone before it was closed: %s", _reason(error))
             ray.kill(self._actor, no_restart=True)
             release(self._group)
-        self._remove_folder()
+        self._folder.close()
 
     # ---- parts ------------------------------------------------------------------------------------------------------------
 
@@ -325,7 +323,7 @@ class CompanionClient:
             if packed is None:
                 return None
             state = unpack(packed)
-            path = self._publish_dir / f"fetched-{published.version:06d}.safetensors"
+            path = self._folder.path / f"fetched-{published.version:06d}.safetensors"
             save_state(path, state)
             return dataclasses.replace(published, path=str(path), checksum=checksum(state))
         return None

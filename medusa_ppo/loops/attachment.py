@@ -15,7 +15,6 @@ import contextlib
 import functools
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -84,9 +83,8 @@ class Attachment:
         self.folder = config.run_dir
         self.engine: RolloutEngine | None = None
         self.plugin: MedusaPlugin | None = None
-        folder = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
-        weakref.finalize(self, folder.close)
-        self._home, self._kept_state = folder.path, folder.path / "heads.safetensors"
+        self._home = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
+        self._kept_state = self._home.path / "heads.safetensors"
         self._stack = contextlib.ExitStack()
         self._plan: LaunchPlan | None = None
         self._actor: HFActor | None = None
@@ -108,7 +106,7 @@ class Attachment:
 
         def write() -> str:
             save_state(self._kept_state, initial_heads(self.config, actor).trainable_state())
-            return str(MedusaPlugin.prepare_heads(self.config, actor, self._home / "heads"))
+            return str(MedusaPlugin.prepare_heads(self.config, actor, self._home.path / "heads"))
 
         heads = self.ranks.share(self._led(write))
         self._plan = plan_launch(model.name_or_path, heads, self.config.engine, self.config.seed)
@@ -165,7 +163,7 @@ class Attachment:
         for name, tensor in weights:  # Where they are cut over processes each is put together as it is walked to.
             if self.ranks.leads:
                 own[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        path = self._home / "actor.safetensors"
+        path = self._home.path / "actor.safetensors"
 
         def carry() -> None:
             assert self.engine is not None, "the engine is attached when the trainer is built"

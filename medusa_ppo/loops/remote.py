@@ -58,9 +58,9 @@ class RemoteAttachment(Attachment):
         self.folder = folder
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
-        save_heads(self._home / "heads", self._heads, lm_head_VD=self._tables[0], metadata={"start": config.heads.path or "zero"})
+        save_heads(self._home.path / "heads", self._heads, lm_head_VD=self._tables[0], metadata={"start": config.heads.path or "zero"})
         save_state(self._kept_state, self._heads.trainable_state())
-        self._plan = plan_launch(model_path, self._home / "heads", config.engine, config.seed)
+        self._plan = plan_launch(model_path, self._home.path / "heads", config.engine, config.seed)
         self._before = Counters()
 
     def arguments(self, worker_extension: str) -> dict[str, Any]:

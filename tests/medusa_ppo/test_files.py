@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -13,12 +14,18 @@ from medusa_ppo import files as folders
 from medusa_ppo.files import OwnedFolder, sweep
 
 OWNER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from medusa_ppo import files as folders
 folders.SHARED_MEMORY = Path(sys.argv[1])
-print(folders.OwnedFolder("medusa-ppo-test-", shared_memory=True).path, flush=True)
-time.sleep(60)
+folder = folders.OwnedFolder("medusa-ppo-test-", shared_memory=True)
+print(folder.path, flush=True)
+time.sleep(float(sys.argv[2]))
+if os.fork() == 0:
+    folder.close()  # In a child that is not the owner.
+    os._exit(0)
+os.wait()
+print(folder.path.is_dir())
 """
 
 
@@ -33,7 +40,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_folder_of_a_killed_process_is_swept(tmp_path: Path) -> None:
     mine = OwnedFolder("mppo-")
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "shm")], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "shm"), "60"], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
         folder = Path(owner.stdout.readline().strip())
@@ -47,6 +54,18 @@ def test_the_folder_of_a_killed_process_is_swept(tmp_path: Path) -> None:
     mine.close()
     mine.close()
     assert not mine.path.exists()
+
+
+def test_a_folder_goes_with_its_object_or_its_process_and_not_with_a_forked_child(tmp_path: Path) -> None:
+    mine = OwnedFolder("mppo-")
+    folder = mine.path
+    assert folder.is_dir()
+    del mine
+    gc.collect()
+    assert not folder.exists()
+    ended = subprocess.run([sys.executable, "-c", OWNER, str(tmp_path / "shm"), "0"], stdout=subprocess.PIPE, text=True, check=True)
+    name, was_there_after_the_fork = ended.stdout.split()
+    assert was_there_after_the_fork == "True" and Path(name).parent == tmp_path / "shm" and not Path(name).exists()
 
 
 def test_what_is_no_owners_is_left_alone(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def pid_of(client: CompanionClient) -> int:
 def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> None:
     task = chain(dtype=torch.bfloat16)
     client = client_of(task, tmp_path)
-    folder = client._publish_dir
+    folder = client._folder.path
     assert client.newest(0) is None
     for _ in range(12):
         client.submit(task.batch())
@@ -89,8 +89,9 @@ def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None
     batch = task.batch(600, 16)
     budget = batch.nbytes // 20
     client = client_of(task, queue_bytes=budget)
-    for _ in range(2):
-        client.submit(batch)
+    client.submit(batch)
+    assert until(lambda: (now := client.status()).batches_received == 1 and now.queue_bytes == 0), "one that waits would go for the next"
+    client.submit(batch)
     assert client.drain(60)
     status = client.status()
     assert status.batches_trained == 2 and status.batches_dropped == 0 and status.error == ""
@@ -290,10 +291,10 @@ def test_a_companion_without_its_state_goes_on_from_the_engines_version(chain, c
     assert client.drain(60)
     published = client.newest(0)
     assert published is not None and published.version >= 2
-    kept = Path(published.path).rename(client._publish_dir / "kept.safetensors")
-    for file in client._publish_dir.glob("heads-*"):
+    kept = Path(published.path).rename(client._folder.path / "kept.safetensors")
+    for file in client._folder.path.glob("heads-*"):
         file.unlink()
-    (client._publish_dir / "started").unlink()
+    (client._folder.path / "started").unlink()
     client._newest = dataclasses.replace(published, path=str(kept))
     ray.kill(client._actor, no_restart=False)
     task.drift()
