@@ -20,17 +20,18 @@ def tree_page() -> str:
     """The whole page: a section for each folder, a row for each file."""
     lines = [HEAD]
     for place in PLACES:
-        for folder in sorted({file.parent for file in sources(place)}):
-            files = [file for file in sources(place) if file.parent == folder]
+        said = sources(place)
+        for folder in sorted({file.parent for file in said}):
             lines += [f"## {folder.relative_to(ROOT).as_posix()}/", "", "| file | what it is for |", "|---|---|"]
-            lines += [f"| `{file.name}` | {cell(escape(purpose(file)))} |" for file in files]
+            lines += [f"| `{file.name}` | {cell(escape(text))} |" for file, text in said.items() if file.parent == folder]
             lines.append("")
     return "\n".join(lines)
 
 
-def sources(place: str) -> list[Path]:
-    """The files of a place and of the folders in it that have something to say."""
-    return sorted(file for pattern in ("*.py", "*.yaml") for file in (ROOT / place).rglob(pattern) if purpose(file))
+def sources(place: str) -> dict[Path, str]:
+    """The files of a place and of the folders in it that have something to say, and what."""
+    files = sorted(file for pattern in ("*.py", "*.yaml") for file in (ROOT / place).rglob(pattern))
+    return {file: text for file in files if (text := purpose(file))}
 
 
 def purpose(file: Path) -> str:
