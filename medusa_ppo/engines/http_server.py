@@ -213,10 +213,10 @@ class ServerEngine(base.WorkerEngine):
                     do="Correct what its log names.",
                 )
             try:
-                if self._client.get("/health", timeout=5.0).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError as error:
-                logger.debug("no server yet: %r", error)
+                self._request("GET", "/health", within_s=5.0)
+                return
+            except EngineError as error:
+                logger.debug("no server yet: %s", error)
             time.sleep(0.25)
         raise EngineError(
             "No vLLM server answers.",

@@ -161,6 +161,7 @@ class Strange:
                 self._behave(connection, request)
 
     def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # Else the thread waits on, and if it is interrupted for whoever has the number then.
         self._socket.close()
 
 
@@ -258,9 +259,10 @@ def test_what_a_server_says_twice_is_no_answer_to_the_next_question(ask) -> None
     engine.close()
 
 
-def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("behave", [lambda c, r: c.sendall(answer({}, "503 No")), endless], ids=["503", "endless"])
+def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(ask, behave, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 0.6)
-    engine, server = ask(lambda connection, request: connection.sendall(answer({}, "503 No")))
+    engine, server = ask(behave)
     with pytest.raises(EngineError, match="No vLLM server answers"):
         engine._wait_until_healthy(started_here=False)
     assert 1 <= len(server.requests) <= 4
