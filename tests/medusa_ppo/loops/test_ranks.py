@@ -253,6 +253,7 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         optimizer.zero_grad()
         attachment.updated(step + 1)
     attachment.end()
+    attachment._home.close()  # This process ends by _exit, which runs nothing.
     made = Companion.made
     batches = [batch.lengths_S.tolist() for companion in made for batch in companion.batches]
     return {
