@@ -71,7 +71,7 @@ class CompanionService:
         self._busy_since: float | None = None
         self._beat = 0.0  # When the training thread was last seen at work.
         self._error = ""  # What failed with the last batch.
-        self._note = ""  # Why the last batch was of no use, though nothing failed.
+        self._note = self._found = ""  # Why the last batch was of no use, though nothing failed; what was wrong at the start, until told.
         self._begin(arguments)
         self._rest()
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
@@ -130,6 +130,7 @@ class CompanionService:
         cycle, trainer = self._cycle, self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
         running_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since - self._pace.waited_s
+        found, self._found = self._found, ""
         return CompanionStatus(
             alive=self._thread.is_alive(),
             incarnation=self._incarnation,
@@ -147,7 +148,7 @@ class CompanionService:
             last_policy_version=cycle.last_policy_version,
             **rows,
             upper_batch=cycle.upper_batch,
-            error=self._error or self._note,
+            error=self._error or found or self._note,
             losses=cycle.last_losses,
             passes=cycle.passes,
             judged=cycle.judged,
@@ -317,8 +318,8 @@ class CompanionService:
         except CheckpointError as error:
             if not again:
                 raise
-            self._note = f"The companion's saved state is damaged; it goes on from the last published heads. {error}"
-            logger.warning(self._note)
+            self._found = f"The companion's saved state is damaged; it goes on from the last published heads. {error}"
+            logger.warning(self._found)
 
     def _adopt_newest(self) -> None:
         """Versions never go back: what was published last is served, if its file is whole."""
