@@ -95,8 +95,8 @@ class Meeting:
             self._group = (_nccl if self.place.backend == "nccl" else _gloo)(self.store, self.place)
         except RuntimeError as error:
             raise self.lost(self.place, "The processes did not meet.", error) from error
-        if self.place.backend == "nccl":
-            self.share(torch.zeros(1, dtype=torch.uint8, device=self.device))  # It connects when it is first used.
+        # Who went on and left before all are connected would be waited for, five times as long. (NCCL connects when it is first used.)
+        self.add_up(torch.zeros(1, device=self.device))
         return self
 
     def share(self, tensor: Tensor) -> Tensor:

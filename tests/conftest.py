@@ -22,6 +22,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# torch asks a name server who 127.0.0.1 is whenever somebody joins a TCPStore; one that answers so many a second holds it for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Models here are tiny: threads that wait for each other took three times the processor time, and many times that beside another program.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
