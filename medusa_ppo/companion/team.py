@@ -17,7 +17,9 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -114,7 +116,7 @@ class Leader(CompanionService):
             ray.remote(max_restarts=0, **actor_options(arguments.companion, group, index))(Member)
             for index in range(1, arguments.companion.workers)
         ]
-        self._members: dict[str, Any] = _up([kind.remote(first) for kind in kinds])
+        self._members: dict[str, Any] = _up([partial(kind.remote, first) for kind in kinds])
         super().__init__(arguments, ray.get(tables))
         self._worker = Worker(self._cycle, tables)
         with self._state_lock:
@@ -167,17 +169,27 @@ class Leader(CompanionService):
         super()._start_again(why)
 
 
-def _up(actors: list[Any]) -> dict[str, Any]:
-    """Those of the members that come up in time, by name; the others are ended."""
-    calls = {actor.name.remote(): actor for actor in actors}
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=START_TIMEOUT_S)
-    found = {}
-    for call in ready:
-        try:
-            found[ray.get(call)] = calls[call]
-        except RayError as error:
-            logger.warning("A worker of the companion did not start; the others go on without it. %s", error)
-    for call in late:
-        logger.warning("A worker of the companion did not come up within %.0f s; the others go on without it.", START_TIMEOUT_S)
-        ray.kill(calls[call], no_restart=True)
+def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
+    """Those of the members that come up in time, by name; the others are ended.
+
+    One that dies on the way is started once more: Ray may have placed it on a node that was lost, which it misses after some time only.
+    """
+    found, ends = {}, time.monotonic() + START_TIMEOUT_S
+    for again in (True, False):
+        calls = {actor.name.remote(): (one, actor) for one, actor in [(one, one()) for one in start]}
+        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=max(0.0, ends - time.monotonic()))
+        start = []
+        for call in ready:
+            one, actor = calls[call]
+            try:
+                found[ray.get(call)] = actor
+            except RayError as error:
+                start.append(one)
+                what = "it is started once more" if again else "the others go on without it"
+                logger.warning("A worker of the companion did not start; %s. %s", what, error)
+        for call in late:
+            logger.warning("A worker of the companion did not come up within %.0f s; the others go on without it.", START_TIMEOUT_S)
+            ray.kill(calls[call][1], no_restart=True)
+        if not start:
+            break
     return found

@@ -150,7 +150,8 @@ def test_a_run_loses_a_node_and_catches_up(
     workers = [s[names.COMPANION_WORKERS] for s in steps]
     versions = [s[names.HEADS_VERSION] for s in steps]
     assert engines[0] == 2 and workers[0] == 2, "everybody begins"
-    assert 1 in engines[LOST_AT:BACK_AT] and 1 in workers[LOST_AT:BACK_AT], "half of it is lost"
+    # The leader begins anew, alone or waiting for the second worker, as Ray misses the node.
+    assert 1 in engines[LOST_AT:BACK_AT] and steps[-1][names.COMPANION_RESTARTS] >= 1, "half of it is lost"
     assert engines[-1] == 2 and workers[-1] == 2, "everybody is back"
     assert versions == sorted(versions) and versions[-1] > versions[LOST_AT], "versions go on"
     assert [s[names.POLICY_VERSION] for s in steps] == list(range(STEPS))

@@ -18,6 +18,7 @@ from heads.checkpoint import load_state
 from heads.errors import RunError
 from medusa_ppo.companion.client import CONTROL, CompanionClient
 from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.team import _up
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.processes import bundle, release, reserve
 from medusa_ppo.types import RolloutBatch
@@ -124,3 +125,23 @@ def test_room_that_is_not_there_is_refused(ray_session: None) -> None:
     assert "lonely" in str(caught.value.given) and "CPU" in str(caught.value.given)
     group = reserve([bundle(0, "")] * 2, "engines", "STRICT_PACK", timeout_s=60)
     release(group)
+
+
+@pytest.mark.slow
+def test_a_member_that_dies_before_it_is_up_is_started_once_more(ray_session: None, tmp_path: Path) -> None:
+    """So it goes with one that Ray placed on a node of which it did not yet know that it is lost."""
+
+    class Dies:
+        def __init__(self, log: Path, deaths: int) -> None:
+            with log.open("a") as lines:
+                lines.write("started\n")
+            if len(log.read_text().splitlines()) <= deaths:
+                os._exit(1)
+
+        def name(self) -> str:
+            return "it"
+
+    kind = ray.remote(num_cpus=0, max_restarts=0)(Dies)
+    once, always = tmp_path / "once", tmp_path / "always"
+    assert list(_up([lambda: kind.remote(once, 1)])) == ["it"] and len(once.read_text().splitlines()) == 2
+    assert _up([lambda: kind.remote(always, 9)]) == {} and len(always.read_text().splitlines()) == 2
