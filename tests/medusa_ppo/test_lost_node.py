@@ -159,4 +159,4 @@ def test_a_run_loses_a_node_and_catches_up(
     low, high = sorted(steps[-1][names.MAL_PER_ENGINE])
     assert low > steps[0][names.MAL_SERVING], (low, high)
     assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "the new engine has the actor of its step"
-    assert steps[-1][names.COMPANION_DROPPED] == 0
+    assert steps[-1][names.COMPANION_DROPPED] <= BACK_AT - LOST_AT, "only what came while the leader waited for the second worker"
