@@ -176,7 +176,8 @@ def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
     """
     found, ends = {}, time.monotonic() + START_TIMEOUT_S
     for again in (True, False):
-        calls = {actor.name.remote(): (one, actor) for one, actor in [(one, one()) for one in start]}
+        actors = [(one, one()) for one in start]
+        calls = {actor.name.remote(): (one, actor) for one, actor in actors}
         ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=max(0.0, ends - time.monotonic()))
         start = []
         for call in ready:

@@ -213,10 +213,10 @@ class ServerEngine(base.WorkerEngine):
                     do="Correct what its log names.",
                 )
             try:
-                self._request("GET", "/health", within_s=5.0)
-                return
-            except EngineError as error:
-                logger.debug("no server yet: %s", error)
+                if self._fetch("GET", "/health", 5.0).status_code == httpx.codes.OK:
+                    return
+            except httpx.HTTPError as error:
+                logger.debug("no server yet: %r", error)
             time.sleep(0.25)
         raise EngineError(
             "No vLLM server answers.",
@@ -264,16 +264,10 @@ class ServerEngine(base.WorkerEngine):
         return self._request("POST", path, **kwargs)
 
     def _request(self, verb: str, path: str, *, within_s: float | None = None, **kwargs: Any) -> httpx.Response:
-        """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes."""
+        """An answer that is one; EngineError for any other, and for none."""
         within_s = within_s or CALL_TIMEOUT_S
-        deadline, content = time.monotonic() + within_s, bytearray()
         try:
-            with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
-                for part in stream.iter_bytes():
-                    content += part
-                    if len(content) > MOST_ANSWER_BYTES or time.monotonic() > deadline:
-                        raise httpx.ReadTimeout(f"{len(content)} bytes in {within_s:.0f} s and no end")
-                answer = httpx.Response(stream.status_code, content=bytes(content))
+            answer = self._fetch(verb, path, within_s, **kwargs)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineError(
                 "The vLLM server can't be reached.",
@@ -289,6 +283,16 @@ class ServerEngine(base.WorkerEngine):
             given = f"{verb} {path}: {answer.status_code} {answer.text[:500]}"
             raise EngineError("The vLLM server refused a request.", given=given, expected="200", do=do)
         return answer
+
+    def _fetch(self, verb: str, path: str, within_s: float, **kwargs: Any) -> httpx.Response:
+        """The whole answer, within so many seconds and within MOST_ANSWER_BYTES, however it comes; httpx's error where there is none."""
+        deadline, content = time.monotonic() + within_s, bytearray()
+        with self._client.stream(verb, path, timeout=within_s, **kwargs) as stream:
+            for part in stream.iter_bytes():
+                content += part
+                if len(content) > MOST_ANSWER_BYTES or time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"{len(content)} bytes in {within_s:.0f} s and no end")
+            return httpx.Response(stream.status_code, content=bytes(content))
 
 
 def last_words(log: str) -> str:
