@@ -39,7 +39,7 @@ START_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 25
-RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt): ")
+RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
 """A sequence of a running engine that is slower than this for each token counts as hanging."""

@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import runpy
 import signal
 import sys
@@ -50,6 +51,7 @@ ENVIRONMENT = {
 }
 # The `vllm` command of the CPU wheel does not start; the module does.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+OPENMP = re.compile(r"lib(g|i)?omp[^/]*$")
 PR_SET_PDEATHSIG = 1
 SET_BY_THE_ENGINE = {
     "worker_extension_cls": "it carries the swap methods",
@@ -345,8 +347,10 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
     env |= {"OMP_NUM_THREADS": str(settled_engine(config).threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.is_file():
-        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch.
-        env["LD_PRELOAD"] = ":".join(part for part in (os.environ.get("LD_PRELOAD", ""), str(openmp)) if part)
+        # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch, and in the place of GNU's:
+        # that is what vLLM leaves here once it ran in this process, and with both it does not start.
+        others = [part for part in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if part and not OPENMP.search(part)]
+        env["LD_PRELOAD"] = ":".join([*others, str(openmp)])
     return env
 
 

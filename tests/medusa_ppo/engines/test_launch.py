@@ -22,7 +22,7 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
-from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.engines.launch import plan_launch, process_environment
 from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.types import Counters, Sampling
 from medusa_ppo.vllm_plugin import first_of, raise_reported, reports_errors
@@ -230,6 +230,20 @@ def test_server_arguments(model: Path) -> None:
     arguments = server_arguments(plan_launch(model, None, EngineConfig(enforce_eager=False), 1), 1234)
     assert "--no-enforce-eager" in arguments
     assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"
+
+
+def test_one_openmp_is_loaded_first_whatever_vllm_left_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
+    ours = tmp_path / "lib" / "libiomp5.so"
+    preloaded = "/omp/libtcmalloc.so:/torch/lib/libgomp.so.1 /torch.libs/libgomp-a34b3233.so.1.0.0:/usr/lib/libomp.so:/b/libiomp5.so"
+    monkeypatch.setenv("LD_PRELOAD", preloaded)
+    assert "LD_PRELOAD" not in process_environment(EngineConfig(), has_gpu=False)
+    ours.touch()
+    assert process_environment(EngineConfig(), has_gpu=False)["LD_PRELOAD"] == f"/omp/libtcmalloc.so:{ours}"
+    assert "LD_PRELOAD" not in process_environment(EngineConfig(), has_gpu=True)
+    monkeypatch.delenv("LD_PRELOAD")
+    assert process_environment(EngineConfig(), has_gpu=False)["LD_PRELOAD"] == str(ours)
 
 
 def test_counters_page_is_summed_over_engines() -> None:
