@@ -78,10 +78,10 @@ class StandIn(RolloutEngine):
         return Rollouts(tuple(map(tuple, prompts)), answers, Counters(), 0.1, sampling, self.policy_version)
 
     def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
-        raise NotImplementedError
+        raise NotImplementedError("this stand-in has an actor and no heads")
 
     def configure(self, **settings: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("this stand-in drafts nothing")
 
     def checksums(self) -> dict[str, str]:
         return {"heads": "", "actor": self.actor}
@@ -269,7 +269,7 @@ class Spread(SpreadActor):
         self._state = actor_state(model)
 
     def tap(self) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("only the tensors are asked for here")
 
     lm_head_VD = embedding_VD = property(tap)  # type: ignore[assignment]
 
