@@ -19,7 +19,8 @@ TIMEOUT_S = 600
 FOUND, NOT_ASKED = 1, 3
 SKIPPED = "could not be audited"
 PERMISSIVE = re.compile(
-    r"apache|\bmit\b|\bmit-|bsd|isc|python|psf|mpl|mozilla|unlicense|zlib|hpnd|public domain|0bsd|cc0|boost", re.IGNORECASE
+    r"apache|\bmit\b|\bmit-|bsd|isc|python|psf|mpl|mozilla|unlicense|zlib|hpnd|public domain|0bsd|cc0|boost",
+    re.IGNORECASE,
 )
 STRICT = re.compile(r"\b[al]?gpl|affero|gnu |proprietary|non-?commercial|nvidia", re.IGNORECASE)
 """Licences that ask something of who ships the package, and those that may; each is printed to be looked at."""
@@ -35,8 +36,16 @@ def licence(name: str) -> str | None:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    classifiers = [text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
-    said = metadata.get("License-Expression") or ", ".join(classifiers) or (metadata.get("License") or "").strip().partition("\n")[0]
+    classifiers = [
+        text.split(" :: ")[-1]
+        for text in metadata.get_all("Classifier") or []
+        if text.startswith("License ::")
+    ]
+    said = (
+        metadata.get("License-Expression")
+        or ", ".join(classifiers)
+        or (metadata.get("License") or "").strip().partition("\n")[0]
+    )
     return said[:100] or "unknown"
 
 
@@ -61,15 +70,28 @@ def vulnerabilities(lock: Path) -> tuple[int, int]:
     uvx = shutil.which("uvx", path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
     if uvx is None:
         return 0, 0
-    command = [uvx, PIP_AUDIT, "--no-deps", "--disable-pip", "--progress-spinner", "off", "-r", str(lock)]
+    command = [
+        uvx,
+        PIP_AUDIT,
+        "--no-deps",
+        "--disable-pip",
+        "--progress-spinner",
+        "off",
+        "-r",
+        str(lock),
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return 0, 0
     if not re.search("No known vulnerabilities found|Found [0-9]+ known", done.stderr):
         sys.stderr.write(done.stderr[-500:] + "\n")
         return 0, 0
-    sys.stdout.write("".join(line + "\n" for line in done.stdout.splitlines() if SKIPPED not in line))
+    sys.stdout.write(
+        "".join(line + "\n" for line in done.stdout.splitlines() if SKIPPED not in line)
+    )
     return len(pinned(lock)) - done.stdout.count(SKIPPED), done.returncode
 
 
@@ -77,12 +99,18 @@ def main(lock: Path) -> int:
     by_licence, missing = licences(pinned(lock))
     strict = to_look_at(by_licence)
     for said, names in sorted(by_licence.items()):
-        sys.stdout.write(f"{'LOOK  ' if said in strict else '      '}{said:<60} {', '.join(sorted(names))}\n")
+        sys.stdout.write(
+            f"{'LOOK  ' if said in strict else '      '}{said:<60} {', '.join(sorted(names))}\n"
+        )
     if missing:
         sys.stdout.write(f"Not installed here, so not looked at: {', '.join(missing)}\n")
-    sys.stdout.write(f"{sum(map(len, by_licence.values()))} packages, {len(by_licence)} licences, {len(strict)} to look at.\n")
+    sys.stdout.write(
+        f"{sum(map(len, by_licence.values()))} packages, {len(by_licence)} licences, {len(strict)} to look at.\n"
+    )
     asked, found = vulnerabilities(lock)
-    sys.stdout.write(f"Known vulnerabilities: asked for {asked} of {len(pinned(lock))} packages, {'some' if found else 'none'} found.\n")
+    sys.stdout.write(
+        f"Known vulnerabilities: asked for {asked} of {len(pinned(lock))} packages, {'some' if found else 'none'} found.\n"
+    )
     if found:
         return FOUND
     return 0 if asked == len(pinned(lock)) else NOT_ASKED

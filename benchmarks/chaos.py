@@ -49,9 +49,15 @@ def faults_of(kind: Kind, run_dir: Path, undisturbed: Outcome) -> list[str]:
     if steps != list(range(STEPS)):
         wrong.append(f"steps {steps}")
     for expected, line in zip(undisturbed.figures, found.figures, strict=False):
-        differs = [name for name in expected.keys() | line.keys() if expected.get(name) != line.get(name)]
+        differs = [
+            name for name in expected.keys() | line.keys() if expected.get(name) != line.get(name)
+        ]
         wrong += [f"step {line['step']}: other {', '.join(sorted(differs))}"] if differs else []
-    wrong += [f"other bytes in {name}" for name, value in found.sums.items() if value != undisturbed.sums[name]]
+    wrong += [
+        f"other bytes in {name}"
+        for name, value in found.sums.items()
+        if value != undisturbed.sums[name]
+    ]
     wrong += ["other heads"] if kind.heads and found.heads != undisturbed.heads else []
     wrong += [] if re.search(kind.told, found.report) else [f"the report does not say: {kind.told}"]
     return wrong + unreadable(run_dir)
@@ -80,7 +86,9 @@ class Suite:
     def try_once(self, kind: Kind, tally: Tally) -> None:
         reference, began = self._reference(kind), time.monotonic()
         self._count += 1
-        scene = Scene(self._home / f"{self._count}", self._actor, kind.engine, self._seed * 1000 + self._count)
+        scene = Scene(
+            self._home / f"{self._count}", self._actor, kind.engine, self._seed * 1000 + self._count
+        )
         try:
             kind.undergo(scene)
             tally.wrong += faults_of(kind, scene.run_dir, reference)
@@ -88,7 +96,9 @@ class Suite:
             tally.skipped = str(error)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            tally.wrong.append(f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})")
+            tally.wrong.append(
+                f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+            )
         finally:
             scene.close()
         tally.times += 1
@@ -106,7 +116,9 @@ class Suite:
 
                 (scene.folder / "w").mkdir()
                 with WatchedRun(scene.config(), scene.folder / "w") as run:
-                    assert run.wait_for(lambda: run.code is not None, 400) and run.code == 0, run.tail()
+                    assert run.wait_for(lambda: run.code is not None, 400) and run.code == 0, (
+                        run.tail()
+                    )
             else:
                 scene.run()
             self._undisturbed[which] = outcome_of(scene.run_dir)
@@ -118,7 +130,9 @@ def table(tallies: dict[str, Tally]) -> str:
     lines = ["| fault | times | wrong | seconds each |", "|---|---|---|---|"]
     for name, tally in tallies.items():
         wrong = f"not possible: {tally.skipped}" if tally.skipped else str(len(tally.wrong))
-        lines.append(f"| {name} | {tally.times} | {wrong} | {tally.seconds / max(1, tally.times):.0f} |")
+        lines.append(
+            f"| {name} | {tally.times} | {wrong} | {tally.seconds / max(1, tally.times):.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -127,9 +141,18 @@ def own_mounts() -> None:
     if MOUNTED in os.environ:
         return
     for flags in (["--mount"], ["--user", "--map-root-user", "--mount"]):
-        if shutil.which("unshare") and subprocess.run(["unshare", *flags, "true"], check=False, capture_output=True).returncode == 0:
+        if (
+            shutil.which("unshare")
+            and subprocess.run(
+                ["unshare", *flags, "true"], check=False, capture_output=True
+            ).returncode
+            == 0
+        ):
             os.environ[MOUNTED] = "1"
-            os.execvp("unshare", ["unshare", *flags, "--propagation", "private", sys.executable, *sys.argv])
+            os.execvp(
+                "unshare",
+                ["unshare", *flags, "--propagation", "private", sys.executable, *sys.argv],
+            )
     os.environ[MOUNTED] = ""
 
 
@@ -140,8 +163,14 @@ def own_ray(home: Path) -> Iterator[None]:
 
     from medusa_ppo.processes import OWN_RAY_ENVIRONMENT
 
-    paths = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    own = {chaos_hook.ORDERS: str(home / "companion-orders"), "RAY_enable_worker_prestart": "0", "PYTHONPATH": paths}
+    paths = os.pathsep.join(
+        [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    )
+    own = {
+        chaos_hook.ORDERS: str(home / "companion-orders"),
+        "RAY_enable_worker_prestart": "0",
+        "PYTHONPATH": paths,
+    }
     os.environ.update(OWN_RAY_ENVIRONMENT | own)
     hook: dict[str, Any] = {"worker_process_setup_hook": "chaos_hook.install"}
     size = 256 << 20
@@ -164,13 +193,21 @@ def child(file: str, resume: bool) -> None:
     """What `Child` starts."""
     values = json.loads(Path(file).read_text())
     scene = Scene.__new__(Scene)
-    Scene.__init__(scene, Path(values["folder"]) / f"child-{os.getpid()}", Path(values["actor"]), values["engine"], 0)
+    Scene.__init__(
+        scene,
+        Path(values["folder"]) / f"child-{os.getpid()}",
+        Path(values["actor"]),
+        values["engine"],
+        0,
+    )
     scene.out, scene.changes = Path(values["folder"]) / "out", values["changes"]
     scene.run(resume)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=1, help="how often each kind")
     parser.add_argument("--only", nargs="*", metavar="KIND", help="kinds whose name begins so")
     parser.add_argument("--seed", type=int, default=0)
@@ -185,7 +222,9 @@ def main() -> int:
     if options.child:
         child(options.child, options.resume)
         return 0
-    kinds = [kind for kind in KINDS if not options.only or kind.name.startswith(tuple(options.only))]
+    kinds = [
+        kind for kind in KINDS if not options.only or kind.name.startswith(tuple(options.only))
+    ]
     if options.list or not kinds:
         sys.stdout.write("".join(f"{kind.name}\n" for kind in KINDS))
         return int(not kinds)
@@ -204,12 +243,21 @@ def main() -> int:
                     before = len(tallies[kind.name].wrong)
                     suite.try_once(kind, tallies[kind.name])
                     wrong = tallies[kind.name].wrong[before:]
-                    sys.stdout.write(f"{number + 1}: {kind.name}: {tallies[kind.name].skipped or '; '.join(wrong) or 'well'}\n")
+                    sys.stdout.write(
+                        f"{number + 1}: {kind.name}: {tallies[kind.name].skipped or '; '.join(wrong) or 'well'}\n"
+                    )
                     sys.stdout.flush()
     count = sum(len(tally.wrong) for tally in tallies.values())
-    sys.stdout.write(f"\n{table(tallies)}\n\n{sum(tally.times for tally in tallies.values())} disturbed runs, {count} things wrong\n")
+    sys.stdout.write(
+        f"\n{table(tallies)}\n\n{sum(tally.times for tally in tallies.values())} disturbed runs, {count} things wrong\n"
+    )
     if options.json:
-        options.json.write_text(json.dumps({name: dataclasses.asdict(tally) for name, tally in tallies.items()}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(
+                {name: dataclasses.asdict(tally) for name, tally in tallies.items()}, indent=1
+            )
+            + "\n"
+        )
     return int(count > 0)
 
 

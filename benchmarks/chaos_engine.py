@@ -44,15 +44,23 @@ class Writer:
 
     def __init__(self, model_path: str | Path) -> None:
         torch.set_num_threads(1)
-        self.model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval().requires_grad_(False)
+        self.model: LlamaForCausalLM = (
+            AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            .eval()
+            .requires_grad_(False)
+        )
         self.sums, self.heads_version = {"heads": "", "actor": ""}, 0
 
-    def write(self, prompt: Sequence[int], seed: int | None, sampling: Sampling, stop: Sequence[int]) -> tuple[list[int], list[float], str]:
+    def write(
+        self, prompt: Sequence[int], seed: int | None, sampling: Sampling, stop: Sequence[int]
+    ) -> tuple[list[int], list[float], str]:
         """Tokens, their log-probs, and why it ended."""
         generator = torch.Generator().manual_seed(seed or 0)
         ids, logprobs = list(prompt), list[float]()
         while len(logprobs) < sampling.max_new_tokens and (not logprobs or ids[-1] not in stop):
-            distribution_V = (self.model(torch.tensor([ids])).logits[0, -1] / sampling.temperature).log_softmax(-1)
+            distribution_V = (
+                self.model(torch.tensor([ids])).logits[0, -1] / sampling.temperature
+            ).log_softmax(-1)
             ids.append(int(torch.multinomial(distribution_V.exp(), 1, generator=generator)))
             logprobs.append(float(distribution_V[ids[-1]]))
         return ids[len(prompt) :], logprobs, "stop" if ids[-1] in stop else "length"
@@ -81,7 +89,12 @@ class StandIn(base.RolloutEngine):
     """
 
     def __init__(self, model_path: str | Path, stop: Sequence[int]) -> None:
-        self._writer, self._stop, self.max_drafts, self.num_drafts = Writer(model_path), stop, MAX_DRAFTS, MAX_DRAFTS
+        self._writer, self._stop, self.max_drafts, self.num_drafts = (
+            Writer(model_path),
+            stop,
+            MAX_DRAFTS,
+            MAX_DRAFTS,
+        )
         self.before_receiving: Callable[[StandIn], None] = lambda engine: None
         self.group: Group | None = None
 
@@ -89,16 +102,24 @@ class StandIn(base.RolloutEngine):
         repeat, responses = sampling.responses_per_prompt, []
         for index in range(len(prompts) * repeat):
             seed = request_seed(sampling, index)
-            ids, logprobs, reason = self._writer.write(prompts[index // repeat], seed, sampling, self._stop)
+            ids, logprobs, reason = self._writer.write(
+                prompts[index // repeat], seed, sampling, self._stop
+            )
             responses.append(Response(index // repeat, tuple(ids), tuple(logprobs), reason))
-        return base.with_versions(Rollouts(tuple(map(tuple, prompts)), tuple(responses), Counters(), 0.01, sampling), self)
+        return base.with_versions(
+            Rollouts(tuple(map(tuple, prompts)), tuple(responses), Counters(), 0.01, sampling), self
+        )
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         digest = self._writer.take_heads(base.check_file(path, "new heads"), version, checked)
         self.heads_version = version
         return SwapReceipt(version, digest, 0.0)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         digest = self._writer.take_actor(base.check_file(path, "the actor's weights"), checked)
         self.policy_version = version
         return SwapReceipt(version, digest, 0.0)
@@ -142,7 +163,13 @@ class StandInServer(ServerEngine):
 
     def _start(self, config: Any, token: str) -> str:
         port, self._log = free_port(), self.orders.with_name("server.log")
-        command = [sys.executable, __file__, str(port), str(self.plan.engine_args["model"]), str(self.orders)]
+        command = [
+            sys.executable,
+            __file__,
+            str(port),
+            str(self.plan.engine_args["model"]),
+            str(self.orders),
+        ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -168,7 +195,12 @@ class Workers:
 
     @reports_errors
     def medusa_checksums(self) -> dict[str, Any]:
-        return {**self._writer.sums, "heads_version": self._writer.heads_version, "actor_version": 0, "process": str(os.getpid())}
+        return {
+            **self._writer.sums,
+            "heads_version": self._writer.heads_version,
+            "actor_version": 0,
+            "process": str(os.getpid()),
+        }
 
     @reports_errors
     def medusa_configure(self, settings: Any) -> dict[str, Any]:
@@ -179,12 +211,16 @@ class Workers:
         return {"rows": []}
 
     @reports_errors
-    def medusa_swap_heads(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
+    def medusa_swap_heads(
+        self, path: str, version: int, checked: list[Any] | None = None
+    ) -> dict[str, Any]:
         digest = self._writer.take_heads(path, version, Checked(*checked) if checked else None)
         return {"version": version, "checksum": digest, "seconds": 0.0}
 
     @reports_errors
-    def medusa_sync_actor(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
+    def medusa_sync_actor(
+        self, path: str, version: int, checked: list[Any] | None = None
+    ) -> dict[str, Any]:
         digest = self._writer.take_actor(path, Checked(*checked) if checked else None)
         return {"version": version, "checksum": digest, "seconds": 0.0}
 
@@ -219,20 +255,33 @@ class Handler(BaseHTTPRequestHandler):
         with self.lock:
             order = take_order(self.orders)
             sampling = Sampling(body["temperature"], max_new_tokens=body["max_tokens"])
-            ids, logprobs, reason = self.writer.write(body["prompt"], body.get("seed"), sampling, body["stop_token_ids"])
+            ids, logprobs, reason = self.writer.write(
+                body["prompt"], body.get("seed"), sampling, body["stop_token_ids"]
+            )
         if order == "late":
             time.sleep(LATE_S)
         if order == "nothing":
             self.close_connection = True
             return
         if order == "gpu":  # What vLLM answers when its engine's process has ended over one.
-            self.send_error(500, "EngineCore encountered an issue: CUDA error: an illegal memory access was encountered")
+            self.send_error(
+                500,
+                "EngineCore encountered an issue: CUDA error: an illegal memory access was encountered",
+            )
             return
         if order == "wrong":
             ids = [token + (1 << 20) for token in ids]
         if order == "half":
             ids = ids[:-1]  # A token of which only the log-prob arrives.
-        answer = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
+        answer = {
+            "choices": [
+                {
+                    "token_ids": ids,
+                    "logprobs": {"token_logprobs": logprobs},
+                    "finish_reason": reason,
+                }
+            ]
+        }
         self._answer(answer)
         if order == "twice":
             self._answer(answer)
@@ -257,7 +306,11 @@ class Server(ThreadingHTTPServer):
 def serve(port: int, model_path: str, orders: Path) -> None:
     end_with_parent()
     Handler.writer = Writer(model_path)
-    Handler.workers, Handler.orders, Handler.token = Workers(Handler.writer), orders, os.environ.get("TOKEN", "")
+    Handler.workers, Handler.orders, Handler.token = (
+        Workers(Handler.writer),
+        orders,
+        os.environ.get("TOKEN", ""),
+    )
     Server(("127.0.0.1", port), Handler).serve_forever()
 
 

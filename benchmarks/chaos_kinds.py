@@ -69,12 +69,17 @@ def companion_worker_stopped(scene: Scene) -> None:
 
 
 def companion_state_truncated(scene: Scene) -> None:
-    scene.strike_companion(signal.SIGKILL, lambda: cut(scene.run_dir / "companion" / "companion.safetensors"))
+    scene.strike_companion(
+        signal.SIGKILL, lambda: cut(scene.run_dir / "companion" / "companion.safetensors")
+    )
     scene.run()
 
 
 def companion_state_flipped(scene: Scene) -> None:
-    scene.strike_companion(signal.SIGKILL, lambda: flip(scene.run_dir / "companion" / "companion.safetensors", scene.random))
+    scene.strike_companion(
+        signal.SIGKILL,
+        lambda: flip(scene.run_dir / "companion" / "companion.safetensors", scene.random),
+    )
     scene.run()
 
 
@@ -136,7 +141,11 @@ def clock_jumps(scene: Scene) -> None:
 
     def back() -> None:
         folder = scene.clients[-1]._publish_dir
-        for path in [*folder.glob("heads-*"), *(scene.run_dir / "heads").glob("v*"), *scene.run_dir.rglob("*.safetensors")]:
+        for path in [
+            *folder.glob("heads-*"),
+            *(scene.run_dir / "heads").glob("v*"),
+            *scene.run_dir.rglob("*.safetensors"),
+        ]:
             os.utime(path, (now() + 86_400, now() + 86_400))
         time.time = lambda: now() - 86_400
 
@@ -155,7 +164,9 @@ def engine_signalled(number: signal.Signals) -> Callable[[Scene], None]:
         later_s = scene.random.uniform(0, 0.3)
 
         def strike() -> None:
-            threading.Timer(later_s, os.kill, (chaos_engine.StandInServer.started[-1], number)).start()
+            threading.Timer(
+                later_s, os.kill, (chaos_engine.StandInServer.started[-1], number)
+            ).start()
 
         scene.at(scene.moment(), scene.random.choice(["generate", "sync"]), strike)
         scene.run()
@@ -178,7 +189,9 @@ def broadcast_breaks(scene: Scene) -> None:
     def breaks(engine: Any) -> None:
         engine.before_receiving = lambda engine: None
         engine.group.leave()
-        raise SwapError("The connection broke.", given="a socket", expected="an actor", do="Sync again.")
+        raise SwapError(
+            "The connection broke.", given="a socket", expected="an actor", do="Sync again."
+        )
 
     scene.at(scene.moment(), "sync", lambda: setattr(scene.stand_in, "before_receiving", breaks))
     scene.run()
@@ -211,7 +224,11 @@ def checkpoint_damaged(harm: Callable[[Path, random.Random], object]) -> Callabl
 
     def undergo(scene: Scene) -> None:
         stop_at(scene, 5)
-        files = sorted(path for path in (scene.run_dir / "checkpoint").iterdir() if path.is_file() and path.stat().st_size > 100)
+        files = sorted(
+            path
+            for path in (scene.run_dir / "checkpoint").iterdir()
+            if path.is_file() and path.stat().st_size > 100
+        )
         harm(scene.random.choice(files), scene.random)
         scene.run(resume=True)
 
@@ -269,9 +286,16 @@ def read_only(scene: Scene) -> None:
     scene.at(
         step,
         "generate",
-        lambda: (scene.mount("--bind", *[str(scene.run_dir)] * 2), scene.mount("-o", "remount,bind,ro", str(scene.run_dir))),
+        lambda: (
+            scene.mount("--bind", *[str(scene.run_dir)] * 2),
+            scene.mount("-o", "remount,bind,ro", str(scene.run_dir)),
+        ),
     )
-    scene.at(step + 3, "generate", lambda: subprocess.run(["umount", "-l", str(scene.run_dir)], check=True))
+    scene.at(
+        step + 3,
+        "generate",
+        lambda: subprocess.run(["umount", "-l", str(scene.run_dir)], check=True),
+    )
     scene.run()
 
 
@@ -336,7 +360,9 @@ def vllm_signalled(number: signal.Signals) -> Callable[[Scene], None]:
     def undergo(scene: Scene) -> None:
         from watched import WatchedRun
 
-        patience = "import medusa_ppo.engines.http_server as h; h.CALL_TIMEOUT_S, h.TOKEN_S = 20.0, 0.0"
+        patience = (
+            "import medusa_ppo.engines.http_server as h; h.CALL_TIMEOUT_S, h.TOKEN_S = 20.0, 0.0"
+        )
         (scene.folder / "w").mkdir()
         with WatchedRun(scene.config(), scene.folder / "w", patience) as run:
             step = scene.moment()
@@ -351,33 +377,112 @@ def vllm_signalled(number: signal.Signals) -> Callable[[Scene], None]:
 
 
 KINDS = (
-    Kind("companion killed", companion_killed, "The companion was lost and started again", heads=False),
-    Kind("companion stopped", companion_stopped, "ended and started again", heads=False),
-    Kind("companion's second worker killed", companion_worker_killed, "The companion was lost and started again", heads=False),
-    Kind("companion's second worker stopped", companion_worker_stopped, "(lost|ended) and started again", heads=False),
-    Kind("companion: GPU error", ordered("cuda", back=True), "The companion was lost and started again", heads=False),
-    Kind("companion: out of memory", ordered("memory", back=False), "can't allocate memory|not enough memory|invalid size", heads=False),
     Kind(
-        "companion killed in the middle of a head version",
-        ordered("half", back=True, last=1),  # Few versions follow the first: one that dies at the last of a run does not come back in it.
+        "companion killed",
+        companion_killed,
         "The companion was lost and started again",
         heads=False,
     ),
-    Kind("companion killed, its state cut in half", companion_state_truncated, "saved state is damaged", heads=False),
-    Kind("companion killed, a bit of its state flipped", companion_state_flipped, "saved state is damaged", heads=False),
+    Kind("companion stopped", companion_stopped, "ended and started again", heads=False),
+    Kind(
+        "companion's second worker killed",
+        companion_worker_killed,
+        "The companion was lost and started again",
+        heads=False,
+    ),
+    Kind(
+        "companion's second worker stopped",
+        companion_worker_stopped,
+        "(lost|ended) and started again",
+        heads=False,
+    ),
+    Kind(
+        "companion: GPU error",
+        ordered("cuda", back=True),
+        "The companion was lost and started again",
+        heads=False,
+    ),
+    Kind(
+        "companion: out of memory",
+        ordered("memory", back=False),
+        "can't allocate memory|not enough memory|invalid size",
+        heads=False,
+    ),
+    Kind(
+        "companion killed in the middle of a head version",
+        ordered(
+            "half", back=True, last=1
+        ),  # Few versions follow the first: one that dies at the last of a run does not come back in it.
+        "The companion was lost and started again",
+        heads=False,
+    ),
+    Kind(
+        "companion killed, its state cut in half",
+        companion_state_truncated,
+        "saved state is damaged",
+        heads=False,
+    ),
+    Kind(
+        "companion killed, a bit of its state flipped",
+        companion_state_flipped,
+        "saved state is damaged",
+        heads=False,
+    ),
     Kind("head file cut in half", head_file_damaged(cut), "were not installed", heads=False),
-    Kind("head file with a flipped bit", head_file_damaged(flip), "were not installed", heads=False),
+    Kind(
+        "head file with a flipped bit", head_file_damaged(flip), "were not installed", heads=False
+    ),
     Kind("clock jumps", clock_jumps),
     Kind("companion's clock jumps", ordered("clock", back=False)),
-    Kind("engine killed", engine_signalled(signal.SIGKILL), "An engine was lost and started again", engine="server"),
-    Kind("engine stopped", engine_signalled(signal.SIGSTOP), "An engine was lost and started again", engine="server"),
-    Kind("engine answers late", engine_answers("late"), "An engine was lost and started again", engine="server"),
-    Kind("engine answers other tokens", engine_answers("wrong"), "outside the vocabulary", engine="server"),
-    Kind("engine answers half", engine_answers("half"), "do not belong to its tokens", engine="server"),
+    Kind(
+        "engine killed",
+        engine_signalled(signal.SIGKILL),
+        "An engine was lost and started again",
+        engine="server",
+    ),
+    Kind(
+        "engine stopped",
+        engine_signalled(signal.SIGSTOP),
+        "An engine was lost and started again",
+        engine="server",
+    ),
+    Kind(
+        "engine answers late",
+        engine_answers("late"),
+        "An engine was lost and started again",
+        engine="server",
+    ),
+    Kind(
+        "engine answers other tokens",
+        engine_answers("wrong"),
+        "outside the vocabulary",
+        engine="server",
+    ),
+    Kind(
+        "engine answers half",
+        engine_answers("half"),
+        "do not belong to its tokens",
+        engine="server",
+    ),
     Kind("engine answers twice", engine_answers("twice"), engine="server"),
-    Kind("engine answers nothing", engine_answers("nothing"), "An engine was lost and started again", engine="server"),
-    Kind("engine has a GPU error", engine_answers("gpu"), "An engine was lost and started again", engine="server"),
-    Kind("broadcast breaks off", broadcast_breaks, "goes to the engines as a file", engine="broadcast"),
+    Kind(
+        "engine answers nothing",
+        engine_answers("nothing"),
+        "An engine was lost and started again",
+        engine="server",
+    ),
+    Kind(
+        "engine has a GPU error",
+        engine_answers("gpu"),
+        "An engine was lost and started again",
+        engine="server",
+    ),
+    Kind(
+        "broadcast breaks off",
+        broadcast_breaks,
+        "goes to the engines as a file",
+        engine="broadcast",
+    ),
     Kind("GPU error in the loop", gpu_error, "illegal memory access(.|\n)*Resumed at step"),
     Kind("checkpoint cut in half", checkpoint_damaged(cut), "checkpoint is damaged"),
     Kind("checkpoint with a flipped bit", checkpoint_damaged(flip), "checkpoint is damaged"),
@@ -386,9 +491,23 @@ KINDS = (
     Kind("disk full", disk_full, "could not be written"),
     Kind("disk read-only", read_only, "could not be written"),
     Kind("disk slow", disk_slow),
-    Kind("driver killed", in_child(lambda child: child.process.kill(), (-signal.SIGKILL,)), "Resumed at step"),
+    Kind(
+        "driver killed",
+        in_child(lambda child: child.process.kill(), (-signal.SIGKILL,)),
+        "Resumed at step",
+    ),
     Kind("driver stopped for 5 s", in_child(stop_and_go, (0,))),
     Kind("raylet killed", in_child(kill_raylet, (1,)), "Resumed at step"),
-    Kind("vLLM killed", vllm_signalled(signal.SIGKILL), "An engine was lost and started again", engine="vllm"),
-    Kind("vLLM stopped", vllm_signalled(signal.SIGSTOP), "An engine was lost and started again", engine="vllm"),
+    Kind(
+        "vLLM killed",
+        vllm_signalled(signal.SIGKILL),
+        "An engine was lost and started again",
+        engine="vllm",
+    ),
+    Kind(
+        "vLLM stopped",
+        vllm_signalled(signal.SIGSTOP),
+        "An engine was lost and started again",
+        engine="vllm",
+    ),
 )

@@ -34,7 +34,12 @@ class Scene:
     """A run folder, the runs in it, and what is done to them at which moment. It listens to a run as a ProgressSink does."""
 
     def __init__(self, folder: Path, actor: Path, engine: str, seed: int) -> None:
-        self.folder, self.actor, self.engine, self.random = folder, actor, engine, random.Random(seed)
+        self.folder, self.actor, self.engine, self.random = (
+            folder,
+            actor,
+            engine,
+            random.Random(seed),
+        )
         self.out, self.clients, self.stand_in, self._step = folder / "out", [], None, -1
         self._acts: dict[tuple[int, str], list[Callable[[], object]]] = {}
         self._undo = contextlib.ExitStack()
@@ -80,9 +85,21 @@ class Scene:
             "model": {"path": str(self.actor)},
             "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
             "sampling": {"max_new_tokens": 8, "responses_per_prompt": 2},
-            "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "memory_fraction": 0.01, "dtype": "float32"},
+            "engine": {
+                "max_num_seqs": 16,
+                "max_model_len": 128,
+                "threads": 1,
+                "memory_fraction": 0.01,
+                "dtype": "float32",
+            },
             "heads": {"num_heads": 3, "context": 0},
-            "companion": {"wait": True, "epochs": 2, "learning_rate": 1e-2, "batch_positions": 128, "gate_confidence": 0.55},
+            "companion": {
+                "wait": True,
+                "epochs": 2,
+                "learning_rate": 1e-2,
+                "batch_positions": 128,
+                "gate_confidence": 0.55,
+            },
             "ppo": {
                 "steps": STEPS,
                 "prompts_per_step": 16,
@@ -93,15 +110,26 @@ class Scene:
                 "threads": 1,
             },
         }
-        values["engine"] |= {"server": {"backend": "server"}, "broadcast": {"transfer": "broadcast"}}.get(self.engine, {})
+        values["engine"] |= {
+            "server": {"backend": "server"},
+            "broadcast": {"transfer": "broadcast"},
+        }.get(self.engine, {})
         for section, changed in self.changes.items():
             values[section] |= changed
         return values
 
     def companion(self, title: str = "") -> psutil.Process:
         """The newest living process of the companion; the first of its workers where it has several."""
-        title = title or ("ray::Leader" if self.changes.get("companion", {}).get("workers", 1) > 1 else "ray::_HostedService")
-        found = [process for process in psutil.Process().children(recursive=True) if title in " ".join(cmdline_of(process))]
+        title = title or (
+            "ray::Leader"
+            if self.changes.get("companion", {}).get("workers", 1) > 1
+            else "ray::_HostedService"
+        )
+        found = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if title in " ".join(cmdline_of(process))
+        ]
         return max(found, key=lambda process: process.create_time())
 
     def companion_back(self, gone: int) -> None:
@@ -115,7 +143,9 @@ class Scene:
             time.sleep(0.2)
         raise AssertionError("the companion did not come back")
 
-    def strike_companion(self, number: signal.Signals, first: Callable[[], object] = lambda: None, title: str = "") -> None:
+    def strike_companion(
+        self, number: signal.Signals, first: Callable[[], object] = lambda: None, title: str = ""
+    ) -> None:
         """At a random step: stop it, do something, send the signal; two steps later it must be back."""
         step = self.moment()
 
@@ -192,7 +222,9 @@ def patches(scene: Scene) -> Iterator[None]:
         def one(index: int) -> Any:
             if scene.engine == "server":
                 return chaos_engine.StandInServer(model, heads, config, seed)
-            scene.stand_in = chaos_engine.StandIn(model, plan_launch(model, heads, config, seed).stop_ids)
+            scene.stand_in = chaos_engine.StandIn(
+                model, plan_launch(model, heads, config, seed).stop_ids
+            )
             return scene.stand_in
 
         return (BroadcastPool if scene.engine == "broadcast" else EnginePool)(one, 1)
@@ -222,12 +254,27 @@ class Child:
     def __init__(self, scene: Scene, *more: str) -> None:
         file = scene.folder / "child.json"
         file.write_text(
-            json.dumps({"engine": scene.engine, "actor": str(scene.actor), "folder": str(scene.folder), "changes": scene.changes})
+            json.dumps(
+                {
+                    "engine": scene.engine,
+                    "actor": str(scene.actor),
+                    "folder": str(scene.folder),
+                    "changes": scene.changes,
+                }
+            )
         )
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"TMPDIR": str(scene.folder.parent)}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+        } | {"TMPDIR": str(scene.folder.parent)}
         with (scene.folder / "child.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("chaos.py")), "--child", str(file), *more],
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("chaos.py")),
+                    "--child",
+                    str(file),
+                    *more,
+                ],
                 env=environment,
                 stdout=log,
                 stderr=log,
@@ -276,8 +323,12 @@ class Outcome:
 
 def outcome_of(run_dir: Path) -> Outcome:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    figures = [{name: value for name, value in line.items() if not UNEQUAL.search(name)} for line in lines]
-    files = {name: run_dir / "checkpoint" / f"{name}.safetensors" for name in TENSORS} | {"final": run_dir / "actor" / "model.safetensors"}
+    figures = [
+        {name: value for name, value in line.items() if not UNEQUAL.search(name)} for line in lines
+    ]
+    files = {name: run_dir / "checkpoint" / f"{name}.safetensors" for name in TENSORS} | {
+        "final": run_dir / "actor" / "model.safetensors"
+    }
     sums = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     heads = hashlib.sha256((run_dir / "heads-final" / "model.safetensors").read_bytes()).hexdigest()
     return Outcome(figures, sums, heads, (run_dir / "report.md").read_text())
@@ -290,12 +341,22 @@ def unreadable(run_dir: Path) -> list[str]:
     from medusa_ppo.ppo.run_state import saved_folder
 
     wrong = [f"left behind: {path.name}" for path in run_dir.rglob(".*")]
-    readers: list[tuple[Path, Callable[[Path], object]]] = [(path, load_state) for path in run_dir.rglob("*.safetensors")]
-    readers += [(path, load_heads) for path in [run_dir / "heads-final", *(run_dir / "heads").glob("v*")]]
-    readers += [(path, lambda path: json.loads(path.read_text())) for path in run_dir.rglob("*.json")]
+    readers: list[tuple[Path, Callable[[Path], object]]] = [
+        (path, load_state) for path in run_dir.rglob("*.safetensors")
+    ]
+    readers += [
+        (path, load_heads) for path in [run_dir / "heads-final", *(run_dir / "heads").glob("v*")]
+    ]
+    readers += [
+        (path, lambda path: json.loads(path.read_text())) for path in run_dir.rglob("*.json")
+    ]
     for path, read in readers:
         try:
             read(path)
         except (MedusaError, ValueError, OSError) as error:
             wrong.append(f"{path.relative_to(run_dir)}: {error}")
-    return wrong if saved_folder(run_dir) == run_dir / "checkpoint" else [*wrong, "the last checkpoint is damaged"]
+    return (
+        wrong
+        if saved_folder(run_dir) == run_dir / "checkpoint"
+        else [*wrong, "the last checkpoint is damaged"]
+    )

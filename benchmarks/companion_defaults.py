@@ -49,7 +49,15 @@ from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.models import Critic
 from medusa_ppo.ppo.rewards import CallableReward, make_reward
 from medusa_ppo.ppo.session import Parts
-from medusa_ppo.types import CompanionStatus, Counters, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import (
+    CompanionStatus,
+    Counters,
+    Response,
+    RolloutBatch,
+    Rollouts,
+    Sampling,
+    SwapReceipt,
+)
 
 TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S")
 SHORT = 100
@@ -101,16 +109,31 @@ class Sampler(NoEngine):
     @torch.no_grad()
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
         started, generator = time.monotonic(), torch.Generator().manual_seed(sampling.seed or 0)
-        rows = [index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)]
+        rows = [
+            index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)
+        ]
         width = max(map(len, prompts))
-        ids_BT = torch.tensor([[self._end] * (width - len(prompts[i])) + list(prompts[i]) for i in rows])
-        mask_BT = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows])
+        ids_BT = torch.tensor(
+            [[self._end] * (width - len(prompts[i])) + list(prompts[i]) for i in rows]
+        )
+        mask_BT = torch.tensor(
+            [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in rows]
+        )
         next_BT, cache, tokens, logprobs = ids_BT, None, [], []
         ended_B = torch.zeros(len(rows), dtype=torch.bool)
         for _ in range(sampling.max_new_tokens):
             positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -next_BT.shape[1] :]
-            out = self._actor(next_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache, use_cache=True)
-            cache, logp_BV = out.past_key_values, (out.logits[:, -1].float() / sampling.temperature).log_softmax(-1)
+            out = self._actor(
+                next_BT,
+                attention_mask=mask_BT,
+                position_ids=positions_BT,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache, logp_BV = (
+                out.past_key_values,
+                (out.logits[:, -1].float() / sampling.temperature).log_softmax(-1),
+            )
             next_BT = torch.multinomial(logp_BV.exp(), 1, generator=generator)
             tokens.append(next_BT)
             logprobs.append(logp_BV.gather(1, next_BT))
@@ -119,15 +142,30 @@ class Sampler(NoEngine):
             if bool(ended_B.all()):
                 break
         responses = tuple(
-            self._response(i, ids, logps) for i, ids, logps in zip(rows, torch.cat(tokens, 1), torch.cat(logprobs, 1), strict=True)
+            self._response(i, ids, logps)
+            for i, ids, logps in zip(
+                rows, torch.cat(tokens, 1), torch.cat(logprobs, 1), strict=True
+            )
         )
         seconds = time.monotonic() - started
-        return Rollouts(tuple(map(tuple, prompts)), responses, Counters(), seconds, sampling, self.policy_version)
+        return Rollouts(
+            tuple(map(tuple, prompts)),
+            responses,
+            Counters(),
+            seconds,
+            sampling,
+            self.policy_version,
+        )
 
     def _response(self, prompt: int, ids_T: torch.Tensor, logprobs_T: torch.Tensor) -> Response:
         ends = (ids_T == self._end).nonzero()
         length = int(ends[0]) + 1 if ends.numel() else ids_T.numel()
-        return Response(prompt, tuple(ids_T[:length].tolist()), tuple(logprobs_T[:length].tolist()), "stop" if ends.numel() else "length")
+        return Response(
+            prompt,
+            tuple(ids_T[:length].tolist()),
+            tuple(logprobs_T[:length].tolist()),
+            "stop" if ends.numel() else "length",
+        )
 
 
 class Recorder:
@@ -145,10 +183,19 @@ class Recorder:
     def submit(self, batch: RolloutBatch) -> None:
         meta = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)
         tensors = {name: getattr(batch, name) for name in TENSORS}
-        save_state(self._folder / f"batch-{self.count:04d}.safetensors", {**tensors, **self._tables, "meta": meta})
+        save_state(
+            self._folder / f"batch-{self.count:04d}.safetensors",
+            {**tensors, **self._tables, "meta": meta},
+        )
         self.count += 1
 
-    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
+    def update_lm_head(
+        self,
+        lm_head_VD: torch.Tensor,
+        policy_version: int,
+        *,
+        embedding_VD: torch.Tensor | None = None,
+    ) -> None:
         self._tables = _tables(lm_head_VD, embedding_VD)
 
     def newest(self, after_version: int, timeout_s: float = 0.5) -> None:
@@ -165,30 +212,56 @@ def record(args: argparse.Namespace) -> None:
     """Run PPO and write OUT/batch-*.safetensors and OUT/recorded.json; what an interrupted run wrote can be used."""
     config = settled(load_config(args.config, [*args.overrides, f"ppo.steps={args.steps}"]))
     if (config.sampling.top_p, config.sampling.top_k) != (1.0, None):
-        raise UsageError("The sampler here knows no top_p and top_k.", given=config.sampling, expected="both off", do="Remove them.")
+        raise UsageError(
+            "The sampler here knows no top_p and top_k.",
+            given=config.sampling,
+            expected="both off",
+            do="Remove them.",
+        )
     if args.out.exists():
-        raise UsageError("A recording is made once.", given=args.out, expected="a folder that isn't there yet", do="Name another one.")
+        raise UsageError(
+            "A recording is made once.",
+            given=args.out,
+            expected="a folder that isn't there yet",
+            do="Name another one.",
+        )
     args.out.mkdir(parents=True)
     torch.set_num_threads(config.ppo.threads)
     path = str(ensure_demo_actor()) if config.model.path == "demo" else config.model.path
     actor, tokenizer = load_actor(path, "float32"), load_tokenizer(path)
     heads = initial_heads(config, actor)
-    tables = _tables(lm_head_weight(actor), embedding_weight(actor) if heads.config.needs_embedding else None)
+    tables = _tables(
+        lm_head_weight(actor), embedding_weight(actor) if heads.config.needs_embedding else None
+    )
     engine, recorder = Sampler(actor), Recorder(args.out, tables)
-    reward = CallableReward(numbers, "numbers", 1.0) if args.reward == "numbers" else make_reward(config.ppo)
+    reward = (
+        CallableReward(numbers, "numbers", 1.0)
+        if args.reward == "numbers"
+        else make_reward(config.ppo)
+    )
     lines = []
     with tempfile.TemporaryDirectory() as folder, ActorSync(engine, "float32") as sync:
         learner = PPOLearner(actor, Critic(actor), config.ppo, seed=config.seed)
         plugin = MedusaPlugin(engine, recorder, heads=heads)  # type: ignore[arg-type]  # It has the client's methods.
         prompts = PromptStream.load(config.data, tokenizer, seed=config.seed)
-        loop = PPOLoop(config.model_copy(update={"out": folder}), Parts(prompts, tokenizer, learner, reward, engine, sync, plugin))
+        loop = PPOLoop(
+            config.model_copy(update={"out": folder}),
+            Parts(prompts, tokenizer, learner, reward, engine, sync, plugin),
+        )
         for step in range(config.ppo.steps):
             values = loop.step(step)
             loop.position = type(loop.position)(step + 1, loop.position.policy_version + 1, 0.0)
             lines.append({name: values.get(name) for name in KEPT_METRICS})
-            summary = {"config": config.model_dump(mode="json"), "reward": args.reward, "steps": lines}
+            summary = {
+                "config": config.model_dump(mode="json"),
+                "reward": args.reward,
+                "steps": lines,
+            }
             write_atomic(args.out / "recorded.json", json.dumps(summary))
-            _say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items()))
+            _say(
+                f"step {step}: "
+                + ", ".join(f"{name} {value:.3f}" for name, value in lines[-1].items())
+            )
 
 
 def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Tensor | None]]:
@@ -197,10 +270,16 @@ def batches(folder: Path) -> Iterator[tuple[RolloutBatch, torch.Tensor, torch.Te
         state = load_state(path)
         version, temperature = state["meta"].tolist()
         parts = {name: state[name] for name in TENSORS}
-        yield RolloutBatch(**parts, policy_version=int(version), temperature=temperature), state["lm_head"], state.get("embedding")
+        yield (
+            RolloutBatch(**parts, policy_version=int(version), temperature=temperature),
+            state["lm_head"],
+            state.get("embedding"),
+        )
 
 
-def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed: int, heads: str = "") -> dict[str, Any]:
+def learn_again(
+    folder: Path, config: RunConfig, settings: dict[str, Any], seed: int, heads: str = ""
+) -> dict[str, Any]:
     """One setting over all batches: tokens a step that serving and frozen heads would have given on each, before it was learned from.
 
     `heads`: a native directory to begin with, which then is the frozen control; empty: from nothing.
@@ -213,14 +292,26 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
         if cycle is None:
             section = config.heads.model_copy(update={"path": heads})
             first = heads_for_table(config.model_copy(update={"heads": section}), lm_head_VD)
-            start: dict[str, Any] = {"initial_state": first.trainable_state(), "embedding_VD": embedding_VD}
-            cycle = Cycle(first.config, companion, lm_head_VD, seed=seed, draft_temperature=temperature, **start)
+            start: dict[str, Any] = {
+                "initial_state": first.trainable_state(),
+                "embedding_VD": embedding_VD,
+            }
+            cycle = Cycle(
+                first.config,
+                companion,
+                lm_head_VD,
+                seed=seed,
+                draft_temperature=temperature,
+                **start,
+            )
             if cycle.trainer._mean is not None:
                 cycle.trainer._mean._decay = average  # No key of a run.
         cycle.trainer.set_tables(lm_head_VD, embedding_VD)
         control = first if heads else cycle.frozen or cycle.serving
         for lengths, judged in ((serving, cycle.serving), (frozen, control)):
-            result = replay(judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature)
+            result = replay(
+                judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature
+            )
             lengths.append(result.mean_acceptance_length)
         began = time.process_time()
         rows += cycle.run(batch).train.rows
@@ -228,7 +319,12 @@ def learn_again(folder: Path, config: RunConfig, settings: dict[str, Any], seed:
         passes.append(cycle.passes)
         rates.append(cycle.trainer.rate)
     if cycle is None:
-        raise UsageError("There is nothing to learn from.", given=folder, expected="batch-*.safetensors", do="Run `record` first.")
+        raise UsageError(
+            "There is nothing to learn from.",
+            given=folder,
+            expected="batch-*.safetensors",
+            do="Run `record` first.",
+        )
     lists = {"serving": serving, "frozen": frozen, "passes": passes, "rates": rates}
     return {**lists, "rows": rows, "cpu_s": cpu_s, "versions": cycle.version}
 
@@ -237,19 +333,43 @@ def replay_all(args: argparse.Namespace) -> None:
     """Every setting and seed that is not in OUT/results.jsonl yet, then the table."""
     torch.set_num_threads(1)
     recorded = json.loads((args.out / "recorded.json").read_text(encoding="utf-8"))
-    config, results = build_config(recorded["config"]), args.out / ("results-heads.jsonl" if args.heads else "results.jsonl")
-    wanted = [name for name in GRID if not args.only or name == "base" or any(word in name for word in args.only)]
+    config, results = (
+        build_config(recorded["config"]),
+        args.out / ("results-heads.jsonl" if args.heads else "results.jsonl"),
+    )
+    wanted = [
+        name
+        for name in GRID
+        if not args.only or name == "base" or any(word in name for word in args.only)
+    ]
     done = _read(results)
     for seed in args.seeds:
         for name in wanted:
             if (name, seed) in done:
                 continue
-            line = {"name": name, "seed": seed, **learn_again(args.out, config, GRID[name], seed, args.heads)}
+            line = {
+                "name": name,
+                "seed": seed,
+                **learn_again(args.out, config, GRID[name], seed, args.heads),
+            }
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            _say(f"{name}, seed {seed}: {fmean(last_half(line['serving'])):.3f}, {line['cpu_s']:.0f} CPU s")
+            _say(
+                f"{name}, seed {seed}: {fmean(last_half(line['serving'])):.3f}, {line['cpu_s']:.0f} CPU s"
+            )
     done = _read(results)
-    sys.stdout.write("\n".join(table({key: line for key, line in done.items() if key[0] in wanted and key[1] in args.seeds})) + "\n")
+    sys.stdout.write(
+        "\n".join(
+            table(
+                {
+                    key: line
+                    for key, line in done.items()
+                    if key[0] in wanted and key[1] in args.seeds
+                }
+            )
+        )
+        + "\n"
+    )
 
 
 def table(done: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
@@ -261,8 +381,13 @@ def table(done: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
     for name in dict.fromkeys(name for name, _ in done):
         found = {seed: line for (other, seed), line in done.items() if other == name}
         lengths = [value for line in found.values() for value in last_half(line["serving"])]
-        pairs = [(last_half(line["serving"]), last_half(done["base", seed]["serving"])) for seed, line in found.items()]
-        gains = [here - there for ours, base in pairs for here, there in zip(ours, base, strict=True)]
+        pairs = [
+            (last_half(line["serving"]), last_half(done["base", seed]["serving"]))
+            for seed, line in found.items()
+        ]
+        gains = [
+            here - there for ours, base in pairs for here, there in zip(ours, base, strict=True)
+        ]
         error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
         cells = [
             name,
@@ -283,12 +408,19 @@ def last_half(values: list[float]) -> list[float]:
 
 
 def _read(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    lines = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.is_file()
+        else []
+    )
     return {(line["name"], line["seed"]): line for line in lines}
 
 
 def _tables(lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    tables = {"lm_head": lm_head_VD, **({} if embedding_VD is None else {"embedding": embedding_VD})}
+    tables = {
+        "lm_head": lm_head_VD,
+        **({} if embedding_VD is None else {"embedding": embedding_VD}),
+    }
     return {name: table.detach().to("cpu", copy=True) for name, table in tables.items()}
 
 
@@ -298,19 +430,32 @@ def _say(text: str) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="run PPO once and keep its batches")
     recording.add_argument("--config", type=Path, required=True)
     recording.add_argument("--steps", type=int, default=24)
     recording.add_argument("--reward", choices=("config", "numbers"), default="config")
     recording.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
-    replaying = commands.add_parser("replay", help="learn from them with each setting and print the table")
-    replaying.add_argument("--only", nargs="*", default=[], help="settings whose names hold one of these words; the base is always there")
-    replaying.add_argument("--heads", default="", help="native heads to begin with; they are the frozen control then")
+    replaying = commands.add_parser(
+        "replay", help="learn from them with each setting and print the table"
+    )
+    replaying.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="settings whose names hold one of these words; the base is always there",
+    )
+    replaying.add_argument(
+        "--heads", default="", help="native heads to begin with; they are the frozen control then"
+    )
     replaying.add_argument("--seeds", type=int, nargs="+", default=[0])
     for command in (recording, replaying):
-        command.add_argument("--out", type=Path, required=True, help="folder of the recording (`record` makes it)")
+        command.add_argument(
+            "--out", type=Path, required=True, help="folder of the recording (`record` makes it)"
+        )
     return parser.parse_args(argv)
 
 

@@ -63,8 +63,17 @@ def make_batch(seed: int) -> RolloutBatch:
 
 def start(workers: int, kind: str, lm_head_VD: torch.Tensor) -> CompanionClient:
     heads = HeadsConfig(WIDTH, VOCAB, 4, kind)
-    config = CompanionConfig(workers=workers, loss="ce_tv", batch_positions=2048, epochs=2, wait=True, queue_bytes=QUEUE_BYTES)
-    return CompanionClient(heads, config, lm_head_VD, seed=0, embedding_VD=lm_head_VD if kind == "hydra" else None)
+    config = CompanionConfig(
+        workers=workers,
+        loss="ce_tv",
+        batch_positions=2048,
+        epochs=2,
+        wait=True,
+        queue_bytes=QUEUE_BYTES,
+    )
+    return CompanionClient(
+        heads, config, lm_head_VD, seed=0, embedding_VD=lm_head_VD if kind == "hydra" else None
+    )
 
 
 def core_seconds(client: CompanionClient, workers: int) -> list[float]:
@@ -79,12 +88,20 @@ def core_seconds(client: CompanionClient, workers: int) -> list[float]:
 
 def one_round(client: CompanionClient, workers: int, seed: int) -> Round:
     """Train on its batches."""
-    before, tokens, began = core_seconds(client, workers), client.status().trained_tokens, time.perf_counter()
+    before, tokens, began = (
+        core_seconds(client, workers),
+        client.status().trained_tokens,
+        time.perf_counter(),
+    )
     for index in range(BATCHES):
         client.submit(make_batch(seed + index))
         assert client.drain(600), "the companion did not finish"
     clock, after = time.perf_counter() - began, core_seconds(client, workers)
-    return Round(client.status().trained_tokens - tokens, [b - a for a, b in zip(before, after, strict=True)], clock)
+    return Round(
+        client.status().trained_tokens - tokens,
+        [b - a for a, b in zip(before, after, strict=True)],
+        clock,
+    )
 
 
 def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str, float]]:
@@ -99,12 +116,16 @@ def measure(counts: list[int], kind: str, rounds: int = ROUNDS) -> list[dict[str
     finally:
         for client in clients.values():
             client.close()
-    return [summary(count, taken[count][1:], taken[counts[0]][1:]) for count in counts]  # The first round warms up.
+    return [
+        summary(count, taken[count][1:], taken[counts[0]][1:]) for count in counts
+    ]  # The first round warms up.
 
 
 def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float]:
     """Medians over rounds; ratios of rounds on the same batches."""
-    assert [one.tokens for one in own] == [one.tokens for one in first], "the same work in both arms"
+    assert [one.tokens for one in own] == [one.tokens for one in first], (
+        "the same work in both arms"
+    )
     workers, pairs = len(first[0].cores), list(zip(own, first, strict=True))
     growths = [sum(alone.cores) / workers / (sum(one.cores) / count) for one, alone in pairs]
     return {
@@ -115,7 +136,9 @@ def summary(count: int, own: list[Round], first: list[Round]) -> dict[str, float
         "growth": statistics.median(growths),
         "growth_low": min(growths),
         "growth_high": max(growths),
-        "at_the_busiest": statistics.median(max(alone.cores) / max(one.cores) for one, alone in pairs),
+        "at_the_busiest": statistics.median(
+            max(alone.cores) / max(one.cores) for one, alone in pairs
+        ),
         "by_the_clock": statistics.median(alone.clock / one.clock for one, alone in pairs),
     }
 
@@ -136,9 +159,13 @@ def table(kind: str, rows: list[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokens trained per core-second, by workers of the companion.")
+    parser = argparse.ArgumentParser(
+        description="Tokens trained per core-second, by workers of the companion."
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--kinds", nargs="+", default=["medusa", "hydra"], choices=("medusa", "markov", "hydra"))
+    parser.add_argument(
+        "--kinds", nargs="+", default=["medusa", "hydra"], choices=("medusa", "markov", "hydra")
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -60,7 +60,11 @@ class Holder:
 
 def loopback_bytes() -> int:
     """Received on `lo` since the machine started; what is sent there is received there."""
-    line = next(line for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines() if line.strip().startswith("lo:"))
+    line = next(
+        line
+        for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+        if line.strip().startswith("lo:")
+    )
     return int(line.split(":")[1].split()[0])
 
 
@@ -80,7 +84,9 @@ def take(engine: RolloutEngine, prompts: Prompts, sampling: Sampling) -> tuple[T
     before = loopback_bytes(), work_s(between), time.process_time(), time.perf_counter()
     rollouts = engine.generate(prompts, sampling)
     seconds, here_s = time.perf_counter() - before[3], time.process_time() - before[2]
-    return Turn(seconds, here_s, work_s(between) - before[1], loopback_bytes() - before[0]), rollouts
+    return Turn(
+        seconds, here_s, work_s(between) - before[1], loopback_bytes() - before[0]
+    ), rollouts
 
 
 def fetch(answer: Rollouts) -> tuple[int, float]:
@@ -102,7 +108,9 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="rows with a question")
     for name, value in {"responses": 1000, "each": 8, "new": 112, "seqs": 64, "pairs": 6}.items():
@@ -116,25 +124,43 @@ def main() -> None:
     found: dict[str, list[Turn]] = {name: [] for name in BACKENDS}
     with ExitStack() as stack:
         stack.enter_context(local_ray(cpus=2))
-        config = EngineConfig(max_num_seqs=args.seqs, max_model_len=PROMPT_TOKENS + args.new, dtype="float32", threads=1)
+        config = EngineConfig(
+            max_num_seqs=args.seqs,
+            max_model_len=PROMPT_TOKENS + args.new,
+            dtype="float32",
+            threads=1,
+        )
         engines = {
-            name: stack.enter_context(make_engine(args.model, None, config.model_copy(update={"backend": name}))) for name in BACKENDS
+            name: stack.enter_context(
+                make_engine(args.model, None, config.model_copy(update={"backend": name}))
+            )
+            for name in BACKENDS
         }
         for number in range(args.pairs + 1):  # The first one warms up.
             answers = {}
-            sampling = Sampling(max_new_tokens=args.new, responses_per_prompt=args.each, seed=number)
+            sampling = Sampling(
+                max_new_tokens=args.new, responses_per_prompt=args.each, seed=number
+            )
             for name in BACKENDS[:: 1 if number % 2 else -1]:
                 turn, answers[name] = take(engines[name], prompts, sampling)
                 found[name] += [turn] if number else []
-            server, colocated = ([response.token_ids for response in answers[name].responses] for name in BACKENDS)
+            server, colocated = (
+                [response.token_ids for response in answers[name].responses] for name in BACKENDS
+            )
             same = sum(one == other for one, other in zip(server, colocated, strict=True))
-            say(f"pair {number}: {len(server)} responses, {sum(map(len, server))} tokens, {same} the same in both")
+            say(
+                f"pair {number}: {len(server)} responses, {sum(map(len, server))} tokens, {same} the same in both"
+            )
         size, fetch_s = fetch(answers[COLOCATED])
     for name, turns in found.items():
         seconds, here_s, carrying_s, count = (median(values) for values in zip(*turns, strict=True))
-        say(f"{name}: {seconds:.2f} s, here {here_s:.2f} s, at the engine {carrying_s:.2f} s, {count / 1e6:.2f} MB on loopback")
+        say(
+            f"{name}: {seconds:.2f} s, here {here_s:.2f} s, at the engine {carrying_s:.2f} s, {count / 1e6:.2f} MB on loopback"
+        )
     ratios = [one.seconds / other.seconds for one, other in zip(*found.values(), strict=True)]
-    say(f"{SERVER} / {COLOCATED}, seconds: median {median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})")
+    say(
+        f"{SERVER} / {COLOCATED}, seconds: median {median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
     say(f"an object of Ray's: {size / 1e6:.2f} MB, {fetch_s * 1e3:.1f} ms to get it")
 
 

@@ -84,7 +84,11 @@ class Setting:
 def mixed(rng: random.Random) -> dict[str, Any]:
     """Any of these; the greedy ones are only there as neighbours."""
     temperature = rng.choice((0.0, 0.5, 0.7, 0.9, 1.0, 1.0, 1.3))
-    return {"temperature": temperature, "top_k": rng.choice((0, 0, 5, 40)), "top_p": rng.choice((1.0, 1.0, 0.9, 0.7))}
+    return {
+        "temperature": temperature,
+        "top_k": rng.choice((0, 0, 5, 40)),
+        "top_p": rng.choice((1.0, 1.0, 0.9, 0.7)),
+    }
 
 
 SETTINGS = (
@@ -97,12 +101,21 @@ SETTINGS = (
     Setting("memory, siblings", lambda rng: {"n": 8}, {"memory_bytes": 1 << 26}),
     Setting("memory, temperature 0.5", lambda rng: {"temperature": 0.5}, {"memory_bytes": 1 << 26}),
     Setting("early end", drafting={"stop_below": 0.1}),
-    Setting("all of it in flight", mixed, {"memory_bytes": 1 << 26, "stop_below": 0.1}, in_flight=True),
+    Setting(
+        "all of it in flight", mixed, {"memory_bytes": 1 << 26, "stop_below": 0.1}, in_flight=True
+    ),
     Setting("n > 1", lambda rng: {"n": 8}),
     Setting("prefix cache", engine={"enable_prefix_caching": True}, preamble=True),
-    Setting("chunked prefill", engine={"max_num_batched_tokens": 192, "enable_prefix_caching": False}, sequences=32, preamble=True),
+    Setting(
+        "chunked prefill",
+        engine={"max_num_batched_tokens": 192, "enable_prefix_caching": False},
+        sequences=32,
+        preamble=True,
+    ),
     Setting("preemption", cache_blocks=0.6),
-    Setting("structured output", lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}),
+    Setting(
+        "structured output", lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}
+    ),
     Setting("swap and sync in flight", in_flight=True),
 )
 
@@ -133,15 +146,21 @@ class Stage:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         rows = load_rows(str(options.data), limit=512)
         texts = render_prompts(rows, template=options.template)
-        solved = "".join(f"{text}{row['answer']}\n\n" for text, row in zip(texts[:2], rows[:2], strict=True))
+        solved = "".join(
+            f"{text}{row['answer']}\n\n" for text, row in zip(texts[:2], rows[:2], strict=True)
+        )
         preamble = tokenizer(solved, add_special_tokens=False).input_ids
         prompts = [ids[-96:] for ids in tokenizer(texts[2:], add_special_tokens=False).input_ids]
-        actors = [load_actor(options.model, "float32").eval().requires_grad_(False) for _ in range(2)]
+        actors = [
+            load_actor(options.model, "float32").eval().requires_grad_(False) for _ in range(2)
+        ]
         heads = [load_heads(options.heads)[0] for _ in range(2)]
         generator = torch.Generator().manual_seed(SEED)
         for parameter in (*actors[1].parameters(), *heads[1].parameters()):
             if parameter.dim() > 1:
-                parameter.data += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+                parameter.data += (
+                    0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+                )
         files: dict[str, list[Path]] = {"actors": [], "heads": []}
         for number in range(2):
             files["actors"].append(folder / f"actor-{number}.safetensors")
@@ -154,16 +173,26 @@ class Stage:
 def random_actor(like: Path, folder: Path) -> None:
     """`actor` and `heads`: with the tokenizer and the kind of another actor, but small and never trained, for many tokens a second."""
     config = AutoConfig.from_pretrained(like)
-    config.update({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2})
+    config.update(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
+    )
     config.update({"head_dim": 32, "initializer_range": 0.25, "dtype": "float32"})
     torch.manual_seed(0)
     actor = AutoModelForCausalLM.from_config(config)
     actor.save_pretrained(folder / "actor")
     AutoTokenizer.from_pretrained(like).save_pretrained(folder / "actor")
     torch.manual_seed(1)
-    heads = MedusaHeads(HeadsConfig(config.hidden_size, config.vocab_size, 4, kind="hydra", context=HeadsSection().context)).requires_grad_(
-        False
-    )
+    heads = MedusaHeads(
+        HeadsConfig(
+            config.hidden_size, config.vocab_size, 4, kind="hydra", context=HeadsSection().context
+        )
+    ).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.02)
     save_heads(folder / "heads", heads, lm_head_VD=actor.lm_head.weight)
@@ -177,7 +206,12 @@ class Sampler:
 
     def __init__(self, engine: Any, setting: Setting, stage: Stage, seed: int) -> None:
         self.engine, self.setting, self.stage = engine, setting, stage
-        self.seen: dict[str, int] = {"preempted": 0, "cached prompt tokens": 0, "swaps": 0, "syncs": 0}
+        self.seen: dict[str, int] = {
+            "preempted": 0,
+            "cached prompt tokens": 0,
+            "swaps": 0,
+            "syncs": 0,
+        }
         self._llm = engine._running().llm_engine
         self._rng = random.Random(seed)
         self._steps = self._serial = 0
@@ -204,7 +238,10 @@ class Sampler:
         responses = 0
         while responses < count:
             self._serial += 1
-            prompt = [*(self.stage.preamble if self.setting.preamble else ()), *self._rng.choice(self.stage.prompts)]
+            prompt = [
+                *(self.stage.preamble if self.setting.preamble else ()),
+                *self._rng.choice(self.stage.prompts),
+            ]
             wanted = {"temperature": 1.0, **self.setting.asked(self._rng)}
             asked[str(self._serial)] = (prompt, wanted)
             responses += wanted.get("n", 1)
@@ -220,7 +257,9 @@ class Sampler:
                 for one in output.outputs:
                     lengths[output.request_id] = len(one.token_ids)
                     ids = list(one.token_ids)
-                    answers[output.request_id, one.index] = Answer(prompt, ids, wanted, versions[output.request_id])
+                    answers[output.request_id, one.index] = Answer(
+                        prompt, ids, wanted, versions[output.request_id]
+                    )
                 if output.finished:
                     self.seen["cached prompt tokens"] += output.num_cached_tokens or 0
             self._steps += 1
@@ -228,7 +267,9 @@ class Sampler:
                 self._interfere(lengths, versions)
         return list(answers.values())
 
-    def _interfere(self, lengths: dict[str, int], versions: dict[str, list[tuple[int, int]]]) -> None:
+    def _interfere(
+        self, lengths: dict[str, int], versions: dict[str, list[tuple[int, int]]]
+    ) -> None:
         if self._steps % EVERY_SWAP == 0:
             self._heads = 1 - self._heads
             self.seen["swaps"] += 1
@@ -248,7 +289,9 @@ def _params(wanted: dict[str, Any]) -> Any:
     wanted = dict(wanted)
     grammar = wanted.pop("regex", None)
     wanted["structured_outputs"] = StructuredOutputsParams(regex=grammar) if grammar else None
-    return SamplingParams(**wanted, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
+    return SamplingParams(
+        **wanted, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0
+    )
 
 
 # ---- judging -------------------------------------------------------------------------------------------------------------------
@@ -260,8 +303,14 @@ class Grammar:
     def __init__(self, model: Path, regex: str, vocab_size: int) -> None:
         import xgrammar
 
-        info = xgrammar.TokenizerInfo.from_huggingface(AutoTokenizer.from_pretrained(model), vocab_size=vocab_size)
-        self._xgrammar, self._compiled, self._size = xgrammar, xgrammar.GrammarCompiler(info).compile_regex(regex), vocab_size
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            AutoTokenizer.from_pretrained(model), vocab_size=vocab_size
+        )
+        self._xgrammar, self._compiled, self._size = (
+            xgrammar,
+            xgrammar.GrammarCompiler(info).compile_regex(regex),
+            vocab_size,
+        )
 
     def mask(self, logits_MV: torch.Tensor, ids: list[int]) -> torch.Tensor:
         matcher = self._xgrammar.GrammarMatcher(self._compiled)
@@ -288,7 +337,9 @@ def judge(answers: list[Answer], stage: Stage) -> Uniformity:
             if start == end:
                 continue
             ids = answer.ids[:end]
-            logits_MV = stage.actors[version](input_ids=torch.tensor([[*answer.prompt, *ids]])).logits[0, len(answer.prompt) - 1 : -1]
+            logits_MV = stage.actors[version](
+                input_ids=torch.tensor([[*answer.prompt, *ids]])
+            ).logits[0, len(answer.prompt) - 1 : -1]
             if "regex" in wanted:
                 grammar = grammar or Grammar(stage.model, wanted["regex"], logits_MV.shape[1])
                 logits_MV = grammar.mask(logits_MV, ids)
@@ -309,7 +360,9 @@ def keep_one_step_old(worker: Any) -> None:
         _hold_back(speculator, "propose", lambda: speculator.draft_logits)
         return
     drafter, use = runner.drafter, runner.drafter._use_vocabulary
-    drafter._meet = lambda request: proposer.Traits(request.sampling_params.seed)  # Under a grammar too.
+    drafter._meet = lambda request: proposer.Traits(
+        request.sampling_params.seed
+    )  # Under a grammar too.
 
     def use_vocabulary() -> None:
         use()
@@ -342,13 +395,20 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
     from medusa_ppo.engines.colocated import ColocatedEngine
 
     config = EngineConfig(
-        dtype="float32", max_num_seqs=setting.sequences, max_model_len=512, threads=1, memory_fraction=0.05, extra=setting.engine
+        dtype="float32",
+        max_num_seqs=setting.sequences,
+        max_model_len=512,
+        threads=1,
+        memory_fraction=0.05,
+        extra=setting.engine,
     )
     if runner:
         config = config.model_copy(update={"runner": runner})
     ample = launch.cache_bytes
     if setting.cache_blocks:
-        launch.cache_bytes = lambda text, _: int(setting.cache_blocks * setting.sequences * block_bytes(text))
+        launch.cache_bytes = lambda text, _: int(
+            setting.cache_blocks * setting.sequences * block_bytes(text)
+        )
     try:
         with ColocatedEngine(stage.model, stage.heads, config, seed=SEED) as engine:
             engine.configure(sampled=True, draft_temperature=1.0, **setting.drafting)
@@ -361,7 +421,14 @@ def block_bytes(text_config: dict[str, Any]) -> int:
     """Of one block of keys and values in float32."""
     heads = text_config["num_attention_heads"]
     width = text_config.get("head_dim") or text_config["hidden_size"] // heads
-    return 2 * text_config["num_hidden_layers"] * (text_config.get("num_key_value_heads") or heads) * width * 4 * launch.CACHE_BLOCK_TOKENS
+    return (
+        2
+        * text_config["num_hidden_layers"]
+        * (text_config.get("num_key_value_heads") or heads)
+        * width
+        * 4
+        * launch.CACHE_BLOCK_TOKENS
+    )
 
 
 def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
@@ -376,7 +443,9 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
         figures["seen"] = {name: count for name, count in sampler.seen.items() if count}
         engine._running().collective_rpc(keep_one_step_old)
         stale = sampler.sample(options.stale_tokens)
-    figures |= judge(answers, stage).figures() | {"tokens_a_step": round(counters.mean_acceptance_length, 3)}
+    figures |= judge(answers, stage).figures() | {
+        "tokens_a_step": round(counters.mean_acceptance_length, 3)
+    }
     figures["one_step_old"] = judge(stale, stage).figures()
     return figures | {"seconds": round(time.perf_counter() - began)}
 
@@ -405,7 +474,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--heads", type=Path)
     parser.add_argument("--data", type=Path, help="rows with a question and an answer")
-    parser.add_argument("--random-actor", type=Path, help="only write a small untrained actor with heads there")
+    parser.add_argument(
+        "--random-actor", type=Path, help="only write a small untrained actor with heads there"
+    )
     parser.add_argument("--template", default="<|endoftext|>Question: {question}\nAnswer:")
     parser.add_argument("--settings", nargs="*", help="names; default: all of the runner's")
     parser.add_argument("--tokens", type=int, default=200_000)

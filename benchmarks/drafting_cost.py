@@ -88,7 +88,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batches", default="1,4,16,64")
-    parser.add_argument("--draft-vocab", type=int, default=0, help="Our proposer drafts from so many tokens; 0: from all.")
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        default=0,
+        help="Our proposer drafts from so many tokens; 0: from all.",
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -96,7 +101,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as name:
         folder = Path(name)
         build(folder, options.vocab, options.hidden, options.heads)
-        config = EngineConfig(dtype="float32", max_num_seqs=64, max_model_len=64, draft_temperature=0.0, threads=options.threads)
+        config = EngineConfig(
+            dtype="float32",
+            max_num_seqs=64,
+            max_model_len=64,
+            draft_temperature=0.0,
+            threads=options.threads,
+        )
         with ColocatedEngine(folder / "actor", folder / "heads", config) as engine:
             ours = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
             stock = stock_proposer(ours, folder / "stock")
@@ -109,9 +120,16 @@ def main() -> None:
                 ours._last_ids = [0] * batch
                 call = {"ours": ours, "stock": stock}
                 with torch.inference_mode():
-                    same = torch.equal(*(torch.as_tensor(p.propose(options.heads, hidden_BD, GREEDY)).long() for p in call.values()))
+                    same = torch.equal(
+                        *(
+                            torch.as_tensor(p.propose(options.heads, hidden_BD, GREEDY)).long()
+                            for p in call.values()
+                        )
+                    )
 
-                    def timed(proposer: Any, states_BD: torch.Tensor = hidden_BD) -> Callable[[int], float]:
+                    def timed(
+                        proposer: Any, states_BD: torch.Tensor = hidden_BD
+                    ) -> Callable[[int], float]:
                         def run(_: int) -> float:
                             began = time.perf_counter()
                             proposer.propose(options.heads, states_BD, GREEDY)
@@ -119,9 +137,19 @@ def main() -> None:
 
                         return run
 
-                    rates = run_rounds({key: timed(value) for key, value in call.items()}, "stock", options.rounds, warmup=3)
+                    rates = run_rounds(
+                        {key: timed(value) for key, value in call.items()},
+                        "stock",
+                        options.rounds,
+                        warmup=3,
+                    )
                 low, high = rates.spread("ours")
-                line = {"sequences": batch, "same_drafts": same, "ratio": rates.median_ratio("ours"), "range": [low, high]}
+                line = {
+                    "sequences": batch,
+                    "same_drafts": same,
+                    "ratio": rates.median_ratio("ours"),
+                    "range": [low, high],
+                }
                 line |= {f"{key}_ms": 1e3 * statistics.median(rates.rates[key]) for key in call}
                 sys.stdout.write(json.dumps(line) + "\n")
 

@@ -45,7 +45,9 @@ def random_heads(vocab: int, hidden: int, dtype: Any, pairs: int = 0) -> Any:
     from heads.modules import MedusaHeads
 
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(hidden, vocab, HEADS, kind="hydra", **({"context": pairs} if pairs else {})))
+    heads = MedusaHeads(
+        HeadsConfig(hidden, vocab, HEADS, kind="hydra", **({"context": pairs} if pairs else {}))
+    )
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.05)
@@ -69,7 +71,9 @@ def old_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable[[An
             generators.update({row: torch.Generator().manual_seed(row) for row in range(batch)})
         last_ids_B = torch.tensor([1] * batch, dtype=torch.int64)
         sampling = RequestSampling(torch.ones(batch), generators=generators)
-        draft = draft_tokens(heads, hidden_BD, last_ids_B, HEADS, lm_head, sampling=sampling, packed=packed)
+        draft = draft_tokens(
+            heads, hidden_BD, last_ids_B, HEADS, lm_head, sampling=sampling, packed=packed
+        )
         kept.put([str(row) for row in range(batch)], draft.probs_BKV)
 
     return call
@@ -109,7 +113,9 @@ def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable
     core = DraftingCore(heads, lm_head, embed, packed_linear)
     D = heads.config.hidden_size
     slots = DraftSlots(max(BATCHES), HEADS, heads.config.vocab_size, torch.device("cpu"))
-    ring = PairRing(max(BATCHES), heads.config.context, 2 * D, core.fused.dtype, torch.device("cpu"))
+    ring = PairRing(
+        max(BATCHES), heads.config.context, 2 * D, core.fused.dtype, torch.device("cpu")
+    )
 
     def call(hidden_BD: Any) -> None:
         batch = len(hidden_BD)
@@ -118,16 +124,27 @@ def context_call(heads: Any, lm_head: Any, embed: Any, seeded: bool) -> Callable
         positions_B = torch.arange(batch) + 100
         requests_B = torch.arange(batch)
         at = Standing(requests_B, requests_B, positions_B)
-        arrived = Arrived(hidden_BD[row_N], ids_N, request_N, request_N, positions_B[request_N] - back_N, 2 * requests_B + 1)
+        arrived = Arrived(
+            hidden_BD[row_N],
+            ids_N,
+            request_N,
+            request_N,
+            positions_B[request_N] - back_N,
+            2 * requests_B + 1,
+        )
         seen = core.fused.look_back(ring, arrived, at)
         noise_BK = uniforms(positions_B, positions_B if seeded else None, None, DRAFT_LANE, HEADS)
-        core.draft(hidden_BD, ids_N[1::2], HEADS, Sampling(torch.ones(batch), noise_BK), seen, slots)
+        core.draft(
+            hidden_BD, ids_N[1::2], HEADS, Sampling(torch.ones(batch), noise_BK), seen, slots
+        )
         slots.stamp(requests_B, stamps(positions_B, positions_B), HEADS)
 
     return call
 
 
-def work(arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threads: int, pairs: int) -> None:
+def work(
+    arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threads: int, pairs: int
+) -> None:
     """Answer each line (a number of requests) with the seconds of one call."""
     import torch
     from torch.nn import functional as F
@@ -141,7 +158,9 @@ def work(arm: str, vocab: int, hidden: int, dtype_name: str, seeded: bool, threa
     heads = random_heads(vocab, hidden, dtype, pairs if arm == "context" else 0)
     lm_head = packed_linear((torch.randn(vocab, hidden) * 0.05).to(dtype))
     table_VD = torch.randn(vocab, hidden).to(dtype)
-    call = {"old": old_call, "new": new_call, "context": context_call}[arm](heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded)
+    call = {"old": old_call, "new": new_call, "context": context_call}[arm](
+        heads, lm_head, lambda ids: F.embedding(ids, table_VD), seeded
+    )
     with torch.inference_mode():
         for line in sys.stdin:
             hidden_BD = torch.randn(int(line), hidden).to(dtype)
@@ -164,7 +183,14 @@ class Arm:
     def __init__(self, arm: str, tree: Path, settings: list[str]) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--arm", arm, *settings]
         environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tree)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=tree,
+        )
 
     def seconds(self, batch: int) -> float:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -183,8 +209,17 @@ class Arm:
         self.process.wait()
 
 
-def compare(options: argparse.Namespace, config: dict[str, Any], dtype: str, seeded: bool) -> list[dict[str, Any]]:
-    settings = ["--sizes", f"{config['vocab_size']},{config['hidden_size']}", "--dtype", dtype, "--threads", str(options.threads)]
+def compare(
+    options: argparse.Namespace, config: dict[str, Any], dtype: str, seeded: bool
+) -> list[dict[str, Any]]:
+    settings = [
+        "--sizes",
+        f"{config['vocab_size']},{config['hidden_size']}",
+        "--dtype",
+        dtype,
+        "--threads",
+        str(options.threads),
+    ]
     settings += ["--seeded"] if seeded else []
     here = Path(__file__).resolve().parent.parent
     if options.context:
@@ -204,9 +239,16 @@ def compare(options: argparse.Namespace, config: dict[str, Any], dtype: str, see
                 if number >= 0:
                     seconds[name].append(took)
         ratios = sorted(new / old for new, old in zip(seconds[after], seconds[before], strict=True))
-        row = {"dtype": dtype, "seeded": seeded, "requests": batch, f"{after}_over_{before}": round(statistics.median(ratios), 3)}
+        row = {
+            "dtype": dtype,
+            "seeded": seeded,
+            "requests": batch,
+            f"{after}_over_{before}": round(statistics.median(ratios), 3),
+        }
         row |= {"range": [round(ratios[0], 3), round(ratios[-1], 3)]}
-        row |= {f"{name}_us": round(1e6 * statistics.median(values)) for name, values in seconds.items()}
+        row |= {
+            f"{name}_us": round(1e6 * statistics.median(values)) for name, values in seconds.items()
+        }
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
         rows.append(row)
@@ -218,9 +260,13 @@ def compare(options: argparse.Namespace, config: dict[str, Any], dtype: str, see
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--old", help="The tree of commit 09356bd.")
-    parser.add_argument("--context", type=int, default=0, help="Pairs of the context, in the place of --old.")
+    parser.add_argument(
+        "--context", type=int, default=0, help="Pairs of the context, in the place of --old."
+    )
     parser.add_argument("--model", help="Folder of the actor whose sizes count.")
-    parser.add_argument("--dtype", default="", help="Default: bfloat16 and float32, one after the other.")
+    parser.add_argument(
+        "--dtype", default="", help="Default: bfloat16 and float32, one after the other."
+    )
     parser.add_argument("--seeded", action="store_true", help="Every request has a seed.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
@@ -230,7 +276,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         vocab, hidden = (int(word) for word in options.sizes.split(","))
-        work(options.arm, vocab, hidden, options.dtype, options.seeded, options.threads, options.context)
+        work(
+            options.arm,
+            vocab,
+            hidden,
+            options.dtype,
+            options.seeded,
+            options.threads,
+            options.context,
+        )
         return
     if not (options.old or options.context) or not options.model:
         parser.error("--model is needed, and --old or --context")

@@ -40,7 +40,9 @@ AT_ONCE = 64
 
 
 @torch.no_grad()
-def sample(model: PreTrainedModel, prompts: list[list[int]], temperature: float, new: int) -> list[tuple[int, list[int]]]:
+def sample(
+    model: PreTrainedModel, prompts: list[list[int]], temperature: float, new: int
+) -> list[tuple[int, list[int]]]:
     """Prompt length and ids of one response to each."""
     found = []
     for start in range(0, len(prompts), AT_ONCE):
@@ -48,7 +50,13 @@ def sample(model: PreTrainedModel, prompts: list[list[int]], temperature: float,
         width = max(map(len, part))
         ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in part])
         mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in part])
-        ways = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": new}
+        ways = {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "max_new_tokens": new,
+        }
         out_BT = model.generate(input_ids=ids_BT, attention_mask=mask_BT, pad_token_id=0, **ways)
         for ids, row in zip(part, out_BT.tolist(), strict=True):
             response = row[width:]
@@ -58,7 +66,13 @@ def sample(model: PreTrainedModel, prompts: list[list[int]], temperature: float,
 
 
 def read_run(
-    model: PreTrainedModel, heads: MedusaHeads, first: int, ids: list[int], places: list[int], temperature: float, draw: torch.Generator
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    first: int,
+    ids: list[int],
+    places: list[int],
+    temperature: float,
+    draw: torch.Generator,
 ) -> tuple[torch.Tensor, ...]:
     """Runs drawn after `places` tokens of the response: what q says before each draft `NKF`, states `NKD`, and the exact chances `NK` that
     a draft that is offered is accepted, given what was drawn before it."""
@@ -66,13 +80,25 @@ def read_run(
     hidden_TD = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     hidden_MD, next_M = hidden_TD[first - 1 : -1], torch.tensor(ids[first:])
     rows_N = torch.tensor(places)
-    context = Context.of(context_rows(torch.zeros(len(next_M), dtype=torch.long), heads.config.context)[rows_N], hidden_MD, next_M)
+    context = Context.of(
+        context_rows(torch.zeros(len(next_M), dtype=torch.long), heads.config.context)[rows_N],
+        hidden_MD,
+        next_M,
+    )
     condition_NK = torch.zeros(len(places), K, dtype=torch.long)
     condition_NK[:, 0] = next_M[rows_N]
     drawn, logq, features, shares_NK = [], [], [], torch.zeros(len(places), K)
     for k in range(K):
-        factored = heads.factored(hidden_MD[rows_N], lm_head_VD, condition=condition_NK, embedding_VD=table_VD, context=context)
-        logq_NV = (head_logits(factored, k, slice(None)) / heads.temperatures_K[k] / temperature).log_softmax(-1)
+        factored = heads.factored(
+            hidden_MD[rows_N],
+            lm_head_VD,
+            condition=condition_NK,
+            embedding_VD=table_VD,
+            context=context,
+        )
+        logq_NV = (
+            head_logits(factored, k, slice(None)) / heads.temperatures_K[k] / temperature
+        ).log_softmax(-1)
         token_N1 = torch.multinomial(logq_NV.exp(), 1, generator=draw)
         logq.append(logq_NV)
         features.append(factored.features_NKD[:, k])
@@ -90,12 +116,19 @@ def read_run(
     place_NKK = torch.eye(K).expand(len(places), K, K)
     entropies_NKK = entropy_NK.unsqueeze(1) * torch.ones(K, K).tril()
     seen_NKF = torch.cat([logq_NKV.topk(TOPS, -1).values, entropies_NKK, before_NKK, place_NKK], -1)
-    states_NKD2 = torch.cat([hidden_MD[rows_N].unsqueeze(1).expand(-1, K, -1), torch.stack(features, 1)], -1)
+    states_NKD2 = torch.cat(
+        [hidden_MD[rows_N].unsqueeze(1).expand(-1, K, -1), torch.stack(features, 1)], -1
+    )
     return seen_NKF, states_NKD2, chance_NK
 
 
 def actor_says(
-    model: PreTrainedModel, ids: list[int], first: int, places: list[int], drawn_NK: torch.Tensor, temperature: float
+    model: PreTrainedModel,
+    ids: list[int],
+    first: int,
+    places: list[int],
+    drawn_NK: torch.Tensor,
+    temperature: float,
 ) -> torch.Tensor:
     """log p of every token at each draft's place, the drafts before it read: `[N, K, V]`."""
     K = drawn_NK.shape[1]
@@ -111,25 +144,40 @@ def actor_says(
     return (F.linear(chosen_NKD, lm_head_weight(model)) / temperature).log_softmax(-1)
 
 
-def fitted(seen_NKF: torch.Tensor, chance_NK: torch.Tensor, fit_N: torch.Tensor, passes: int = 60) -> torch.Tensor:
+def fitted(
+    seen_NKF: torch.Tensor, chance_NK: torch.Tensor, fit_N: torch.Tensor, passes: int = 60
+) -> torch.Tensor:
     """Chances that a small network estimates, fitted on some runs; the pass that is best on a tenth of them is kept."""
     torch.manual_seed(0)
     inputs_NF, wanted_N = seen_NKF.flatten(0, 1), chance_NK.flatten()
     rows_N = fit_N.repeat_interleave(chance_NK.shape[1]).nonzero().squeeze(1)
     inputs_NF = (inputs_NF - inputs_NF[rows_N].mean(0)) / inputs_NF[rows_N].std(0).clamp_min(1e-3)
     held_N, rows_N = rows_N[: len(rows_N) // 10], rows_N[len(rows_N) // 10 :]
-    net = nn.Sequential(nn.Linear(inputs_NF.shape[1], 128), nn.SiLU(), nn.Dropout(0.2), nn.Linear(128, 64), nn.SiLU(), nn.Linear(64, 1))
+    net = nn.Sequential(
+        nn.Linear(inputs_NF.shape[1], 128),
+        nn.SiLU(),
+        nn.Dropout(0.2),
+        nn.Linear(128, 64),
+        nn.SiLU(),
+        nn.Linear(64, 1),
+    )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.05)
     best, answer_N = float("inf"), wanted_N
     for _ in range(passes):
         net.train()
         for part_N in rows_N[torch.randperm(len(rows_N))].split(512):
             optimizer.zero_grad()
-            F.binary_cross_entropy_with_logits(net(inputs_NF[part_N]).squeeze(1), wanted_N[part_N]).backward()
+            F.binary_cross_entropy_with_logits(
+                net(inputs_NF[part_N]).squeeze(1), wanted_N[part_N]
+            ).backward()
             optimizer.step()
         net.eval()
         with torch.no_grad():
-            loss = float(F.binary_cross_entropy_with_logits(net(inputs_NF[held_N]).squeeze(1), wanted_N[held_N]))
+            loss = float(
+                F.binary_cross_entropy_with_logits(
+                    net(inputs_NF[held_N]).squeeze(1), wanted_N[held_N]
+                )
+            )
             if loss < best:
                 best, answer_N = loss, net(inputs_NF).squeeze(1).sigmoid()
     return answer_N.view_as(chance_NK)
@@ -143,14 +191,18 @@ def rows_saved(estimate_NK: torch.Tensor, chance_NK: torch.Tensor, loss: float) 
     for _ in range(30):
         middle = (low + high) / 2
         goes_NK = (estimate_NK >= middle).cumprod(1)
-        low, high = (middle, high) if float((goes_NK * chance_NK).sum(1).mean()) >= least else (low, middle)
+        low, high = (
+            (middle, high) if float((goes_NK * chance_NK).sum(1).mean()) >= least else (low, middle)
+        )
     goes_NK = (estimate_NK >= low).cumprod(1).float()
     rows, accepted = float(goes_NK.sum(1).mean()), float((goes_NK * chance_NK).sum(1).mean())
     return (rows / accepted) / (chance_NK.shape[1] / full)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--heads", type=Path, required=True, help="with a context")
     parser.add_argument("--data", type=Path, required=True, help="rows with a question")
@@ -163,7 +215,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     draw = torch.Generator().manual_seed(args.seed)
     questions = [row["question"] for row in load_rows(args.data, limit=args.prompts)]
-    prompts = [tokenizer(f"<|endoftext|>Question: {question}\nAnswer:")["input_ids"] for question in questions]
+    prompts = [
+        tokenizer(f"<|endoftext|>Question: {question}\nAnswer:")["input_ids"]
+        for question in questions
+    ]
     K, parts = heads.config.num_heads, []
     for number, (first, ids) in enumerate(sample(model, prompts, args.temperature, args.new)):
         most = len(ids) - first - 1
@@ -173,7 +228,9 @@ def main() -> None:
         with torch.no_grad():
             run = read_run(model, heads, first, ids, places, args.temperature, draw)
         parts.append((*run, torch.full((len(places),), number)))
-    seen_NKF, states_NKD2, chance_NK, response_N = (torch.cat(part) for part in zip(*parts, strict=True))
+    seen_NKF, states_NKD2, chance_NK, response_N = (
+        torch.cat(part) for part in zip(*parts, strict=True)
+    )
     fit_N = response_N % 2 == 0
     rules = {
         "q": fitted(seen_NKF, chance_NK, fit_N),
@@ -183,10 +240,14 @@ def main() -> None:
     judged_NK = chance_NK[~fit_N]
     full = float(judged_NK.sum(1).mean())
     text = f"{len(judged_NK)} runs of {K} at temperature {args.temperature}: {1 + full:.3f} tokens a step, {K / full:.2f} rows an accepted"
-    sys.stdout.write(f"{text} draft; an oracle that knows each outcome has {full / K:.2f} of them\n")
+    sys.stdout.write(
+        f"{text} draft; an oracle that knows each outcome has {full / K:.2f} of them\n"
+    )
     sys.stdout.write("| rule knows | 2 % fewer tokens | 5 % |\n|---|---|---|\n")
     for name, estimate_NK in rules.items():
-        cells = " | ".join(f"{rows_saved(estimate_NK[~fit_N], judged_NK, loss):.3f}" for loss in LOSSES)
+        cells = " | ".join(
+            f"{rows_saved(estimate_NK[~fit_N], judged_NK, loss):.3f}" for loss in LOSSES
+        )
         sys.stdout.write(f"| {name} | {cells} |\n")
 
 

@@ -75,7 +75,11 @@ def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str],
 
     def recovered() -> bool:
         now = run.steps()[-1]
-        if pid is None or run.pid_of(kind.role) in (None, pid) or restarts(now)[kind.role] == restarts(before)[kind.role]:
+        if (
+            pid is None
+            or run.pid_of(kind.role) in (None, pid)
+            or restarts(now)[kind.role] == restarts(before)[kind.role]
+        ):
             return False  # What the old process said last may come in after its end: the run has to have seen the new one.
         if kind.role == "engine":
             return now[names.STEP] > before[names.STEP] + 1 and now[names.DRAFTS] > 0
@@ -84,7 +88,9 @@ def inflict(run: WatchedRun, kind: Kind, moment_s: float, write: Callable[[str],
     well = run.wait_for(recovered, RECOVER_S)
     made = run.steps()[-1][names.STEP] - before[names.STEP]
     record = Record(kind.name, before[names.STEP], well, time.monotonic() - began, made)
-    write(f"{kind.name} after step {record.step}: {'well' if well else 'NOT WELL'} after {record.seconds:.1f} s, {made} steps made\n")
+    write(
+        f"{kind.name} after step {record.step}: {'well' if well else 'NOT WELL'} after {record.seconds:.1f} s, {made} steps made\n"
+    )
     return record
 
 
@@ -93,7 +99,9 @@ def faults_of_steps(steps: list[dict[str, float]]) -> list[str]:
     wrong = []
     numbers = [int(step[names.STEP]) for step in steps]
     if numbers != list(range(len(numbers))):
-        wrong.append(f"steps are missing or were made twice: {[pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1][:5]}")
+        wrong.append(
+            f"steps are missing or were made twice: {[pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1][:5]}"
+        )
     if any(step[names.POLICY_VERSION] != step[names.STEP] for step in steps):
         wrong.append("a step's rollouts were not written by the policy of the step before")
     fell = [
@@ -107,12 +115,18 @@ def faults_of_steps(steps: list[dict[str, float]]) -> list[str]:
 
 
 def restarts(step: dict[str, float]) -> dict[str, int]:
-    return {"companion": int(step[names.COMPANION_RESTARTS]), "engine": int(step[names.ENGINE_RESTARTS])}
+    return {
+        "companion": int(step[names.COMPANION_RESTARTS]),
+        "engine": int(step[names.ENGINE_RESTARTS]),
+    }
 
 
 def table(records: list[Record]) -> str:
     """Markdown, one line a kind."""
-    lines = ["| fault | times | recovered | seconds, median (largest) | PPO steps meanwhile |", "|---|---|---|---|---|"]
+    lines = [
+        "| fault | times | recovered | seconds, median (largest) | PPO steps meanwhile |",
+        "|---|---|---|---|---|",
+    ]
     for kind in dict.fromkeys(record.kind for record in records):
         own = [record for record in records if record.kind == kind]
         seconds = [record.seconds for record in own]
@@ -133,7 +147,9 @@ def run_faults(
     generator.shuffle(schedule)
     config = small_run(model, folder, ENDLESS, seed)
     with WatchedRun(config, folder, HANG_S) as run:
-        if not run.wait_for(lambda: any(step[names.HEADS_VERSION] > 0 for step in run.steps()), START_S):
+        if not run.wait_for(
+            lambda: any(step[names.HEADS_VERSION] > 0 for step in run.steps()), START_S
+        ):
             return [], [f"no heads were served within {START_S:.0f} s:\n{run.tail()}"], 0
         records = []
         for kind in schedule:
@@ -141,10 +157,15 @@ def run_faults(
             usual_s = (recent[-1] - recent[0]) / max(1, len(recent) - 1)
             records.append(inflict(run, kind, generator.uniform(0, 2 * usual_s), write))
         code = run.stop()
-        wrong = faults_of_steps(run.steps()) + [f"left behind: {left}" for left in run.left_behind()]
+        wrong = faults_of_steps(run.steps()) + [
+            f"left behind: {left}" for left in run.left_behind()
+        ]
         if code != STOPPED:
             wrong.append(f"exit code {code}, expected {STOPPED}:\n{run.tail()}")
-        seen, due = restarts(run.steps()[-1]), {role: sum(kind.role == role for kind in schedule) for role in ("companion", "engine")}
+        seen, due = (
+            restarts(run.steps()[-1]),
+            {role: sum(kind.role == role for kind in schedule) for role in ("companion", "engine")},
+        )
         if seen != due:
             wrong.append(f"restarts that the run has counted: {seen}, faults: {due}")
         wrong += [f"did not recover: {record}" for record in records if not record.recovered]
@@ -152,7 +173,9 @@ def run_faults(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill and stop parts of a run, and see that it goes on.")
+    parser = argparse.ArgumentParser(
+        description="Kill and stop parts of a run, and see that it goes on."
+    )
     parser.add_argument("--model", default="demo", help=f"folder of an actor, demo, or {TINY}")
     parser.add_argument("--companion-kills", type=int, default=20)
     parser.add_argument("--hangs", type=int, default=2)
@@ -160,16 +183,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    counts = dict(zip([kind.name for kind in KINDS], (options.companion_kills, options.hangs, options.engine_kills), strict=True))
+    counts = dict(
+        zip(
+            [kind.name for kind in KINDS],
+            (options.companion_kills, options.hangs, options.engine_kills),
+            strict=True,
+        )
+    )
     write = sys.stdout.write
     with tempfile.TemporaryDirectory(prefix="mf-") as name:
         records, wrong, steps = run_faults(options.model, counts, options.seed, Path(name), write)
-    write(f"\n{table(records)}\n\n{steps} PPO steps, {'none missing, none made twice' if not wrong else 'and this is wrong:'}\n")
+    write(
+        f"\n{table(records)}\n\n{steps} PPO steps, {'none missing, none made twice' if not wrong else 'and this is wrong:'}\n"
+    )
     for line in wrong:
         write(f"- {line}\n")
     if options.json:
         options.json.write_text(
-            json.dumps({"records": [asdict(record) for record in records], "wrong": wrong, "steps": steps}, indent=1) + "\n"
+            json.dumps(
+                {"records": [asdict(record) for record in records], "wrong": wrong, "steps": steps},
+                indent=1,
+            )
+            + "\n"
         )
     sys.exit(bool(wrong))
 

@@ -65,7 +65,9 @@ MOST_FOUND, MUTATIONS = 8, 15
 SEEDS, LONGEST_KEPT, MOST_KEPT = 300, 600, 60
 """With a corpus: drawn cases that it begins with, characters of a case that is kept, cases that are kept of a target."""
 HARNESS = Path(__file__).name
-OURS = tuple(str(Path(__file__).resolve().parents[1] / name) + "/" for name in ("heads", "medusa_ppo"))
+OURS = tuple(
+    str(Path(__file__).resolve().parents[1] / name) + "/" for name in ("heads", "medusa_ppo")
+)
 ODD = (
     None,
     True,
@@ -103,22 +105,37 @@ class Bench:
         table_VD = torch.randn(16, 8)
         save_heads(home / "heads", MedusaHeads(HeadsConfig(8, 16, 2)), lm_head_VD=table_VD)
         self._heads = {path.name: path.read_bytes() for path in (home / "heads").iterdir()}
-        state = {"0.0.linear.weight": torch.randn(8, 8), "0.0.linear.bias": torch.zeros(8), "0.1.weight": table_VD}
+        state = {
+            "0.0.linear.weight": torch.randn(8, 8),
+            "0.0.linear.bias": torch.zeros(8),
+            "0.1.weight": table_VD,
+        }
         save_state(home / "whole.safetensors", state)
         self._state = (home / "whole.safetensors").read_bytes()
         torch.save(state, home / "whole.pt")
         with zipfile.ZipFile(home / "whole.pt") as archive:
             self._records = {name: archive.read(name) for name in archive.namelist()}
         self._pickle = (home / "whole.pt").read_bytes()
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-        self._tap = PassTap(LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), Sampling(), 1 << 20)
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        }
+        self._tap = PassTap(
+            LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)), Sampling(), 1 << 20
+        )
 
     # ---- one method for each target; it takes a case and raises what the reader raises -------------------------------------------
 
     def config(self, case: Case) -> None:
         """`text` or `values` as YAML, and `overrides`."""
         possible(all(isinstance(word, str) for word in case["overrides"]))
-        file = self._write("run.yaml", case["text"] if case.get("text") is not None else json.dumps(whole(case["values"])))
+        file = self._write(
+            "run.yaml",
+            case["text"] if case.get("text") is not None else json.dumps(whole(case["values"])),
+        )
         settled(load_config(file, case["overrides"]), NODE)
 
     def heads(self, case: Case) -> None:
@@ -143,19 +160,31 @@ class Bench:
 
     def pt(self, case: Case) -> None:
         """A .pt file: bytes of its pickle, bytes of the zip around it."""
-        file = self._write("heads.pt", self._packed(case["pickle"]) if case["pickle"] else self._pickle)
+        file = self._write(
+            "heads.pt", self._packed(case["pickle"]) if case["pickle"] else self._pickle
+        )
         file.write_bytes(damaged(file.read_bytes(), case["damage"]))
         read_pickle_tensors(file, list(read_pickle_header(file)))
 
     def foreign(self, case: Case) -> None:
         """A folder of another format: names and shapes of tensors, and a configuration."""
         possible(all(isinstance(name, str) for name, _ in case["tensors"]))
-        possible(all(isinstance(size, int) and 0 <= size < 1000 for _, shape in case["tensors"] for size in shape))
-        possible(all(len(shape) < 4 for _, shape in case["tensors"]))  # What is written here shall fit into the memory.
+        possible(
+            all(
+                isinstance(size, int) and 0 <= size < 1000
+                for _, shape in case["tensors"]
+                for size in shape
+            )
+        )
+        possible(
+            all(len(shape) < 4 for _, shape in case["tensors"])
+        )  # What is written here shall fit into the memory.
         folder = self.home / "foreign"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        save_state(folder / case["file"], {name: torch.ones(shape) for name, shape in case["tensors"]})
+        save_state(
+            folder / case["file"], {name: torch.ones(shape) for name, shape in case["tensors"]}
+        )
         (folder / "config.json").write_text(json.dumps(whole(case["config"])))
         read_foreign(folder)
 
@@ -185,7 +214,9 @@ class Bench:
         }
         state = changed(state, case["set"])
         (self.home / "run" / "checkpoint").mkdir(parents=True, exist_ok=True)
-        self._write("run/checkpoint/state.json", json.dumps(state) if case["text"] is None else case["text"])
+        self._write(
+            "run/checkpoint/state.json", json.dumps(state) if case["text"] is None else case["text"]
+        )
         read_position(self.home / "run", RunConfig())
 
     def http(self, case: Case) -> None:
@@ -195,18 +226,33 @@ class Bench:
         possible(all(isinstance(status, int) and 0 <= status < 1000 for status, _ in answers))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
-        engine.max_drafts, engine._workers, engine._process, engine._log = 2, 1, None, Path("/dev/null")
+        engine.max_drafts, engine._workers, engine._process, engine._log = (
+            2,
+            1,
+            None,
+            Path("/dev/null"),
+        )
 
         def answer(request: httpx.Request) -> httpx.Response:
             status, body = case["answers"].get(request.url.path, (200, {}))
             return httpx.Response(
-                status, content=body.encode("utf-8", "surrogatepass") if isinstance(body, str) else json.dumps(body).encode()
+                status,
+                content=body.encode("utf-8", "surrogatepass")
+                if isinstance(body, str)
+                else json.dumps(body).encode(),
             )
 
-        with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as engine._client:
+        with httpx.Client(
+            base_url="http://server", transport=httpx.MockTransport(answer)
+        ) as engine._client:
             sampling = Sampling(max_new_tokens=4)
             engine._model_name = "model"
-            for call in (lambda: engine.generate([[1, 2]], sampling), engine.counters, engine.plugin_report, engine.checksums):
+            for call in (
+                lambda: engine.generate([[1, 2]], sampling),
+                engine.counters,
+                engine.plugin_report,
+                engine.checksums,
+            ):
                 try:
                     call()
                 except MedusaError as error:
@@ -218,7 +264,11 @@ class Bench:
     def rows(self, case: Case) -> None:
         """Rows, and the template or column that makes prompts of them."""
         rows, texts = case["rows"], (case["template"], case["column"])
-        possible(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and all(isinstance(text, str) for text in texts))
+        possible(
+            isinstance(rows, list)
+            and all(isinstance(row, dict) for row in rows)
+            and all(isinstance(text, str) for text in texts)
+        )
         render_prompts(case["rows"], template=case["template"], column=case["column"])
 
     def data_file(self, case: Case) -> None:
@@ -231,10 +281,17 @@ class Bench:
             possible(isinstance(rows, list) and all(isinstance(row, list) for row in rows))
             for value in (value for row in rows for value in row):
                 whole_number = isinstance(value, int) and abs(value) < 1 << 63
-                possible(whole_number or (name == "logprobs" and (value is None or isinstance(value, float))))
-        rollouts = as_rollouts(Generated(case["prompts"], case["completions"], case["logprobs"]), Sampling())
+                possible(
+                    whole_number
+                    or (name == "logprobs" and (value is None or isinstance(value, float)))
+                )
+        rollouts = as_rollouts(
+            Generated(case["prompts"], case["completions"], case["logprobs"]), Sampling()
+        )
         ids, mask, positions = (
-            torch.tensor(case[name], dtype=torch.int64).reshape(len(case[name]), -1 if case[name] and case[name][0] else 0)
+            torch.tensor(case[name], dtype=torch.int64).reshape(
+                len(case[name]), -1 if case[name] and case[name][0] else 0
+            )
             for name in ("ids", "mask", "positions")
         )
         finder = RowFinder(rollouts)
@@ -244,7 +301,12 @@ class Bench:
             finder.find(ids, mask)
         watched = [(rollouts.prompts[r.prompt_index], r.token_ids) for r in rollouts.responses]
         with self._tap.watch(watched):
-            self._tap._hook(self._tap._base, (ids,), {"attention_mask": mask, "position_ids": positions}, (torch.zeros(*ids.shape, 4),))
+            self._tap._hook(
+                self._tap._base,
+                (ids,),
+                {"attention_mask": mask, "position_ids": positions},
+                (torch.zeros(*ids.shape, 4),),
+            )
         self._tap.add_logprobs([torch.tensor(r.logprobs) for r in rollouts.responses])
         self._tap.take(1)
 
@@ -253,7 +315,10 @@ class Bench:
         folder.mkdir(exist_ok=True)
         lines = [line if isinstance(line, str) else json.dumps(line) for line in case["lines"]]
         self._write("run/metrics.jsonl", "\n".join(lines))
-        self._write("run/run.json", case["meta"] if isinstance(case["meta"], str) else json.dumps(whole(case["meta"])))
+        self._write(
+            "run/run.json",
+            case["meta"] if isinstance(case["meta"], str) else json.dumps(whole(case["meta"])),
+        )
         return read_run(folder)
 
     def _packed(self, damage: list[list[int]]) -> bytes:
@@ -265,7 +330,9 @@ class Bench:
 
     def _write(self, name: str, content: str | bytes) -> Path:
         path = self.home / name
-        path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+        path.write_bytes(
+            content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        )
         return path
 
 
@@ -279,7 +346,20 @@ def possible(is_so: bool) -> None:
 
 
 REMOVE = "REMOVE"
-TARGETS = ("config", "heads", "state", "pt", "foreign", "metrics", "report", "resume", "http", "rows", "data_file", "loop")
+TARGETS = (
+    "config",
+    "heads",
+    "state",
+    "pt",
+    "foreign",
+    "metrics",
+    "report",
+    "resume",
+    "http",
+    "rows",
+    "data_file",
+    "loop",
+)
 
 
 def changed(values: dict[str, Any], pairs: list[list[Any]], sign: str = ".") -> dict[str, Any]:
@@ -300,7 +380,9 @@ def changed(values: dict[str, Any], pairs: list[list[Any]], sign: str = ".") -> 
 
 def whole(value: Any) -> Any:
     """A value as it is drawn: `{"set": pairs}` is the mapping that these make."""
-    return changed({}, value["set"]) if isinstance(value, dict) and value.keys() == {"set"} else value
+    return (
+        changed({}, value["set"]) if isinstance(value, dict) and value.keys() == {"set"} else value
+    )
 
 
 def damaged(data: bytes, changes: list[list[int]]) -> bytes:
@@ -352,20 +434,28 @@ def mutated(case: Case, generator: random.Random) -> Case:
             node[key] = value + generator.choice((-1, 1, 256, generator.randrange(1 << 16)))
         elif isinstance(value, str) and value and how < 0.5:
             at = generator.randrange(len(value))
-            node[key] = value[:at] + generator.choice(("", "\0", "9", "{", value)) + value[at + generator.randrange(2) :]
+            node[key] = (
+                value[:at]
+                + generator.choice(("", "\0", "9", "{", value))
+                + value[at + generator.randrange(2) :]
+            )
         elif isinstance(node, list) and how < 0.7:
             node.insert(generator.randrange(len(node) + 1), copy.deepcopy(value))
         elif isinstance(node, list) and how < 0.8:
             del node[key]
         else:
             other, place = generator.choice(places)
-            node[key] = copy.deepcopy(generator.choice((*ODD, other[place] if _has(other, place) else None)))
+            node[key] = copy.deepcopy(
+                generator.choice((*ODD, other[place] if _has(other, place) else None))
+            )
     return case
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
     """Every container of a tree with every key or index in it; names of files stay, they are no input."""
-    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+    for key in (
+        list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    ):
         if key not in ("file", "ending"):
             yield node, key
         yield from _places(node[key])
@@ -375,7 +465,9 @@ def _has(node: Any, key: Any) -> bool:
     return key in node if isinstance(node, dict) else key < len(node)
 
 
-def try_mutants(bench: Bench, target: str, case: Case, seed: int, found: list[dict[str, Any]]) -> None:
+def try_mutants(
+    bench: Bench, target: str, case: Case, seed: int, found: list[dict[str, Any]]
+) -> None:
     """MUTATIONS changed forms of a case; what they break is added to `found`, once for each place."""
     generator = random.Random(seed)
     for _ in range(MUTATIONS):
@@ -388,7 +480,9 @@ def try_one(bench: Bench, target: str, case: Case, found: list[dict[str, Any]]) 
         attempt(bench, target, case)
     except (Exception, Hang) as error:
         what = place(error)
-        if not what.endswith(HARNESS) and all(entry["what"] != what for entry in found):  # Else the case is none for this target.
+        if not what.endswith(HARNESS) and all(
+            entry["what"] != what for entry in found
+        ):  # Else the case is none for this target.
             found.append({"target": target, "what": what, "case": case})
             say(f"  {target}: {what}")
         return not what.endswith(HARNESS)
@@ -429,13 +523,18 @@ class Reached:
         return more
 
 
-def explore(bench: Bench, target: str, cases: int, seed: int, seeds: list[Case], found: list[dict[str, Any]]) -> tuple[int, list[Case]]:
+def explore(
+    bench: Bench, target: str, cases: int, seed: int, seeds: list[Case], found: list[dict[str, Any]]
+) -> tuple[int, list[Case]]:
     """So many changed forms of the cases that reach most. Number of steps reached, and the cases that reached something first."""
     generator, reached, kept = random.Random(seed), Reached(), list[Case]()
 
     def keep(case: Case) -> None:
         is_case: list[bool] = []
-        if reached.more_by(lambda: is_case.append(try_one(bench, target, case, found))) and is_case[0]:
+        if (
+            reached.more_by(lambda: is_case.append(try_one(bench, target, case, found)))
+            and is_case[0]
+        ):
             kept.append(case)
 
     for case in seeds:
@@ -457,14 +556,20 @@ def read_corpus(file: Path | None, target: str) -> list[Case]:
 def add_to_corpus(file: Path, target: str, cases: list[Case]) -> None:
     """Cases that are not there yet, the smallest ones; a corpus is for reading too."""
     known = {json.dumps(case) for case in read_corpus(file, target)}
-    texts = sorted({text for text in map(json.dumps, cases) if len(text) <= LONGEST_KEPT} - known, key=lambda text: (len(text), text))
+    texts = sorted(
+        {text for text in map(json.dumps, cases) if len(text) <= LONGEST_KEPT} - known,
+        key=lambda text: (len(text), text),
+    )
     with file.open("a") as stream:
         stream.writelines(
-            json.dumps({"target": target, "case": json.loads(text)}) + "\n" for text in texts[: max(0, MOST_KEPT - len(known))]
+            json.dumps({"target": target, "case": json.loads(text)}) + "\n"
+            for text in texts[: max(0, MOST_KEPT - len(known))]
         )
 
 
-def hunt(bench: Bench, target: str, cases: int, seed: int, drawn: list[Case]) -> tuple[int, list[dict[str, Any]]]:
+def hunt(
+    bench: Bench, target: str, cases: int, seed: int, drawn: list[Case]
+) -> tuple[int, list[dict[str, Any]]]:
     """Number of cases tried, and what was found: what happened, and the smallest case. Some of what was drawn is added to `drawn`."""
     import hypothesis  # Not needed to replay what was found.
     from fuzz_cases import strategies
@@ -476,7 +581,9 @@ def hunt(bench: Bench, target: str, cases: int, seed: int, drawn: list[Case]) ->
         last.clear()
 
         @hypothesis.settings(
-            max_examples=1 + (cases - tried) // (1 + MUTATIONS), suppress_health_check=list(hypothesis.HealthCheck), **settings
+            max_examples=1 + (cases - tried) // (1 + MUTATIONS),
+            suppress_health_check=list(hypothesis.HealthCheck),
+            **settings,
         )
         @hypothesis.seed(seed + len(found))
         @hypothesis.given(strategies()[target])
@@ -513,17 +620,27 @@ class Breach(Exception):
 def place(error: BaseException) -> str:
     """Kind and place of an error: the last of our own lines that it went through, this script's included."""
     ours = ("/heads/", "/medusa_ppo/", Path(__file__).name)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if any(part in frame.filename for part in ours)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if any(part in frame.filename for part in ours)
+    ]
     name = Path(frames[-1].filename).name if frames else HARNESS
-    return f"{type(error).__name__} at {HARNESS if name == HARNESS else f'{name}:{frames[-1].lineno}'}"
+    return (
+        f"{type(error).__name__} at {HARNESS if name == HARNESS else f'{name}:{frames[-1].lineno}'}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--only", nargs="*", choices=TARGETS, default=TARGETS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--corpus", type=Path, help="cases to begin with, and where those go that reach more")
+    parser.add_argument(
+        "--corpus", type=Path, help="cases to begin with, and where those go that reach more"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -537,21 +654,31 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
         for target in options.only:
             began = time.monotonic()
-            cases, drawn, reached = max(1, int(options.cases * SLOW.get(target, 1.0))), read_corpus(options.corpus, target), ""
-            total[target], found = hunt(bench, target, cases // 2 if options.corpus else cases, options.seed, drawn)
+            cases, drawn, reached = (
+                max(1, int(options.cases * SLOW.get(target, 1.0))),
+                read_corpus(options.corpus, target),
+                "",
+            )
+            total[target], found = hunt(
+                bench, target, cases // 2 if options.corpus else cases, options.seed, drawn
+            )
             if options.corpus:
                 steps, kept = explore(bench, target, cases // 2, options.seed, drawn, found)
                 total[target] += len(drawn) + cases // 2
                 add_to_corpus(options.corpus, target, kept)
                 reached = f"  {steps:,} steps reached, first by {len(kept)}"
             all_found += found
-            say(f"{target:<10} {total[target]:>9,} cases  {len(found)} found  {time.monotonic() - began:6.0f} s{reached}")
+            say(
+                f"{target:<10} {total[target]:>9,} cases  {len(found)} found  {time.monotonic() - began:6.0f} s{reached}"
+            )
     for entry in all_found:
         say(json.dumps(entry))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     say(f"{total.total():,} cases, {len(all_found)} found, peak {peak} MiB")
     if options.json:
-        options.json.write_text(json.dumps({"cases": total, "found": all_found, "peak_mib": peak}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"cases": total, "found": all_found, "peak_mib": peak}, indent=1) + "\n"
+        )
     return 1 if all_found else 0
 
 

@@ -49,7 +49,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     options = parse()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    record: dict[str, Any] = {"hardware": hardware(device), "versions": versions(), "options": plain(options), "results": []}
+    record: dict[str, Any] = {
+        "hardware": hardware(device),
+        "versions": versions(),
+        "options": plain(options),
+        "results": [],
+    }
     logger.info("%s; %s", record["hardware"], record["versions"])
     case = Case(options, device, dtype)
     for form in forms(options, device):
@@ -64,25 +69,36 @@ def main() -> None:
 class Case:
     """Heads, their optimizer and one batch, in memory as in training."""
 
-    def __init__(self, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+    ) -> None:
         torch.manual_seed(0)
-        self.config = HeadsConfig(options.hidden, options.vocab, options.heads, num_layers=options.layers)
+        self.config = HeadsConfig(
+            options.hidden, options.vocab, options.heads, num_layers=options.layers
+        )
         self.device, self.rows, self.chunk_rows = device, options.rows, options.chunk_rows or None
         with torch.device(device):
             self.heads = MedusaHeads(self.config).to(dtype)
-            self.lm_head_VD = torch.empty(options.vocab, options.hidden, dtype=dtype).normal_(std=options.hidden**-0.5)
+            self.lm_head_VD = torch.empty(options.vocab, options.hidden, dtype=dtype).normal_(
+                std=options.hidden**-0.5
+            )
             self.hidden_ND = torch.randn(options.rows, options.hidden, dtype=dtype)
             self.targets_NK = torch.randint(options.vocab, (options.rows, options.heads))
             self.mask_NK = torch.ones_like(self.targets_NK, dtype=torch.bool)
             self.logprobs_NK = torch.full(self.targets_NK.shape, -1.0)
             self.left_MM = torch.randn(options.matrix, options.matrix, dtype=dtype)
             self.right_MM = torch.randn(options.matrix, options.matrix, dtype=dtype)
-        self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=1e-4, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.heads.parameters(), lr=1e-4, fused=device.type == "cuda"
+        )
 
     def flops(self) -> float:
         """Products of one step; see the file's first lines."""
         config = self.config
-        per_head = 4 * config.hidden_size * config.vocab_size + (6 * config.num_layers - 2) * config.hidden_size**2
+        per_head = (
+            4 * config.hidden_size * config.vocab_size
+            + (6 * config.num_layers - 2) * config.hidden_size**2
+        )
         return float(self.rows * config.num_heads * per_head)
 
     def step(self, form: str, loss: str) -> None:
@@ -95,7 +111,14 @@ class Case:
         if form == CHUNKS:
             rows = self.chunk_rows or WHOLE.chunk_rows(self.lm_head_VD)
             config = LossConfig.named(loss)
-            return head_loss(factored, self.targets_NK, self.mask_NK, config, logprobs_NK=self.logprobs_NK, chunk_rows=rows)
+            return head_loss(
+                factored,
+                self.targets_NK,
+                self.mask_NK,
+                config,
+                logprobs_NK=self.logprobs_NK,
+                chunk_rows=rows,
+            )
         return fused_cross_entropy(factored, self.targets_NK, self.mask_NK)
 
     def product(self) -> None:
@@ -115,7 +138,10 @@ def measure(case: Case, form: str, loss: str, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         product_s.append(seconds(case.device, case.product))
         step_s.append(seconds(case.device, lambda: case.step(form, loss)))
-    shares = [case.flops() / step / (product_flops / product) for step, product in zip(step_s, product_s, strict=True)]
+    shares = [
+        case.flops() / step / (product_flops / product)
+        for step, product in zip(step_s, product_s, strict=True)
+    ]
     step = statistics.median(step_s)
     return {
         "form": form,
@@ -128,7 +154,11 @@ def measure(case: Case, form: str, loss: str, rounds: int) -> dict[str, Any]:
         "share_range": [min(shares), max(shares)],
         "peak_mib": peak,
         "held_mib": before,
-        "full_logits_mib": case.rows * case.config.num_heads * case.config.vocab_size * case.lm_head_VD.element_size() / 2**20,
+        "full_logits_mib": case.rows
+        * case.config.num_heads
+        * case.config.vocab_size
+        * case.lm_head_VD.element_size()
+        / 2**20,
     }
 
 
@@ -175,7 +205,11 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
     for package in ("triton", "liger_kernel"):
         if importlib.util.find_spec(package) is not None:
             found[package] = importlib.metadata.version(package)
@@ -183,16 +217,27 @@ def versions() -> dict[str, str]:
 
 
 def plain(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in FULL.items():
         parser.add_argument(f"--{name}", type=int, help=f"default {value:,}")
     parser.add_argument("--layers", type=int, default=1, help="residual layers of a head")
-    parser.add_argument("--chunk-rows", type=int, default=0, help="rows of one of our chunks; 0: as in training")
-    parser.add_argument("--forms", default="chunks,liger", help="who computes cross-entropy; liger only where it is installed")
+    parser.add_argument(
+        "--chunk-rows", type=int, default=0, help="rows of one of our chunks; 0: as in training"
+    )
+    parser.add_argument(
+        "--forms",
+        default="chunks,liger",
+        help="who computes cross-entropy; liger only where it is installed",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--small", action="store_true", help="tiny sizes")

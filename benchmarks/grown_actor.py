@@ -17,7 +17,9 @@ from medusa_ppo.demo import ensure_demo_actor, grow
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="", help="a Llama's folder; without it the demo's actor")
     parser.add_argument("--intermediate", type=int, default=16384)

@@ -31,12 +31,29 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads import KINDS, LM_HEADS, HeadsConfig
-from heads.acceptance import draft_ids_for_rows, draft_logprobs_for_rows, replay_estimate, replay_sampled
+from heads.acceptance import (
+    draft_ids_for_rows,
+    draft_logprobs_for_rows,
+    replay_estimate,
+    replay_sampled,
+)
 from heads.checkpoint import load_state, save_heads, save_state
 from heads.losses import NAMED_LOSSES, LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads, clip_per_head
-from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
-from medusa_ppo.actors.hf import HiddenTap, embedding_weight, lm_head_weight, load_actor, load_tokenizer
+from heads.targets import (
+    condition_ids,
+    head_logprobs,
+    head_targets,
+    head_teacher_rows,
+    segments_from_lengths,
+)
+from medusa_ppo.actors.hf import (
+    HiddenTap,
+    embedding_weight,
+    lm_head_weight,
+    load_actor,
+    load_tokenizer,
+)
 
 logger = logging.getLogger("heads_recipe")
 
@@ -63,21 +80,43 @@ class Rollouts:
     @classmethod
     def build(cls, parts: list[dict[str, torch.Tensor]], heads: int, tokens: int = 0) -> Rollouts:
         """Join files; with `tokens`, keep whole rollouts up to that many positions."""
-        whole = {name: torch.cat([part[name] for part in parts]) for name in ("hidden", "response", "logprobs", "lengths")}
+        whole = {
+            name: torch.cat([part[name] for part in parts])
+            for name in ("hidden", "response", "logprobs", "lengths")
+        }
         lengths_S = whole["lengths"]
         if tokens:
             lengths_S = lengths_S[: int((lengths_S.cumsum(0) <= tokens).sum())]
         rows = int(lengths_S.sum())
-        hidden_MD, response_M, logprobs_M = whole["hidden"][:rows], whole["response"][:rows], whole["logprobs"][:rows]
+        hidden_MD, response_M, logprobs_M = (
+            whole["hidden"][:rows],
+            whole["response"][:rows],
+            whole["logprobs"][:rows],
+        )
         segment_M = segments_from_lengths(lengths_S)
         targets_MK, mask_MK = head_targets(response_M, segment_M, heads)
-        condition_MK, teacher_MK = condition_ids(response_M, segment_M, heads), head_teacher_rows(segment_M, heads)
+        condition_MK, teacher_MK = (
+            condition_ids(response_M, segment_M, heads),
+            head_teacher_rows(segment_M, heads),
+        )
         logprobs_MK = head_logprobs(logprobs_M, segment_M, heads)
-        return cls(hidden_MD, response_M, logprobs_M, lengths_S, targets_MK, mask_MK, condition_MK, logprobs_MK, teacher_MK)
+        return cls(
+            hidden_MD,
+            response_M,
+            logprobs_M,
+            lengths_S,
+            targets_MK,
+            mask_MK,
+            condition_MK,
+            logprobs_MK,
+            teacher_MK,
+        )
 
 
 @torch.no_grad()
-def sample(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, end: int) -> dict[str, torch.Tensor]:
+def sample(
+    model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, end: int
+) -> dict[str, torch.Tensor]:
     """One response to each prompt at temperature 1, with the states and log-probs of one more forward pass, as PPO has them."""
     out: dict[str, list[Any]] = {"hidden": [], "response": [], "logprobs": [], "lengths": []}
     order = sorted(prompts, key=len)
@@ -93,7 +132,9 @@ def sample(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int
         response_BT = full_BT[:, width:]
         mask_BT = torch.cat([mask_BT, torch.ones_like(response_BT)], dim=1)
         with HiddenTap(model) as tap:
-            logits_BTV = model(full_BT, attention_mask=mask_BT, position_ids=(mask_BT.cumsum(1) - 1).clamp(min=0)).logits
+            logits_BTV = model(
+                full_BT, attention_mask=mask_BT, position_ids=(mask_BT.cumsum(1) - 1).clamp(min=0)
+            ).logits
         for row in range(len(group)):
             ended = (response_BT[row] == end).nonzero()
             length = int(ended[0]) + 1 if ended.numel() else response_BT.shape[1]
@@ -109,12 +150,18 @@ def sample(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int
     return {**joined, "lengths": torch.tensor(out["lengths"])}
 
 
-def cached_rollouts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Rollouts, Rollouts]:
+def cached_rollouts(
+    args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Rollouts, Rollouts]:
     """Training and held-out rollouts, sampled where the cache lacks them."""
     rows = [json.loads(line) for line in args.data.read_text(encoding="utf-8").splitlines()]
     texts = [args.template.format(**row) for row in rows]
     end = model.config.eos_token_id
-    prompts = [p for p in ([end, *tokenizer.encode(text, add_special_tokens=False)] for text in texts) if len(p) <= args.max_prompt_tokens]
+    prompts = [
+        p
+        for p in ([end, *tokenizer.encode(text, add_special_tokens=False)] for text in texts)
+        if len(p) <= args.max_prompt_tokens
+    ]
     train, held_out = prompts[: -args.holdout], prompts[-args.holdout :]
 
     def read(name: str, wanted: list[list[int]], seed: int) -> dict[str, torch.Tensor]:
@@ -127,7 +174,13 @@ def cached_rollouts(args: argparse.Namespace, model: PreTrainedModel, tokenizer:
     parts: list[dict[str, torch.Tensor]] = []
     while sum(int(part["lengths"].sum()) for part in parts) < args.tokens:
         first = len(parts) * PROMPTS_PER_FILE % len(train)
-        parts.append(read(f"train{len(parts)}", train[first : first + PROMPTS_PER_FILE], args.seed + 1 + len(parts)))
+        parts.append(
+            read(
+                f"train{len(parts)}",
+                train[first : first + PROMPTS_PER_FILE],
+                args.seed + 1 + len(parts),
+            )
+        )
     holdout = Rollouts.build([read("holdout", held_out, args.seed)], args.num_heads)
     return Rollouts.build(parts, args.num_heads, args.tokens), holdout
 
@@ -137,7 +190,15 @@ def train(args: argparse.Namespace, data: Rollouts, tables: dict[str, torch.Tens
     torch.manual_seed(args.seed)
     config = LossConfig.named(args.loss, accept_until_fail=args.accept_until_fail)
     depth, width = data.targets_MK.shape[1], data.hidden_MD.shape[1]
-    sizes = HeadsConfig(width, tables["lm_head_VD"].shape[0], depth, args.kind, args.num_layers, args.lm_head, args.rank)
+    sizes = HeadsConfig(
+        width,
+        tables["lm_head_VD"].shape[0],
+        depth,
+        args.kind,
+        args.num_layers,
+        args.lm_head,
+        args.rank,
+    )
     heads = MedusaHeads(sizes)
     if args.lm_head == "own":
         heads.init_own_lm_heads(tables["lm_head_VD"])
@@ -149,10 +210,16 @@ def train(args: argparse.Namespace, data: Rollouts, tables: dict[str, torch.Tens
         for picks_N in usable_N[torch.randperm(usable_N.numel())].split(args.batch_positions):
             for group in optimizer.param_groups:
                 group["lr"] = (
-                    args.learning_rate * min(1.0, (step + 1) / WARM_UP_OF_THE_STEP_SIZE) * (1 + math.cos(math.pi * step / total)) / 2
+                    args.learning_rate
+                    * min(1.0, (step + 1) / WARM_UP_OF_THE_STEP_SIZE)
+                    * (1 + math.cos(math.pi * step / total))
+                    / 2
                 )
             factored = heads.factored(
-                data.hidden_MD[picks_N], tables["lm_head_VD"], condition=data.condition_MK[picks_N], embedding_VD=tables["embedding_VD"]
+                data.hidden_MD[picks_N],
+                tables["lm_head_VD"],
+                condition=data.condition_MK[picks_N],
+                embedding_VD=tables["embedding_VD"],
             )
             loss_K = head_loss(
                 factored,
@@ -168,19 +235,35 @@ def train(args: argparse.Namespace, data: Rollouts, tables: dict[str, torch.Tens
             optimizer.step()
             step += 1
             if step % 50 == 0:
-                logger.info("epoch %d step %d/%d loss %s", epoch, step, total, [round(x, 3) for x in loss_K.tolist()])
+                logger.info(
+                    "epoch %d step %d/%d loss %s",
+                    epoch,
+                    step,
+                    total,
+                    [round(x, 3) for x in loss_K.tolist()],
+                )
     return heads
 
 
-def judge(heads: MedusaHeads, held_out: Rollouts, tables: dict[str, torch.Tensor]) -> dict[str, Any]:
+def judge(
+    heads: MedusaHeads, held_out: Rollouts, tables: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     """Replay of the held-out rollouts: one-hot drafts, and sampled ones at each draft temperature."""
     where = {"condition_MK": held_out.condition_MK, "embedding_VD": tables["embedding_VD"]}
     ids_MK = draft_ids_for_rows(heads, held_out.hidden_MD, tables["lm_head_VD"], **where)
     one_hot = replay_estimate(ids_MK, held_out.response_M, held_out.lengths_S)
     logq_QMK = draft_logprobs_for_rows(
-        heads, held_out.hidden_MD, held_out.targets_MK, tables["lm_head_VD"], temperatures=DRAFT_TEMPERATURES, **where
+        heads,
+        held_out.hidden_MD,
+        held_out.targets_MK,
+        tables["lm_head_VD"],
+        temperatures=DRAFT_TEMPERATURES,
+        **where,
     )
-    sampled = {t: replay_sampled(q, held_out.logprobs_M, held_out.lengths_S) for t, q in zip(DRAFT_TEMPERATURES, logq_QMK, strict=True)}
+    sampled = {
+        t: replay_sampled(q, held_out.logprobs_M, held_out.lengths_S)
+        for t, q in zip(DRAFT_TEMPERATURES, logq_QMK, strict=True)
+    }
     best = max(sampled, key=lambda t: sampled[t].mean_acceptance_length)
     interval = sampled[best].confidence_interval()
     return {
@@ -195,9 +278,13 @@ def judge(heads: MedusaHeads, held_out: Rollouts, tables: dict[str, torch.Tensor
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--actor", type=Path, required=True, help="folder of the actor")
-    parser.add_argument("--data", type=Path, required=True, help="JSONL file with the prompts' fields")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="JSONL file with the prompts' fields"
+    )
     parser.add_argument("--template", default="Question: {question}\nAnswer:")
     parser.add_argument("--tokens", type=int, default=100_000, help="training positions")
     parser.add_argument("--holdout", type=int, default=400, help="held-out prompts")
@@ -205,7 +292,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--loss", choices=list(NAMED_LOSSES), default="ce_tv")
     parser.add_argument("--lm-head", choices=LM_HEADS, default="shared")
     parser.add_argument("--accept-until-fail", type=float, default=None)
-    for name, value in (("num-heads", 4), ("num-layers", 1), ("rank", 64), ("epochs", 4), ("batch-positions", 512), ("seed", 0)):
+    for name, value in (
+        ("num-heads", 4),
+        ("num-layers", 1),
+        ("rank", 64),
+        ("epochs", 4),
+        ("batch-positions", 512),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-prompt-tokens", type=int, default=256)
@@ -221,12 +315,17 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     args = parse(argv)
     model, tokenizer = load_actor(args.actor).eval(), load_tokenizer(args.actor)
-    tables = {"lm_head_VD": lm_head_weight(model).detach(), "embedding_VD": embedding_weight(model).detach()}
+    tables = {
+        "lm_head_VD": lm_head_weight(model).detach(),
+        "embedding_VD": embedding_weight(model).detach(),
+    }
     data, held_out = cached_rollouts(args, model, tokenizer)
     started = time.monotonic()
     heads = train(args, data, tables)
     seconds = time.monotonic() - started
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
     parameters = sum(parameter.numel() for parameter in heads.parameters())
     line = {
         **judge(heads, held_out, tables),

@@ -77,7 +77,9 @@ COLUMNS = (
 )
 
 
-def run(args: argparse.Namespace, seed: int, arm: str = "", more: Sequence[str] = ()) -> list[dict[str, Any]]:
+def run(
+    args: argparse.Namespace, seed: int, arm: str = "", more: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """The steps of one seed, from its file when it is complete."""
     name = f"seed-{seed}{arm}"
     folder = args.out / name
@@ -85,7 +87,15 @@ def run(args: argparse.Namespace, seed: int, arm: str = "", more: Sequence[str] 
         heads = [f"heads.path={args.heads}"] if args.heads else []
         own = (f"seed={seed}", f"name={name}", f"out={args.out}", f"ppo.steps={args.steps}")
         settings = [*SETTINGS, *heads, *more, *own, *args.overrides]
-        command = [sys.executable, "-c", CALL, "ppo", "--config", str(ROOT / "configs" / "gsm8k.yaml"), *settings]
+        command = [
+            sys.executable,
+            "-c",
+            CALL,
+            "ppo",
+            "--config",
+            str(ROOT / "configs" / "gsm8k.yaml"),
+            *settings,
+        ]
         with (args.out / f"{name}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
     return list(read_run(folder).steps[: args.steps])
@@ -93,7 +103,10 @@ def run(args: argparse.Namespace, seed: int, arm: str = "", more: Sequence[str] 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """The figures of one seed."""
-    late, marked = steps[-(len(steps) // 6) :], [line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None]
+    late, marked = (
+        steps[-(len(steps) // 6) :],
+        [line for line in steps[-(len(steps) // 3) :] if line.get(names.REPLAY_UPPER) is not None],
+    )
 
     def extra(lines: list[dict[str, Any]], name: str) -> float:
         found = [line[name] for line in lines if line.get(name) is not None]
@@ -127,9 +140,20 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
     lines = [f"| {COLUMNS} |", "|---" * (COLUMNS.count("|") + 1) + "|"]
     for seed, steps in runs.items():
         figures = summary(steps)
-        ends = [f"{steps[0][name]:.2f} -> {fmean(line[name] for line in steps[-3:]):.2f}" for name in POLICY]
-        cells = [str(seed), *ends, *(f"{figures[name]:.3f}" for name in ("counters", "serving", "frozen", "of_frozen"))]
-        cells += [f"{figures['of_upper']:.3f} ({figures['marks']:.0f})", f"{figures['versions']:.0f}", f"{figures['worse']:.0f}"]
+        ends = [
+            f"{steps[0][name]:.2f} -> {fmean(line[name] for line in steps[-3:]):.2f}"
+            for name in POLICY
+        ]
+        cells = [
+            str(seed),
+            *ends,
+            *(f"{figures[name]:.3f}" for name in ("counters", "serving", "frozen", "of_frozen")),
+        ]
+        cells += [
+            f"{figures['of_upper']:.3f} ({figures['marks']:.0f})",
+            f"{figures['versions']:.0f}",
+            f"{figures['worse']:.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"| steps | {' | '.join(CURVE)} |", "|---" * (len(CURVE) + 1) + "|"]
     length = min(map(len, runs.values()))
@@ -137,36 +161,58 @@ def table(runs: dict[int, list[dict[str, Any]]]) -> list[str]:
     for start in range(0, length, block):
         part = [line for steps in runs.values() for line in steps[start : start + block]]
         means = [[line[name] for line in part if line.get(name) is not None] for name in CURVE]
-        lines.append(f"| {start}-{start + block - 1} | {' | '.join(f'{fmean(values):.3f}' if values else '' for values in means)} |")
+        lines.append(
+            f"| {start}-{start + block - 1} | {' | '.join(f'{fmean(values):.3f}' if values else '' for values in means)} |"
+        )
     return lines
 
 
 def epochs(pairs: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]]) -> list[str]:
     """Markdown: means over the seeds by epoch, without a memory and with one."""
     shown = (names.MAL_SERVING, names.ENTROPY, names.REWARD_MEAN, names.TOKENS_PER_S)
-    lines = [f"| epoch | {' | '.join(f'{name}, without / with' for name in shown)} |", "|---" * (len(shown) + 1) + "|"]
+    lines = [
+        f"| epoch | {' | '.join(f'{name}, without / with' for name in shown)} |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
     width = PROMPTS // PROMPTS_A_STEP
     for epoch in range(min(len(arm) for arms in pairs.values() for arm in arms) // width):
         part = slice(epoch * width, (epoch + 1) * width)
-        means = [[fmean(line[name] for arms in pairs.values() for line in arms[place][part]) for place in (0, 1)] for name in shown]
-        lines.append(f"| {epoch + 1} | {' | '.join(f'{without:.3f} / {with_one:.3f}' for without, with_one in means)} |")
+        means = [
+            [
+                fmean(line[name] for arms in pairs.values() for line in arms[place][part])
+                for place in (0, 1)
+            ]
+            for name in shown
+        ]
+        lines.append(
+            f"| {epoch + 1} | {' | '.join(f'{without:.3f} / {with_one:.3f}' for without, with_one in means)} |"
+        )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heads", default="", help="native heads that the runs start with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--memory-bytes", type=int, default=0, help="GRPO over a few prompts, with a memory of so many bytes and without")
+    parser.add_argument(
+        "--memory-bytes",
+        type=int,
+        default=0,
+        help="GRPO over a few prompts, with a memory of so many bytes and without",
+    )
     parser.add_argument("overrides", nargs="*", help="key=value pairs over the configuration")
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.memory_bytes:
         arms = {"-without": EPOCHS, "-with": (*EPOCHS, f"engine.memory_bytes={args.memory_bytes}")}
-        found = {seed: [run(args, seed, arm, more) for arm, more in arms.items()] for seed in args.seeds}
+        found = {
+            seed: [run(args, seed, arm, more) for arm, more in arms.items()] for seed in args.seeds
+        }
         lines = epochs({seed: (without, with_one) for seed, (without, with_one) in found.items()})
     else:
         lines = table({seed: run(args, seed) for seed in args.seeds})

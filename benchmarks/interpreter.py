@@ -28,7 +28,12 @@ class CPUDriver:
     """What vLLM and Triton ask of a device's driver."""
 
     utils = SimpleNamespace(
-        get_device_properties=lambda device: {"multiprocessor_count": 1, "max_shared_mem": 1 << 20, "warpSize": 1, "max_num_regs": 1}
+        get_device_properties=lambda device: {
+            "multiprocessor_count": 1,
+            "max_shared_mem": 1 << 20,
+            "warpSize": 1,
+            "max_num_regs": 1,
+        }
     )
 
     @staticmethod

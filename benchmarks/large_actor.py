@@ -35,9 +35,21 @@ SEQUENCES, LENGTH = 64, 64
 def build_actor(folder: Path, tokenizer: str) -> LlamaForCausalLM:
     """The actor, in float32 (97.5M parameters), with the tokenizer of another model beside it."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": D, "intermediate_size": 2048, "num_hidden_layers": LAYERS, "num_attention_heads": 12}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, max_position_embeddings=1024, **sizes, **tokens)).requires_grad_(False)
+    sizes = {
+        "hidden_size": D,
+        "intermediate_size": 2048,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 12,
+    }
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=V, max_position_embeddings=1024, **sizes, **tokens)
+    ).requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
@@ -63,19 +75,29 @@ def responses(model: LlamaForCausalLM, sequences: int) -> RolloutBatch:
         logprobs.append(logprobs_SV.gather(1, ids_S[:, None])[:, 0])
     hidden_MD = torch.stack(states, 1).reshape(-1, D)
     lengths_S = torch.full((sequences,), LENGTH)
-    return RolloutBatch(hidden_MD, torch.stack(columns, 1).flatten(), torch.stack(logprobs, 1).flatten(), lengths_S)
+    return RolloutBatch(
+        hidden_MD, torch.stack(columns, 1).flatten(), torch.stack(logprobs, 1).flatten(), lengths_S
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokenizer", required=True, help="Folder of a model whose tokenizer has at most 8,192 tokens.")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="Folder of a model whose tokenizer has at most 8,192 tokens.",
+    )
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()
     model = build_actor(arguments.out / "actor", arguments.tokenizer)
     lm_head_VD, table_VD = model.lm_head.weight, model.model.embed_tokens.weight
     heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra"))
-    config = CompanionConfig(loss="ce", epochs=arguments.epochs, batch_positions=512, learning_rate=2e-3)
+    config = CompanionConfig(
+        loss="ce", epochs=arguments.epochs, batch_positions=512, learning_rate=2e-3
+    )
     trainer = HeadsTrainer(heads, lm_head_VD, config, 0, embedding_VD=table_VD)
     trainer.train_batch(responses(model, SEQUENCES))
     save_heads(arguments.out / "good", trainer.heads, lm_head_VD=lm_head_VD)
@@ -85,7 +107,9 @@ def main() -> None:
         parameter.normal_(std=0.05)
     save_heads(arguments.out / "wrong", wrong, lm_head_VD=lm_head_VD)
     words = [tokenizer_word(arguments.tokenizer, seed) for seed in range(256)]
-    (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in words), encoding="utf-8")
+    (arguments.out / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in words), encoding="utf-8"
+    )
 
 
 def tokenizer_word(folder: str, seed: int) -> str:

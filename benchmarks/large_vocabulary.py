@@ -29,7 +29,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from heads import HeadsConfig
 from heads.checkpoint import save_heads
 from heads.modules import MedusaHeads
-from medusa_ppo.actors.hf import DTYPES, embedding_weight, lm_head_weight, load_actor, load_tokenizer
+from medusa_ppo.actors.hf import (
+    DTYPES,
+    embedding_weight,
+    lm_head_weight,
+    load_actor,
+    load_tokenizer,
+)
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
@@ -44,9 +50,21 @@ CONTEXT = 16
 
 def write_actor(options: argparse.Namespace) -> None:
     """The random Llama and its heads."""
-    sizes = {"hidden_size": D, "intermediate_size": 2048, "num_hidden_layers": LAYERS, "num_attention_heads": 10}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": True}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, max_position_embeddings=1024, **sizes, **tokens)).to(torch.bfloat16)
+    sizes = {
+        "hidden_size": D,
+        "intermediate_size": 2048,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 10,
+    }
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=V, max_position_embeddings=1024, **sizes, **tokens)
+    ).to(torch.bfloat16)
     model.save_pretrained(options.out / "actor")
     AutoTokenizer.from_pretrained(options.tokenizer).save_pretrained(options.out / "actor")
     heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra"))
@@ -58,16 +76,26 @@ def write_actor(options: argparse.Namespace) -> None:
 
 def time_training(options: argparse.Namespace) -> None:
     """Tokens/s of one pass over a batch, each form in turn."""
-    heads, table_VD = HeadsConfig(D, options.vocab, K, "hydra", context=CONTEXT), 0.02 * torch.randn(options.vocab, D)
-    rows, ids_W = options.rows, torch.arange(0, options.vocab, options.vocab // options.width)[: options.width]
+    heads, table_VD = (
+        HeadsConfig(D, options.vocab, K, "hydra", context=CONTEXT),
+        0.02 * torch.randn(options.vocab, D),
+    )
+    rows, ids_W = (
+        options.rows,
+        torch.arange(0, options.vocab, options.vocab // options.width)[: options.width],
+    )
     # What is sampled lies among the frequent tokens, as it does where the map follows the rollouts.
     ids_M = ids_W[torch.randint(options.width, (rows,))]
-    batch = RolloutBatch(torch.randn(rows, D), ids_M, torch.full((rows,), -2.0), torch.full((rows // 64,), 64))
+    batch = RolloutBatch(
+        torch.randn(rows, D), ids_M, torch.full((rows,), -2.0), torch.full((rows // 64,), 64)
+    )
     trainers = {}
     for name in options.dtypes:
         for width in (options.vocab, options.width):
             config = CompanionConfig(epochs=1, batch_positions=rows)
-            trainer = HeadsTrainer(MedusaHeads(heads), table_VD, config, 0, embedding_VD=table_VD, dtype=DTYPES[name])
+            trainer = HeadsTrainer(
+                MedusaHeads(heads), table_VD, config, 0, embedding_VD=table_VD, dtype=DTYPES[name]
+            )
             trainer.ids_W = None if width == options.vocab else ids_W
             trainers[name, width] = trainer
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in trainers}
@@ -76,23 +104,35 @@ def time_training(options: argparse.Namespace) -> None:
             began = time.perf_counter()
             trainer.train_batch(batch)
             seconds[key].append(time.perf_counter() - began)
-    rates = {key: rows / statistics.median(taken[1:]) for key, taken in seconds.items()}  # The first round warms up.
+    rates = {
+        key: rows / statistics.median(taken[1:]) for key, taken in seconds.items()
+    }  # The first round warms up.
     first = rates[options.dtypes[0], options.vocab]
     for (name, width), rate in rates.items():
-        sys.stdout.write(f"{name:<9} {width:>7} tokens: {rate:8.1f} positions/s, x{rate / first:.2f}\n")
+        sys.stdout.write(
+            f"{name:<9} {width:>7} tokens: {rate:8.1f} positions/s, x{rate / first:.2f}\n"
+        )
 
 
 @torch.no_grad()
-def sampled(actor: PreTrainedModel, prompts: PromptStream, step: int, count: int, end: int) -> RolloutBatch:
+def sampled(
+    actor: PreTrainedModel, prompts: PromptStream, step: int, count: int, end: int
+) -> RolloutBatch:
     """A batch of the actor's own responses with their states."""
     chosen = [prompt.token_ids for prompt in prompts.batch(step, count)]
-    rollouts = Sampler(actor).generate(chosen, Sampling(1.0, max_new_tokens=TOKENS, responses_per_prompt=ANSWERS, seed=step))
+    rollouts = Sampler(actor).generate(
+        chosen, Sampling(1.0, max_new_tokens=TOKENS, responses_per_prompt=ANSWERS, seed=step)
+    )
     states = []
     for response in rollouts.responses:
         ids_1T = torch.tensor([[*chosen[response.prompt_index], *response.token_ids]])
-        states.append(actor.base_model(ids_1T).last_hidden_state[0, -1 - len(response.token_ids) : -1])
+        states.append(
+            actor.base_model(ids_1T).last_hidden_state[0, -1 - len(response.token_ids) : -1]
+        )
     ids_M = torch.tensor([token for response in rollouts.responses for token in response.token_ids])
-    logprobs_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
+    logprobs_M = torch.tensor(
+        [value for response in rollouts.responses for value in response.logprobs]
+    )
     lengths_S = torch.tensor([len(response.token_ids) for response in rollouts.responses])
     prompts_S = torch.tensor([response.prompt_index for response in rollouts.responses])
     return RolloutBatch(torch.cat(states), ids_M, logprobs_M, lengths_S, prompts_S=prompts_S)
@@ -103,46 +143,73 @@ def compare_lengths(options: argparse.Namespace) -> None:
     actor, tokenizer = load_actor(options.model, "float32"), load_tokenizer(options.model)
     data = DataConfig(path=options.data, template=options.template, answer_column=None)
     prompts = PromptStream.load(data, tokenizer, seed=0)
-    batches = [sampled(actor, prompts, step, options.prompts, tokenizer.eos_token_id) for step in range(options.batches + 2)]
+    batches = [
+        sampled(actor, prompts, step, options.prompts, tokenizer.eos_token_id)
+        for step in range(options.batches + 2)
+    ]
     lm_head_VD, embedding_VD = lm_head_weight(actor).detach(), embedding_weight(actor).detach()
     vocab, width = lm_head_VD.shape
     held_out, found = RolloutBatch.join(batches[-2:]), {}
     for size in (vocab, options.width):
         heads, config = HeadsConfig(width, vocab, K, "hydra", context=CONTEXT), CompanionConfig()
-        how = {"embedding_VD": embedding_VD, "draft_temperature": 1.0, "draft_vocab": None if size == vocab else size}
+        how = {
+            "embedding_VD": embedding_VD,
+            "draft_temperature": 1.0,
+            "draft_vocab": None if size == vocab else size,
+        }
         cycle, began = Cycle(heads, config, lm_head_VD, seed=0, **how), time.process_time()
         for batch in batches[:-2]:
             cycle.run(batch)
         cpu_s, served = time.process_time() - began, Served(1.0, None, cycle.trainer.ids_W)
-        result = replay(cycle.candidate, held_out, lm_head_VD, embedding_VD=embedding_VD, served=served)
+        result = replay(
+            cycle.candidate, held_out, lm_head_VD, embedding_VD=embedding_VD, served=served
+        )
         found[size] = result.mean_acceptance_length
-        sys.stdout.write(f"{size:>6} of {vocab} tokens: {found[size]:.3f} tokens a step, {cpu_s:.0f} CPU s, version {cycle.version}\n")
+        sys.stdout.write(
+            f"{size:>6} of {vocab} tokens: {found[size]:.3f} tokens a step, {cpu_s:.0f} CPU s, version {cycle.version}\n"
+        )
     positions = sum(batch.response_ids_M.numel() for batch in batches[:-2])
-    sys.stdout.write(f"part / all: {found[options.width] / found[vocab]:.4f}; {positions:,} positions\n")
+    sys.stdout.write(
+        f"part / all: {found[options.width] / found[vocab]:.4f}; {positions:,} positions\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("actor", help="write the random actor and its heads")
     writing.add_argument("out", type=Path)
-    writing.add_argument("--tokenizer", required=True, help="Folder of a smaller tokenizer: prompts use its tokens alone.")
+    writing.add_argument(
+        "--tokenizer",
+        required=True,
+        help="Folder of a smaller tokenizer: prompts use its tokens alone.",
+    )
     timing = commands.add_parser("train", help="time the companion's training")
     timing.add_argument("--vocab", type=int, default=V)
     timing.add_argument("--width", type=int, default=8192, help="tokens that drafts come from")
-    timing.add_argument("--rows", type=int, default=256, help="positions of the batch, in responses of 64")
+    timing.add_argument(
+        "--rows", type=int, default=256, help="positions of the batch, in responses of 64"
+    )
     timing.add_argument("--rounds", type=int, default=3)
-    timing.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
+    timing.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES)
+    )
     length = commands.add_parser("length", help="compare acceptance")
     length.add_argument("--model", required=True)
     length.add_argument("--data", required=True)
     length.add_argument("--template", required=True)
     length.add_argument("--width", type=int, default=512, help="tokens that drafts come from")
     length.add_argument("--batches", type=int, default=8)
-    length.add_argument("--prompts", type=int, default=32, help=f"of a batch, {ANSWERS} answers to each")
+    length.add_argument(
+        "--prompts", type=int, default=32, help=f"of a batch, {ANSWERS} answers to each"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
-    {"actor": write_actor, "train": time_training, "length": compare_lengths}[options.command](options)
+    {"actor": write_actor, "train": time_training, "length": compare_lengths}[options.command](
+        options
+    )
 
 
 if __name__ == "__main__":

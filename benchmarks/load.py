@@ -79,7 +79,12 @@ class Actors:
 
     def __init__(self, folder: Path) -> None:
         self.path = make_tiny_actor(folder / "actor")
-        self.models = [AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval().requires_grad_(False) for _ in range(2)]
+        self.models = [
+            AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+            .eval()
+            .requires_grad_(False)
+            for _ in range(2)
+        ]
         torch.manual_seed(1)
         head_VD = self.models[1].lm_head.weight
         head_VD.copy_(head_VD[torch.randperm(head_VD.shape[0])])  # Other successors of every token.
@@ -97,18 +102,31 @@ class Actors:
         ids = self.prompts[prompt] + list(tokens)
         likeliest = self.models[actor](torch.tensor([ids])).logits[0].argmax(-1).tolist()
         first = len(self.prompts[prompt])
-        return all(likeliest[first + place - 1] == tokens[place] for place in range(start, len(tokens)))
+        return all(
+            likeliest[first + place - 1] == tokens[place] for place in range(start, len(tokens))
+        )
 
     def is_right(self, answer: Answer, served: Sequence[int]) -> bool:
         """Whether it is an answer of these actors, one after the other."""
         expected = [self.expected[actor][answer.prompt] for actor in served]
         if len(answer.tokens) != NEW_TOKENS or len(served) == 1:
             return answer.tokens == expected[0]
-        same = next((i for i, pair in enumerate(zip(answer.tokens, expected[0], strict=True)) if pair[0] != pair[1]), NEW_TOKENS)
-        return any(self.continues(served[-1], answer.prompt, answer.tokens, start) for start in {0, same})
+        same = next(
+            (
+                i
+                for i, pair in enumerate(zip(answer.tokens, expected[0], strict=True))
+                if pair[0] != pair[1]
+            ),
+            NEW_TOKENS,
+        )
+        return any(
+            self.continues(served[-1], answer.prompt, answer.tokens, start) for start in {0, same}
+        )
 
 
-def trained_heads(model: Any, prompts: Sequence[Sequence[int]], expected: Sequence[Tokens], steps: int) -> MedusaHeads:
+def trained_heads(
+    model: Any, prompts: Sequence[Sequence[int]], expected: Sequence[Tokens], steps: int
+) -> MedusaHeads:
     """Heads that have seen what the actor writes."""
     torch.manual_seed(0)
     heads = MedusaHeads(HeadsConfig(model.config.hidden_size, model.config.vocab_size, HEADS))
@@ -133,9 +151,20 @@ def trained_heads(model: Any, prompts: Sequence[Sequence[int]], expected: Sequen
 class Swapper(threading.Thread):
     """Swaps heads and syncs actors while `on` is set, each every so many seconds (0: never)."""
 
-    def __init__(self, engine: ServerEngine, actors: Actors, heads: Sequence[Sequence[Path]], swap_s: float, sync_s: float) -> None:
+    def __init__(
+        self,
+        engine: ServerEngine,
+        actors: Actors,
+        heads: Sequence[Sequence[Path]],
+        swap_s: float,
+        sync_s: float,
+    ) -> None:
         super().__init__(daemon=True)
-        self.on, self.over, self.syncs = threading.Event(), threading.Event(), [Change(0.0, 0.0, 0.0, 0)]
+        self.on, self.over, self.syncs = (
+            threading.Event(),
+            threading.Event(),
+            [Change(0.0, 0.0, 0.0, 0)],
+        )
         self.swaps: list[Change] = []
         self.error: BaseException | None = None
         self._engine, self._actors, self._heads, self._version = engine, actors, heads, 2
@@ -146,14 +175,19 @@ class Swapper(threading.Thread):
         try:
             while not self.over.is_set():
                 if not self.on.wait(0.1):
-                    swap_at, sync_at = time.monotonic() + self._swap_s / 2, time.monotonic() + self._sync_s / 2
+                    swap_at, sync_at = (
+                        time.monotonic() + self._swap_s / 2,
+                        time.monotonic() + self._sync_s / 2,
+                    )
                     continue
                 if time.monotonic() >= swap_at:
                     swap_at += self._swap_s
                     self._swap()
                 if time.monotonic() >= sync_at:
                     sync_at, actor = sync_at + self._sync_s, (self.syncs[-1].actor + 1) % 2
-                    self.syncs.append(self._change(self._engine.sync_actor, self._actors.files[actor], actor))
+                    self.syncs.append(
+                        self._change(self._engine.sync_actor, self._actors.files[actor], actor)
+                    )
                     self._swap()
                 time.sleep(0.02)
         except BaseException as error:
@@ -172,13 +206,28 @@ class Swapper(threading.Thread):
     def served(self, answer: Answer) -> list[int]:
         """The actors that may have served a request, in their order."""
         before = [sync.actor for sync in self.syncs if sync.ended <= answer.began][-1:]
-        return before + [sync.actor for sync in self.syncs if sync.ended > answer.began and sync.began < answer.ended]
+        return before + [
+            sync.actor
+            for sync in self.syncs
+            if sync.ended > answer.began and sync.began < answer.ended
+        ]
 
 
-async def ask(client: httpx.AsyncClient, engine: ServerEngine, prompts: Sequence[Sequence[int]], index: int, swapper: Swapper) -> Answer:
+async def ask(
+    client: httpx.AsyncClient,
+    engine: ServerEngine,
+    prompts: Sequence[Sequence[int]],
+    index: int,
+    swapper: Swapper,
+) -> Answer:
     """One request."""
     prompt, began, swapping = index % len(prompts), time.monotonic(), swapper.on.is_set()
-    body = {"model": engine._model_name, "prompt": list(prompts[prompt]), "max_tokens": NEW_TOKENS, "temperature": 0.0}
+    body = {
+        "model": engine._model_name,
+        "prompt": list(prompts[prompt]),
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0.0,
+    }
     body |= {"ignore_eos": True, "return_token_ids": True}
     tokens, error = (), ""
     try:
@@ -190,7 +239,14 @@ async def ask(client: httpx.AsyncClient, engine: ServerEngine, prompts: Sequence
     return Answer(prompt, began, time.monotonic(), tokens, error, swapping)
 
 
-async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests: int, at_once: int, stretch_s: float) -> list[Answer]:
+async def load(
+    engine: ServerEngine,
+    actors: Actors,
+    swapper: Swapper,
+    requests: int,
+    at_once: int,
+    stretch_s: float,
+) -> list[Answer]:
     """So many requests, `at_once` of them on their way at any time; swaps go on in every second stretch."""
     answers: list[Answer] = []
     numbers = iter(range(requests))
@@ -207,7 +263,11 @@ async def load(engine: ServerEngine, actors: Actors, swapper: Swapper, requests:
 
     headers, limits = dict(engine._client.headers), httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(
-        base_url=engine._client.base_url, headers=headers, limits=limits, timeout=120.0, trust_env=False
+        base_url=engine._client.base_url,
+        headers=headers,
+        limits=limits,
+        timeout=120.0,
+        trust_env=False,
     ) as client:
         clock = asyncio.create_task(turns())
         await asyncio.gather(*(work(client) for _ in range(at_once)))
@@ -220,13 +280,19 @@ def percentiles(answers: Sequence[Answer]) -> list[float]:
     """Milliseconds at PERCENTILES."""
     if len(answers) < 2:
         return [math.nan] * len(PERCENTILES)
-    cuts = statistics.quantiles([1000 * (answer.ended - answer.began) for answer in answers], n=100, method="inclusive")
+    cuts = statistics.quantiles(
+        [1000 * (answer.ended - answer.began) for answer in answers], n=100, method="inclusive"
+    )
     return [cuts[percentile - 1] for percentile in PERCENTILES]
 
 
 def beside(answers: Sequence[Answer], changes: Sequence[Change]) -> list[Answer]:
     """Those that were on their way when something came in."""
-    return [answer for answer in answers if any(change.began < answer.ended and answer.began < change.ended for change in changes)]
+    return [
+        answer
+        for answer in answers
+        if any(change.began < answer.ended and answer.began < change.ended for change in changes)
+    ]
 
 
 def pairs(answers: Sequence[Answer], stretch_s: float) -> list[tuple[list[float], list[float]]]:
@@ -236,57 +302,100 @@ def pairs(answers: Sequence[Answer], stretch_s: float) -> list[tuple[list[float]
         if stretches[-1] and stretches[-1][-1].swapping != answer.swapping:
             stretches.append([])
         stretches[-1].append(answer)
-    whole = [stretch for stretch in stretches if stretch[-1].ended - stretch[0].began > stretch_s / 2 and len(stretch) > 50]
+    whole = [
+        stretch
+        for stretch in stretches
+        if stretch[-1].ended - stretch[0].began > stretch_s / 2 and len(stretch) > 50
+    ]
     return [(percentiles(a), percentiles(b)) for a, b in zip(whole[::2], whole[1::2], strict=False)]
 
 
 def took(name: str, changes: Sequence[Change]) -> str:
     """How long something came in for, and how much of it the worker was at it."""
-    whole, inside = ([1000 * value for value in values] for values in zip(*((c.ended - c.began, c.seconds) for c in changes), strict=True))
+    whole, inside = (
+        [1000 * value for value in values]
+        for values in zip(*((c.ended - c.began, c.seconds) for c in changes), strict=True)
+    )
     middles = f"{statistics.median(whole):.0f} ms a {name} (at most {max(whole):.0f}), of which {statistics.median(inside):.0f} ms"
     return f"- {middles} (at most {max(inside):.0f}) as the receipt has it"
 
 
-def report(answers: Sequence[Answer], swapper: Swapper, actors: Actors, accepted: float, stretch_s: float) -> dict[str, Any]:
+def report(
+    answers: Sequence[Answer], swapper: Swapper, actors: Actors, accepted: float, stretch_s: float
+) -> dict[str, Any]:
     """Figures, and the table that is printed."""
     failed = [answer for answer in answers if answer.error]
     well = [answer for answer in answers if not answer.error]
     mixed = [answer for answer in well if len(swapper.served(answer)) > 1]
     wrong = [answer for answer in well if not actors.is_right(answer, swapper.served(answer))]
-    sides = {name: percentiles([a for a in well if a.swapping == on]) for name, on in (("without swaps", False), ("with swaps", True))}
+    sides = {
+        name: percentiles([a for a in well if a.swapping == on])
+        for name, on in (("without swaps", False), ("with swaps", True))
+    }
     syncs = swapper.syncs[1:]
     beside_swaps, beside_syncs = beside(well, swapper.swaps), beside(well, syncs)
     either = {id(answer) for answer in (*beside_swaps, *beside_syncs)}
     neither = [answer for answer in well if id(answer) not in either]
-    parts = {"beside a swap": beside_swaps, "beside a sync": beside_syncs, "beside neither": neither}
-    sides |= {f"{name} ({len(found):,} requests)": percentiles(found) for name, found in parts.items()}
+    parts = {
+        "beside a swap": beside_swaps,
+        "beside a sync": beside_syncs,
+        "beside neither": neither,
+    }
+    sides |= {
+        f"{name} ({len(found):,} requests)": percentiles(found) for name, found in parts.items()
+    }
     found = pairs(well, stretch_s)
     ratios = [[b[i] / a[i] for a, b in found] for i in range(len(PERCENTILES))]
-    lines = [f"| ms at percentile | {' | '.join(map(str, PERCENTILES))} |", "|---|" + "---|" * len(PERCENTILES)]
-    lines += [f"| {name} | {' | '.join(f'{value:.0f}' for value in values)} |" for name, values in sides.items()]
+    lines = [
+        f"| ms at percentile | {' | '.join(map(str, PERCENTILES))} |",
+        "|---|" + "---|" * len(PERCENTILES),
+    ]
+    lines += [
+        f"| {name} | {' | '.join(f'{value:.0f}' for value in values)} |"
+        for name, values in sides.items()
+    ]
     if found:
         middle = [f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios]
-        lines.append(f"| with over without, median of {len(found)} pairs of stretches | {' | '.join(middle)} |")
-    lines += [""] + [took(name, changes) for name, changes in (("swap", swapper.swaps), ("sync", syncs)) if changes]
+        lines.append(
+            f"| with over without, median of {len(found)} pairs of stretches | {' | '.join(middle)} |"
+        )
+    lines += [""] + [
+        took(name, changes)
+        for name, changes in (("swap", swapper.swaps), ("sync", syncs))
+        if changes
+    ]
     seconds = max(answer.ended for answer in answers) - min(answer.began for answer in answers)
     lines += [
         "",
         f"{len(answers):,} requests in {seconds:.0f} s, {len(swapper.swaps)} swaps, {len(syncs)} syncs: {len(failed)} failed, "
         f"{len(wrong)} wrong ({len(mixed)} had two actors); {accepted:.2f} tokens per engine step",
         *(f"- {answer.error}" for answer in failed[:5]),
-        *(f"- prompt {answer.prompt}, actors {swapper.served(answer)}: {answer.tokens}" for answer in wrong[:5]),
+        *(
+            f"- prompt {answer.prompt}, actors {swapper.served(answer)}: {answer.tokens}"
+            for answer in wrong[:5]
+        ),
         *([f"- the swapper: {swapper.error!r}"] if swapper.error else []),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    figures = {"requests": len(answers), "failed": len(failed), "wrong": len(wrong), "two_actors": len(mixed), "swaps": len(swapper.swaps)}
+    figures = {
+        "requests": len(answers),
+        "failed": len(failed),
+        "wrong": len(wrong),
+        "two_actors": len(mixed),
+        "swaps": len(swapper.swaps),
+    }
     return {**figures, "syncs": len(syncs), "seconds": seconds, "ms": sides, "pairs": found}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--stretch", type=float, default=20.0, help="seconds with swaps, and without")
+    parser.add_argument(
+        "--stretch", type=float, default=20.0, help="seconds with swaps, and without"
+    )
     parser.add_argument("--swap-every", type=float, default=1.0, help="seconds; 0: never")
     parser.add_argument("--sync-every", type=float, default=10.0, help="seconds; 0: never")
     parser.add_argument("--json", type=Path)
@@ -295,23 +404,53 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="load-") as name:
         folder = Path(name)
         actors = Actors(folder)
-        first = MedusaHeads(HeadsConfig(actors.models[0].config.hidden_size, actors.models[0].config.vocab_size, HEADS))
+        first = MedusaHeads(
+            HeadsConfig(
+                actors.models[0].config.hidden_size, actors.models[0].config.vocab_size, HEADS
+            )
+        )
         save_heads(folder / "heads", first, lm_head_VD=actors.models[0].lm_head.weight)
-        config = EngineConfig(backend="server", dtype="float32", max_num_seqs=16, max_model_len=256, threads=1, memory_fraction=0.02)
+        config = EngineConfig(
+            backend="server",
+            dtype="float32",
+            max_num_seqs=16,
+            max_model_len=256,
+            threads=1,
+            memory_fraction=0.02,
+        )
         with ServerEngine(actors.path, folder / "heads", config) as engine:
             engine.configure(num_drafts=0)
             for version, file in ((1, actors.files[1]), (2, actors.files[0])):
                 engine.sync_actor(file, version)
-                actors.expected.insert(0, [response.token_ids for response in engine.generate(actors.prompts, GREEDY).responses])
+                actors.expected.insert(
+                    0,
+                    [
+                        response.token_ids
+                        for response in engine.generate(actors.prompts, GREEDY).responses
+                    ],
+                )
             engine.configure(num_drafts=HEADS)
-            files = [[folder / f"heads-{actor}-{version}.safetensors" for version in range(2)] for actor in range(2)]
-            for model, expected, versions in zip(actors.models, actors.expected, files, strict=True):
+            files = [
+                [folder / f"heads-{actor}-{version}.safetensors" for version in range(2)]
+                for actor in range(2)
+            ]
+            for model, expected, versions in zip(
+                actors.models, actors.expected, files, strict=True
+            ):
                 for steps, file in zip((60, 61), versions, strict=True):
-                    save_state(file, trained_heads(model, actors.prompts, expected, steps).trainable_state())
+                    save_state(
+                        file,
+                        trained_heads(model, actors.prompts, expected, steps).trainable_state(),
+                    )
             engine.swap_heads(files[0][1], 1)
-            swapper, before = Swapper(engine, actors, files, options.swap_every, options.sync_every), engine.counters()
+            swapper, before = (
+                Swapper(engine, actors, files, options.swap_every, options.sync_every),
+                engine.counters(),
+            )
             swapper.start()
-            answers = asyncio.run(load(engine, actors, swapper, options.requests, options.at_once, options.stretch))
+            answers = asyncio.run(
+                load(engine, actors, swapper, options.requests, options.at_once, options.stretch)
+            )
             swapper.over.set()
             swapper.on.set()
             swapper.join()

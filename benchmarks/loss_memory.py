@@ -45,20 +45,42 @@ def main() -> None:
         for count in tokens:
             peaks[form][count] = in_own_process(options, form, count)
             beside = peaks[form][count] - count * options.heads * options.hidden * 4 / 2**20
-            logger.info("%-8s %6d tokens   %8.0f MiB, %.0f of it work space", form, count, peaks[form][count], beside)
+            logger.info(
+                "%-8s %6d tokens   %8.0f MiB, %.0f of it work space",
+                form,
+                count,
+                peaks[form][count],
+                beside,
+            )
             if form == "chunked":
                 work[count] = beside
-    ratios = {count: peaks["chunked"][count] / naive for count, naive in peaks["naive"].items() if count in peaks["chunked"]}
+    ratios = {
+        count: peaks["chunked"][count] / naive
+        for count, naive in peaks["naive"].items()
+        if count in peaks["chunked"]
+    }
     for count, ratio in ratios.items():
         logger.info("At %d tokens the loss takes %.3f of the naive form's memory.", count, ratio)
     if options.json:
-        record = {"hidden": options.hidden, "vocab": options.vocab, "heads": options.heads, "device": options.device}
-        options.json.write_text(json.dumps({**record, "peak_mib": peaks, "work_space_mib": work, "ratios": ratios}, indent=1) + "\n")
+        record = {
+            "hidden": options.hidden,
+            "vocab": options.vocab,
+            "heads": options.heads,
+            "device": options.device,
+        }
+        options.json.write_text(
+            json.dumps(
+                {**record, "peak_mib": peaks, "work_space_mib": work, "ratios": ratios}, indent=1
+            )
+            + "\n"
+        )
 
 
 def in_own_process(options: argparse.Namespace, form: str, tokens: int) -> float:
     """MiB. A process of its own, because a high-water mark never falls."""
-    sizes = [f"--{name}={getattr(options, name)}" for name in ("hidden", "vocab", "heads", "device")]
+    sizes = [
+        f"--{name}={getattr(options, name)}" for name in ("hidden", "vocab", "heads", "device")
+    ]
     command = [sys.executable, __file__, f"--form={form}", f"--tokens={tokens}", *sizes]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -70,11 +92,15 @@ def measure(options: argparse.Namespace) -> float:
     """Peak of one forward and backward pass of the loss, in MiB over what stood before."""
     torch.manual_seed(0)
     device, (tokens,) = torch.device(options.device), options.tokens
-    lm_head_VD = torch.empty(options.vocab, options.hidden, device=device).normal_(std=options.hidden**-0.5)
+    lm_head_VD = torch.empty(options.vocab, options.hidden, device=device).normal_(
+        std=options.hidden**-0.5
+    )
     features_NKD = torch.randn(tokens, options.heads, options.hidden, device=device)
     targets_NK = torch.randint(options.vocab, (tokens, options.heads), device=device)
     form = chunked if options.form == "chunked" else naive
-    form(features_NKD[:8].clone(), lm_head_VD, targets_NK[:8])  # Libraries allocate their own on first use.
+    form(
+        features_NKD[:8].clone(), lm_head_VD, targets_NK[:8]
+    )  # Libraries allocate their own on first use.
     before = begin(device)
     form(features_NKD, lm_head_VD, targets_NK)
     return peak_mib(device) - before
@@ -82,7 +108,9 @@ def measure(options: argparse.Namespace) -> float:
 
 def chunked(features_NKD: torch.Tensor, lm_head_VD: torch.Tensor, targets_NK: torch.Tensor) -> None:
     mask_NK = torch.ones_like(targets_NK, dtype=torch.bool)
-    head_loss(FactoredLogits(features_NKD.requires_grad_(), lm_head_VD), targets_NK, mask_NK, LossConfig()).sum().backward()
+    head_loss(
+        FactoredLogits(features_NKD.requires_grad_(), lm_head_VD), targets_NK, mask_NK, LossConfig()
+    ).sum().backward()
 
 
 def naive(features_NKD: torch.Tensor, lm_head_VD: torch.Tensor, targets_NK: torch.Tensor) -> None:
@@ -110,9 +138,15 @@ def peak_mib(device: torch.device) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=counts, default=(1024, 2048, 4096), help="numbers of tokens for the loss")
-    parser.add_argument("--naive-tokens", type=counts, default=(1024,), help="numbers of tokens for the naive form")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=counts, default=(1024, 2048, 4096), help="numbers of tokens for the loss"
+    )
+    parser.add_argument(
+        "--naive-tokens", type=counts, default=(1024,), help="numbers of tokens for the naive form"
+    )
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=131_072)
     parser.add_argument("--heads", type=int, default=4)

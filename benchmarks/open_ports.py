@@ -37,7 +37,9 @@ def listeners(root: psutil.Process) -> set[tuple[int, str, str, int]]:
 
 def main() -> int:
     if len(sys.argv) < 2:
-        sys.exit("No command. given: nothing  expected: python benchmarks/open_ports.py COMMAND...  do this: name the run to watch")
+        sys.exit(
+            "No command. given: nothing  expected: python benchmarks/open_ports.py COMMAND...  do this: name the run to watch"
+        )
     run = subprocess.Popen(sys.argv[1:])
     root, seen = psutil.Process(run.pid), set()
     while run.poll() is None:
@@ -49,14 +51,24 @@ def main() -> int:
             wide[pid, name].add((address, port))
     write, ours = sys.stdout.write, 0
     for (pid, name), sockets in sorted(wide.items()):
-        rays = len(sockets) if any(part in name for part in RAY[:2] + RAY[3:]) or "ray/" in name else 1
+        rays = (
+            len(sockets) if any(part in name for part in RAY[:2] + RAY[3:]) or "ray/" in name else 1
+        )
         extra = max(0, len(sockets) - rays)
         ours += extra
         where = ", ".join(f"{address}:{port}" for address, port in sorted(sockets))
-        write(f"{pid:>8}  {name:<60}  outside of loopback: {where} (Ray's: {len(sockets) - extra}, others: {extra})\n")
-    owners = Counter(name.split()[0].rpartition("/")[2] for _, name, address, _ in seen if address in LOOPBACK)
-    write(f"on loopback: {', '.join(f'{name} {count}' for name, count in sorted(owners.items())) or 'nothing'}\n")
-    write(f"{len(seen)} listening sockets, {sum(map(len, wide.values()))} outside of loopback, {ours} of them not Ray's\n")
+        write(
+            f"{pid:>8}  {name:<60}  outside of loopback: {where} (Ray's: {len(sockets) - extra}, others: {extra})\n"
+        )
+    owners = Counter(
+        name.split()[0].rpartition("/")[2] for _, name, address, _ in seen if address in LOOPBACK
+    )
+    write(
+        f"on loopback: {', '.join(f'{name} {count}' for name, count in sorted(owners.items())) or 'nothing'}\n"
+    )
+    write(
+        f"{len(seen)} listening sockets, {sum(map(len, wide.values()))} outside of loopback, {ours} of them not Ray's\n"
+    )
     return run.returncode or bool(ours)
 
 

@@ -21,14 +21,20 @@ CALLS, WARM = 60, 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--into", type=int, default=256)
     parser.add_argument("--out", type=int, default=2048)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weight = (torch.randn(options.out, options.into) * 0.05).bfloat16()
-    products = {"8 bits": packed_linear(weight), "bfloat16": onednn_product(weight), "float32": onednn_product(weight.float())}
+    products = {
+        "8 bits": packed_linear(weight),
+        "bfloat16": onednn_product(weight),
+        "float32": onednn_product(weight.float()),
+    }
     with torch.inference_mode():
         for count in (1, 4, 16, 64):
             rows_ND = torch.randn(count, options.into).bfloat16()
@@ -41,7 +47,10 @@ def main() -> None:
                     result_NW = product(rows_ND)
                     took.append(time.thread_time_ns() - began)
                 apart = (result_NW.double() - exact_NW).square().mean().sqrt() / exact_NW.std()
-                row[name] = {"us": round(sorted(took[WARM:])[CALLS // 4] / 1e3), "apart": round(float(apart), 4)}
+                row[name] = {
+                    "us": round(sorted(took[WARM:])[CALLS // 4] / 1e3),
+                    "apart": round(float(apart), 4),
+                }
             sys.stdout.write(json.dumps(row) + "\n")
 
 

@@ -49,10 +49,28 @@ def random_actor(folder: Path, hidden: int, layers: int) -> LlamaForCausalLM:
     """An actor whose responses end by chance, so that they are of many lengths."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 32}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+    }
     end = tokenizer.eos_token_id
-    words = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
-    actor = LlamaForCausalLM(LlamaConfig(**sizes, **words, num_key_value_heads=hidden // 32, tie_word_embeddings=False)).float().eval()
+    words = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+    }
+    actor = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                **sizes, **words, num_key_value_heads=hidden // 32, tie_word_embeddings=False
+            )
+        )
+        .float()
+        .eval()
+    )
     actor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return actor
@@ -67,27 +85,50 @@ def pin(pid: int, cores: set[int]) -> None:
 class Bench:
     """The arms over the same models."""
 
-    def __init__(self, config: RunConfig, actor: LlamaForCausalLM, engines: dict[int, RolloutEngine], cores: list[int]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        actor: LlamaForCausalLM,
+        engines: dict[int, RolloutEngine],
+        cores: list[int],
+    ) -> None:
         learner = Learner(actor, Critic(actor), config.ppo)
         self._config, self._cores, self._engines = config, cores, engines
-        self._pids = {threads: int(engine.plugin_report()["pid"]) for threads, engine in engines.items()}
+        self._pids = {
+            threads: int(engine.plugin_report()["pid"]) for threads, engine in engines.items()
+        }
         self._arms = {
-            name: RolloutMaker(learner, SpeedPairs(engines[threads], config), self._rewards, piece_prompts=piece, pad_id=0)
-            for (name, threads), piece in zip(ARMS.items(), (config.ppo.piece_prompts, None, None), strict=True)
+            name: RolloutMaker(
+                learner,
+                SpeedPairs(engines[threads], config),
+                self._rewards,
+                piece_prompts=piece,
+                pad_id=0,
+            )
+            for (name, threads), piece in zip(
+                ARMS.items(), (config.ppo.piece_prompts, None, None), strict=True
+            )
         }
         self._tokenizer = build_tokenizer()
         rows = demo_rows(limit=16 * config.ppo.prompts_per_step)
-        every = [Prompt(row["prompt"], tuple(self._tokenizer(row["prompt"])["input_ids"]), row) for row in rows]
+        every = [
+            Prompt(row["prompt"], tuple(self._tokenizer(row["prompt"])["input_ids"]), row)
+            for row in rows
+        ]
         self._prompts = [prompt for prompt in every if len(prompt.token_ids) <= PROMPT_TOKENS]
 
     def _rewards(self, rollouts: Any, prompts: Any) -> torch.Tensor:
-        texts = self._tokenizer.batch_decode([list(response.token_ids) for response in rollouts.responses])
+        texts = self._tokenizer.batch_decode(
+            [list(response.token_ids) for response in rollouts.responses]
+        )
         return torch.tensor([len(text) / 100 for text in texts])
 
     def take(self, name: str, step: int) -> tuple[dict[str, Any], int, float]:
         """One batch, generated and scored: its figures, its tokens, and the sum of its log-probs."""
         threads, size, maker = ARMS[name], self._config.ppo.prompts_per_step, self._arms[name]
-        engine_cores, own = (self._cores[1:], self._cores[:1]) if threads == 1 else (self._cores, self._cores)
+        engine_cores, own = (
+            (self._cores[1:], self._cores[:1]) if threads == 1 else (self._cores, self._cores)
+        )
         pin(self._pids[threads], set(engine_cores))
         pin(os.getpid(), set(own))
         torch.set_num_threads(threads)
@@ -116,23 +157,51 @@ def rounds(bench: Bench, count: int, say: Callable[[str], None]) -> None:
             found[name].append(figures)
         same_tokens = len({tokens for tokens, _ in work.values()}) == 1
         sums = [total for _, total in work.values()]
-        seconds = ", ".join(f"{name} {found[name][-1][names.GENERATE_SCORE_S]:.2f} s" for name in ARMS)
+        seconds = ", ".join(
+            f"{name} {found[name][-1][names.GENERATE_SCORE_S]:.2f} s" for name in ARMS
+        )
         spread = max(sums) - min(sums)
-        say(f"round {step}: {seconds}; {work['whole'][0]} tokens, the same in all: {same_tokens}; log-probs summed differ by {spread:.1e}")
+        say(
+            f"round {step}: {seconds}; {work['whole'][0]} tokens, the same in all: {same_tokens}; log-probs summed differ by {spread:.1e}"
+        )
     for name, lines in found.items():
-        busy = {role: statistics.median(sum(b - a for a, b in line[names.SPANS][role]) for line in lines) for role in lines[0][names.SPANS]}
+        busy = {
+            role: statistics.median(
+                sum(b - a for a, b in line[names.SPANS][role]) for line in lines
+            )
+            for role in lines[0][names.SPANS]
+        }
         parts = ", ".join(f"{role} {value:.2f}" for role, value in busy.items())
-        seconds, idle = (statistics.median(line[key] for line in lines) for key in (names.GENERATE_SCORE_S, names.GENERATE_SCORE_IDLE))
+        seconds, idle = (
+            statistics.median(line[key] for line in lines)
+            for key in (names.GENERATE_SCORE_S, names.GENERATE_SCORE_IDLE)
+        )
         say(f"{name}: median {seconds:.2f} s, idle {idle:.0%}; seconds at work: {parts}")
     for name in list(ARMS)[1:]:
         pairs = zip(found["pieces"], found[name], strict=True)
-        ratios = [ours[names.GENERATE_SCORE_S] / theirs[names.GENERATE_SCORE_S] for ours, theirs in pairs]
-        say(f"pieces / {name}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})")
+        ratios = [
+            ours[names.GENERATE_SCORE_S] / theirs[names.GENERATE_SCORE_S] for ours, theirs in pairs
+        ]
+        say(
+            f"pieces / {name}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"pairs": 6, "hidden": 256, "layers": 4, "prompts": 24, "responses": 4, "new": 96, "seqs": 8, "piece": 3, "micro": 12}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "pairs": 6,
+        "hidden": 256,
+        "layers": 4,
+        "prompts": 24,
+        "responses": 4,
+        "new": 96,
+        "seqs": 8,
+        "piece": 3,
+        "micro": 12,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -141,7 +210,11 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         actor = random_actor(folder / "actor", options.hidden, options.layers)
-        ppo = {"prompts_per_step": options.prompts, "piece_prompts": options.piece, "minibatch_size": options.micro}
+        ppo = {
+            "prompts_per_step": options.prompts,
+            "piece_prompts": options.piece,
+            "minibatch_size": options.micro,
+        }
         values = {
             "ppo": ppo,
             "data": {"max_prompt_tokens": PROMPT_TOKENS},

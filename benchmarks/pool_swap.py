@@ -78,11 +78,15 @@ def write_versions(folder: Path, config: HeadsConfig) -> list[Path]:
 
 
 @contextmanager
-def pools_of(engines: list[RolloutEngine], sizes: list[int]) -> Iterator[dict[tuple[str, int], EnginePool]]:
+def pools_of(
+    engines: list[RolloutEngine], sizes: list[int]
+) -> Iterator[dict[tuple[str, int], EnginePool]]:
     """A pool of each size and kind over the first of the engines."""
     with ExitStack() as stack:
         yield {
-            (arm, size): stack.enter_context(kind(lambda index, arm=arm: Shared(engines[index], arm), size))
+            (arm, size): stack.enter_context(
+                kind(lambda index, arm=arm: Shared(engines[index], arm), size)
+            )
             for arm, kind in zip(ARMS, (EnginePool, UncheckedPool), strict=True)
             for size in sizes
         }
@@ -92,7 +96,9 @@ def measure(
     pools: dict[tuple[str, int], EnginePool], pids: list[int], files: list[Path], rounds: int
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """Seconds of each swap; CPU seconds of all swaps in this process, and in the engines that took part."""
-    found: dict[tuple[str, int], dict[str, Any]] = {key: {"seconds": [], "cpu_here": 0.0, "cpu_engines": 0.0} for key in pools}
+    found: dict[tuple[str, int], dict[str, Any]] = {
+        key: {"seconds": [], "cpu_here": 0.0, "cpu_engines": 0.0} for key in pools
+    }
     version = 0
     for index in range(rounds + WARM_UP):
         # Forwards and backwards, so that none is always the one behind a larger one.
@@ -115,12 +121,18 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def report(found: dict[tuple[str, int], dict[str, Any]], rounds: int) -> None:
-    one = {arm: statistics.median(values["seconds"]) for (arm, size), values in reversed(found.items()) if size == min(s for _, s in found)}
+    one = {
+        arm: statistics.median(values["seconds"])
+        for (arm, size), values in reversed(found.items())
+        if size == min(s for _, s in found)
+    }
     for (arm, size), values in found.items():
         times = sorted(values["seconds"])
         cpu = f"CPU {1e3 * values['cpu_here'] / rounds:.1f} ms here, {1e3 * values['cpu_engines'] / rounds / size:.1f} ms in each engine"
         spread = f"{1e3 * statistics.median(times):.1f} ms ({1e3 * times[0]:.1f} to {1e3 * times[-1]:.1f})"
-        sys.stdout.write(f"{arm}, {size} engines: {spread}, {statistics.median(times) / one[arm]:.2f} x one; {cpu}\n")
+        sys.stdout.write(
+            f"{arm}, {size} engines: {spread}, {statistics.median(times) / one[arm]:.2f} x one; {cpu}\n"
+        )
 
 
 def main() -> None:
@@ -136,16 +148,30 @@ def main() -> None:
     sizes = read_model_config(options.model)
     config = EngineConfig(max_num_seqs=8, threads=1)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)))
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+            )
+        )
         stack.enter_context(local_ray(cpus=2))
-        files = write_versions(folder, HeadsConfig(sizes["hidden_size"], sizes["vocab_size"], 4, options.kind))
-        engines = [stack.enter_context(RayEngine(options.model, folder / "heads", config, seed)) for seed in range(max(options.engines))]
+        files = write_versions(
+            folder, HeadsConfig(sizes["hidden_size"], sizes["vocab_size"], 4, options.kind)
+        )
+        engines = [
+            stack.enter_context(RayEngine(options.model, folder / "heads", config, seed))
+            for seed in range(max(options.engines))
+        ]
         pids = [engine.plugin_report()["pid"] for engine in engines]
         pools = stack.enter_context(pools_of(list(engines), sorted(options.engines)))
         found = measure(pools, pids, files, options.rounds)
     report(found, options.rounds)
     if options.json:
-        options.json.write_text(json.dumps({f"{arm}, {size}": values for (arm, size), values in found.items()}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(
+                {f"{arm}, {size}": values for (arm, size), values in found.items()}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ from typing import Any, Unpack
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 from watched import TINY, small_run
 
 from heads.checkpoint import checksum, load_state
@@ -70,7 +75,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "value_clip_unit=returns": {"value_clip_unit": "returns"},
     "rewards x 100": {"kl_coefficient": 1.0, "times": 100.0},
     "rewards x 100, scale_rewards": {"times": 100.0, "scale_rewards": True},
-    "rewards x 100, value_clip_unit=returns": {"kl_coefficient": 1.0, "times": 100.0, "value_clip_unit": "returns"},
+    "rewards x 100, value_clip_unit=returns": {
+        "kl_coefficient": 1.0,
+        "times": 100.0,
+        "value_clip_unit": "returns",
+    },
     "learning_rate_schedule=linear": {"learning_rate_schedule": "linear", "warmup_steps": 3},
     "length_penalty=0.1": {"length_penalty": 0.1},
     "cut_responses=0.5": {"cut_responses": 0.5},
@@ -87,18 +96,37 @@ class TorchEngine(RolloutEngine):
     @torch.no_grad()
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         draw = torch.Generator().manual_seed(sampling.seed or 0)
-        asked = [index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)]
-        ids_BT, logprobs_BT = torch.tensor([list(prompts[index]) for index in asked]), torch.zeros(len(asked), 0)
+        asked = [
+            index for index in range(len(prompts)) for _ in range(sampling.responses_per_prompt)
+        ]
+        ids_BT, logprobs_BT = (
+            torch.tensor([list(prompts[index]) for index in asked]),
+            torch.zeros(len(asked), 0),
+        )
         first = ids_BT.shape[1]
         for _ in range(sampling.max_new_tokens):
-            logprobs_BV = (self._actor(ids_BT).logits[:, -1].float() / sampling.temperature).log_softmax(-1)
+            logprobs_BV = (
+                self._actor(ids_BT).logits[:, -1].float() / sampling.temperature
+            ).log_softmax(-1)
             next_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=draw)
-            ids_BT, logprobs_BT = torch.cat([ids_BT, next_B1], 1), torch.cat([logprobs_BT, logprobs_BV.gather(1, next_B1)], 1)
+            ids_BT, logprobs_BT = (
+                torch.cat([ids_BT, next_B1], 1),
+                torch.cat([logprobs_BT, logprobs_BV.gather(1, next_B1)], 1),
+            )
         responses = []
-        for index, ids, logprobs in zip(asked, ids_BT[:, first:].tolist(), logprobs_BT.tolist(), strict=True):
+        for index, ids, logprobs in zip(
+            asked, ids_BT[:, first:].tolist(), logprobs_BT.tolist(), strict=True
+        ):
             length, reason = (ids.index(END) + 1, "stop") if END in ids else (len(ids), "length")
             responses.append(Response(index, tuple(ids[:length]), tuple(logprobs[:length]), reason))
-        return Rollouts(tuple(map(tuple, prompts)), tuple(responses), Counters(), 0.01, sampling, self.policy_version)
+        return Rollouts(
+            tuple(map(tuple, prompts)),
+            tuple(responses),
+            Counters(),
+            0.01,
+            sampling,
+            self.policy_version,
+        )
 
     def sync_actor(self, path: str | Path, version: int, checked: Any = None) -> SwapReceipt:
         state = load_state(path)
@@ -125,18 +153,42 @@ class TorchEngine(RolloutEngine):
         pass
 
 
-def run(seed: int, steps: int, *, times: float = 1.0, engine: torch.dtype = torch.float32, **ppo: Any) -> list[dict[str, Any]]:
+def run(
+    seed: int, steps: int, *, times: float = 1.0, engine: torch.dtype = torch.float32, **ppo: Any
+) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        section = {"steps": steps, "prompts_per_step": 8, "minibatch_size": 16, "epochs": 4, "checkpoint_every": None}
-        section |= {"actor_learning_rate": 3e-3, "critic_learning_rate": 3e-3, "kl_coefficient": 0.01} | ppo
+        section = {
+            "steps": steps,
+            "prompts_per_step": 8,
+            "minibatch_size": 16,
+            "epochs": 4,
+            "checkpoint_every": None,
+        }
+        section |= {
+            "actor_learning_rate": 3e-3,
+            "critic_learning_rate": 3e-3,
+            "kl_coefficient": 0.01,
+        } | ppo
         sampling, without = {"max_new_tokens": 6, "responses_per_prompt": 8}, {"enabled": False}
-        config = build_config({"out": folder, "seed": seed, "ppo": section, "sampling": sampling, "companion": without})
+        config = build_config(
+            {
+                "out": folder,
+                "seed": seed,
+                "ppo": section,
+                "sampling": sampling,
+                "companion": without,
+            }
+        )
         actor = random_actor(seed)
-        learner = Learner(actor, Critic(actor) if config.ppo.advantages == "gae" else None, config.ppo, seed=seed)
+        learner = Learner(
+            actor, Critic(actor) if config.ppo.advantages == "gae" else None, config.ppo, seed=seed
+        )
         rollouts = TorchEngine(actor, engine)
         prompts = PromptStream([Prompt(str(i), (i,), {}) for i in range(1, VOCABULARY)], seed=seed)
-        reward = CallableReward(lambda prompt, response, row: times * repeated(prompt, response), "repeated", times)
+        reward = CallableReward(
+            lambda prompt, response, row: times * repeated(prompt, response), "repeated", times
+        )
         with ActorSync(rollouts) as sync:
             parts = Parts(prompts, text_of_ids(), learner, reward, rollouts, sync)
             return lines_of(config, parts)
@@ -159,16 +211,31 @@ def repeated(prompt: str, response: str) -> float:
 def text_of_ids() -> Any:
     """A tokenizer whose text is the token ids."""
     return SimpleNamespace(
-        pad_token_id=END, batch_decode=lambda ids, skip_special_tokens: [" ".join(str(i) for i in row if i != END) for row in ids]
+        pad_token_id=END,
+        batch_decode=lambda ids, skip_special_tokens: [
+            " ".join(str(i) for i in row if i != END) for row in ids
+        ],
     )
 
 
 def random_actor(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     ends = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": END}
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, **sizes, max_position_embeddings=64, tie_word_embeddings=False, **ends)
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            **sizes,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+            **ends,
+        )
     ).eval()
 
 
@@ -178,7 +245,11 @@ def mean_of(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 def learning(options: argparse.Namespace) -> None:
     """Right answers first and last, and what else moved."""
-    logger.info("| | right, first %d | right, last %d | by seed | KL to the reference | optimizer steps | length | cut |", FIRST, LAST)
+    logger.info(
+        "| | right, first %d | right, last %d | by seed | KL to the reference | optimizer steps | length | cut |",
+        FIRST,
+        LAST,
+    )
     logger.info("|---|---|---|---|---|---|---|---|")
     for label, settings in OPTIONS.items():
         if options.only and label not in options.only:
@@ -187,7 +258,10 @@ def learning(options: argparse.Namespace) -> None:
         lasts = [line for lines in runs for line in lines[-LAST:]]
         first = mean_of([line for lines in runs for line in lines[:FIRST]], names.CORRECT_FRAC)
         by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.CORRECT_FRAC):.2f}" for lines in runs)
-        figures = [mean_of(lasts, name) for name in (names.CORRECT_FRAC, names.KL_REFERENCE, names.ACTOR_STEPS)]
+        figures = [
+            mean_of(lasts, name)
+            for name in (names.CORRECT_FRAC, names.KL_REFERENCE, names.ACTOR_STEPS)
+        ]
         more = [mean_of(lasts, name) for name in (names.RESPONSE_LENGTH, names.TRUNCATED_FRAC)]
         row = (label, first, figures[0], by_seed, figures[1], figures[2], *more)
         logger.info("| %s | %.2f | %.2f | %s | %.2f | %.1f | %.1f | %.2f |", *row)
@@ -200,33 +274,62 @@ def engine(options: argparse.Namespace) -> None:
         "bfloat16": {"engine": torch.bfloat16},
         "bfloat16, importance_bound=2": {"engine": torch.bfloat16, "importance_bound": 2.0},
     }
-    logger.info("| engine | reward, last %d | by seed | logprob_gap | largest | engine_kl | cut |", LAST)
+    logger.info(
+        "| engine | reward, last %d | by seed | logprob_gap | largest | engine_kl | cut |", LAST
+    )
     logger.info("|---|---|---|---|---|---|---|")
     for label, settings in arms.items():
         runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
-        every, lasts = [line for lines in runs for line in lines], [line for lines in runs for line in lines[-LAST:]]
+        every, lasts = (
+            [line for lines in runs for line in lines],
+            [line for lines in runs for line in lines[-LAST:]],
+        )
         by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
         largest = max(float(line[names.LOGPROB_GAP_MAX]) for line in every)
-        gaps = [mean_of(every, name) for name in (names.LOGPROB_GAP, names.ENGINE_KL, names.IMPORTANCE_CUT)]
-        row = (label, mean_of(lasts, names.REWARD_MEAN), by_seed, gaps[0], largest, gaps[1], gaps[2])
+        gaps = [
+            mean_of(every, name)
+            for name in (names.LOGPROB_GAP, names.ENGINE_KL, names.IMPORTANCE_CUT)
+        ]
+        row = (
+            label,
+            mean_of(lasts, names.REWARD_MEAN),
+            by_seed,
+            gaps[0],
+            largest,
+            gaps[1],
+            gaps[2],
+        )
         logger.info("| %s | %.3f | %s | %.1e | %.1e | %.1e | %.4f |", *row)
 
 
 def stale(options: argparse.Namespace) -> None:
     """The reward curve where the engine writes ahead, all with the same importance weights."""
     logger.info(
-        "| staleness, at most | reward, first %d | reward, last %d | by seed | lag, mean | largest | engine_kl | cut |", FIRST, LAST
+        "| staleness, at most | reward, first %d | reward, last %d | by seed | lag, mean | largest | engine_kl | cut |",
+        FIRST,
+        LAST,
     )
     logger.info("|---|---|---|---|---|---|---|---|")
     for most in (0, 1, 2, 4):
         settings = {"staleness": most, "importance_bound": 2.0}
         runs = [run(seed, options.steps, **settings) for seed in range(options.seeds)]
-        every, lasts = [line for lines in runs for line in lines], [line for lines in runs for line in lines[-LAST:]]
+        every, lasts = (
+            [line for lines in runs for line in lines],
+            [line for lines in runs for line in lines[-LAST:]],
+        )
         first = mean_of([line for lines in runs for line in lines[:FIRST]], names.REWARD_MEAN)
         by_seed = ", ".join(f"{mean_of(lines[-LAST:], names.REWARD_MEAN):.3f}" for lines in runs)
         lags = [float(line[names.POLICY_LAG]) for line in every]
         more = [mean_of(every, name) for name in (names.ENGINE_KL, names.IMPORTANCE_CUT)]
-        row = (most, first, mean_of(lasts, names.REWARD_MEAN), by_seed, statistics.fmean(lags), max(lags), *more)
+        row = (
+            most,
+            first,
+            mean_of(lasts, names.REWARD_MEAN),
+            by_seed,
+            statistics.fmean(lags),
+            max(lags),
+            *more,
+        )
         logger.info("| %d | %.3f | %.3f | %s | %.2f | %.0f | %.1e | %.4f |", *row)
 
 
@@ -243,9 +346,23 @@ def whole_run(out: Path, arm: str, seed: int, steps: int) -> Run:
         values["engine"] |= {"choose_drafts": False}
         values["companion"] |= {"wait": True}
         values["sampling"] |= {"temperature": 1.3, "responses_per_prompt": 8}
-        values["ppo"] |= {"reward": "practice:digits", "advantages": "grpo", "actor_learning_rate": 3e-3, "kl_coefficient": 0.0}
-        values["ppo"] |= {"epochs": 3, "minibatch_size": 16, "entropy_coefficient": 0.0, "checkpoint_every": None}
-        values["ppo"] |= {"staleness": int(most), "importance_bound": 2.0, "carry_after": float(share) if share else None}
+        values["ppo"] |= {
+            "reward": "practice:digits",
+            "advantages": "grpo",
+            "actor_learning_rate": 3e-3,
+            "kl_coefficient": 0.0,
+        }
+        values["ppo"] |= {
+            "epochs": 3,
+            "minibatch_size": 16,
+            "entropy_coefficient": 0.0,
+            "checkpoint_every": None,
+        }
+        values["ppo"] |= {
+            "staleness": int(most),
+            "importance_bound": 2.0,
+            "carry_after": float(share) if share else None,
+        }
         run_ppo(build_config(values), LineProgress())
     return read_run(out / name)
 
@@ -256,17 +373,38 @@ def curves(options: argparse.Namespace) -> None:
     for seed in range(options.seeds):
         for arm in options.arms:
             found[arm].append(whole_run(options.out, arm, seed, options.steps))
-    columns = {"reward": names.REWARD_MEAN, "tokens a step": names.MAL_SERVING, "lag": names.POLICY_LAG, "engine_kl": names.ENGINE_KL}
+    columns = {
+        "reward": names.REWARD_MEAN,
+        "tokens a step": names.MAL_SERVING,
+        "lag": names.POLICY_LAG,
+        "engine_kl": names.ENGINE_KL,
+    }
     for title, name in columns.items():
-        logger.info("\n%s, mean of %d seeds\n| staleness | %s |", title, options.seeds, " | ".join(map(str, range(options.steps))))
+        logger.info(
+            "\n%s, mean of %d seeds\n| staleness | %s |",
+            title,
+            options.seeds,
+            " | ".join(map(str, range(options.steps))),
+        )
         logger.info("|%s", "---|" * (options.steps + 1))
         for arm, runs in found.items():
-            means = [statistics.fmean(float(run.steps[step][name]) for run in runs) for step in range(options.steps)]
+            means = [
+                statistics.fmean(float(run.steps[step][name]) for run in runs)
+                for step in range(options.steps)
+            ]
             logger.info("| %s | %s |", arm, " | ".join(f"{value:.3g}" for value in means))
     logger.info("\nreward and tokens a step of the last %d steps, by seed", LAST)
     for arm, runs in found.items():
-        ends = [(mean_of(run.steps[-LAST:], names.REWARD_MEAN), mean_of(run.steps[-LAST:], names.MAL_SERVING)) for run in runs]
-        logger.info("%s: %s", arm, ", ".join(f"{reward:.3f} and {length:.2f}" for reward, length in ends))
+        ends = [
+            (
+                mean_of(run.steps[-LAST:], names.REWARD_MEAN),
+                mean_of(run.steps[-LAST:], names.MAL_SERVING),
+            )
+            for run in runs
+        ]
+        logger.info(
+            "%s: %s", arm, ", ".join(f"{reward:.3f} and {length:.2f}" for reward, length in ends)
+        )
 
 
 @torch.no_grad()
@@ -275,17 +413,26 @@ def reward(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         judge(Path(folder), options.hidden)
         source, draw = ModelReward(folder), random.Random(0)
-        texts = ["".join(draw.choices("abc", k=draw.randrange(8, 200))) for _ in range(options.texts)]
+        texts = [
+            "".join(draw.choices("abc", k=draw.randrange(8, 200))) for _ in range(options.texts)
+        ]
         blank: list[dict[str, Any]] = [{}] * len(texts)
         expected = source.score([""] * len(texts), texts, blank)
         left, differing = list(range(len(texts))), 0
         draw.shuffle(left)
         while left:  # Mixes of random sizes, until every text was in one.
             mix, left = left[: (size := draw.randrange(1, 400))], left[size:]
-            differing += int((source.score([""] * len(mix), [texts[i] for i in mix], blank[: len(mix)]) != expected[mix]).sum())
+            differing += int(
+                (
+                    source.score([""] * len(mix), [texts[i] for i in mix], blank[: len(mix)])
+                    != expected[mix]
+                ).sum()
+            )
         plain_differing, found = 0, plain(source, texts)
         for start in range(0, 512, 37):
-            plain_differing += int((plain(source, texts[start : start + 37]) != found[start : start + 37]).sum())
+            plain_differing += int(
+                (plain(source, texts[start : start + 37]) != found[start : start + 37]).sum()
+            )
         text = "%d texts in random mixes: %d differ in a bit; padded to the longest of the batch: %d of 518 do"
         logger.info(text, len(texts), differing, plain_differing)
         ratios = []
@@ -294,11 +441,15 @@ def reward(options: argparse.Namespace) -> None:
             seconds = {}
             for fixed in (True, False) if pair % 2 else (False, True):
                 began = time.perf_counter()
-                source.score([""] * len(some), some, blank[: len(some)]) if fixed else plain(source, some)
+                source.score([""] * len(some), some, blank[: len(some)]) if fixed else plain(
+                    source, some
+                )
                 seconds[fixed] = time.perf_counter() - began
             ratios.append(seconds[False] / seconds[True])
         figures = (options.step, statistics.median(ratios), min(ratios), max(ratios))
-        logger.info("speed, of that of plain batches of %d texts: median %.2f (%.2f to %.2f)", *figures)
+        logger.info(
+            "speed, of that of plain batches of %d texts: median %.2f (%.2f to %.2f)", *figures
+        )
 
 
 def plain(source: ModelReward, texts: list[str]) -> torch.Tensor:
@@ -307,7 +458,9 @@ def plain(source: ModelReward, texts: list[str]) -> torch.Tensor:
     for start in range(0, len(order), PLAIN_BATCH):
         chosen = order[start : start + PLAIN_BATCH]
         inputs = source._tokenizer([texts[i] for i in chosen], return_tensors="pt", padding=True)
-        scores[chosen] = source.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+        scores[chosen] = source.model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        ).logits[:, 0]
     return scores
 
 
@@ -316,15 +469,24 @@ def judge(folder: Path, hidden: int) -> None:
     letters = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2, "c": 3}, unk_token="[PAD]"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=4, **sizes, num_labels=1, pad_token_id=0)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=4, **sizes, num_labels=1, pad_token_id=0)
+    ).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="[PAD]").save_pretrained(folder)
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["learning", "engine", "stale", "curves", "reward"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/curves"))
@@ -337,7 +499,9 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="texts of a timed call")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"learning": learning, "engine": engine, "stale": stale, "curves": curves, "reward": reward}[options.what](options)
+    {"learning": learning, "engine": engine, "stale": stale, "curves": curves, "reward": reward}[
+        options.what
+    ](options)
 
 
 if __name__ == "__main__":

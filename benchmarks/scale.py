@@ -144,7 +144,9 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        return self.generate_s + self.score_s + self.update_s + self.sync_s + self.tap_s + self.swap_s
+        return (
+            self.generate_s + self.score_s + self.update_s + self.sync_s + self.tap_s + self.swap_s
+        )
 
     @property
     def speedup(self) -> float:
@@ -157,10 +159,14 @@ class Step:
         return self.companion_gpus / self.gpus
 
 
-def step_on_paper(actor: Actor, heads: HeadsConfig, gpus: int, given: Assumptions, work: Workload) -> Step | None:
+def step_on_paper(
+    actor: Actor, heads: HeadsConfig, gpus: int, given: Assumptions, work: Workload
+) -> Step | None:
     """None when the states of training or the engine's weights do not fit into so many GPUs."""
     model = actor.sizes
-    states = model.parameters * (2 * given.train_bytes + BFLOAT16) / gpus  # Actor, critic, and a reference in bf16.
+    states = (
+        model.parameters * (2 * given.train_bytes + BFLOAT16) / gpus
+    )  # Actor, critic, and a reference in bf16.
     ranks = engine_ranks(model, given)
     if states > 0.8 * given.memory_bytes or gpus < max(ranks, actor.spread):
         return None
@@ -202,7 +208,13 @@ def engine_ranks(model: ModelSizes, given: Assumptions) -> int:
 
 
 def generate_seconds(
-    model: ModelSizes, heads: HeadsConfig, engines: int, ranks: int, given: Assumptions, work: Workload, drafts: int
+    model: ModelSizes,
+    heads: HeadsConfig,
+    engines: int,
+    ranks: int,
+    given: Assumptions,
+    work: Workload,
+    drafts: int,
 ) -> float:
     """One rollout batch on all engines: the prompts, full batches, then the long responses that are left."""
     per_engine = work.responses / engines
@@ -210,19 +222,36 @@ def generate_seconds(
     room = ranks * given.memory_bytes * 0.9 - BFLOAT16 * model.parameters
     running = max(1.0, min(per_engine, room / cache))
     length = work.response_tokens / (1 + (given.accepted if drafts else 0.0))
-    prompt_s = 2 * model.product_parameters * per_engine * work.prompt_tokens / (ranks * given.flops * given.train_share)
+    prompt_s = (
+        2
+        * model.product_parameters
+        * per_engine
+        * work.prompt_tokens
+        / (ranks * given.flops * given.train_share)
+    )
     steps = per_engine / running * length
     tail = (work.longest - 1) * length
     few = max(1.0, running / 10)
     return (
         prompt_s
-        + steps * decode_seconds(model, heads, running, ranks, given, drafts, cache, work.width(model.vocab))
-        + tail * decode_seconds(model, heads, few, ranks, given, drafts, cache, work.width(model.vocab))
+        + steps
+        * decode_seconds(
+            model, heads, running, ranks, given, drafts, cache, work.width(model.vocab)
+        )
+        + tail
+        * decode_seconds(model, heads, few, ranks, given, drafts, cache, work.width(model.vocab))
     )
 
 
 def decode_seconds(
-    model: ModelSizes, heads: HeadsConfig, running: float, ranks: int, given: Assumptions, drafts: int, cache: float, width: int
+    model: ModelSizes,
+    heads: HeadsConfig,
+    running: float,
+    ranks: int,
+    given: Assumptions,
+    drafts: int,
+    cache: float,
+    width: int,
 ) -> float:
     """One engine step: reading the weights (`width` rows of lm_head once more per draft) and the cache, or the arithmetic, whichever takes
     longer."""
@@ -234,7 +263,9 @@ def decode_seconds(
     return busy + given.step_overhead_s + (2 * model.layers * given.reduce_s if ranks > 1 else 0.0)
 
 
-def head_flops(heads: HeadsConfig, *, training: bool, width: int = 0, teacher: bool = False) -> float:
+def head_flops(
+    heads: HeadsConfig, *, training: bool, width: int = 0, teacher: bool = False
+) -> float:
     """Of all heads at one position. Tables and h_t take no gradient, so that only products behind the first weights go backwards twice.
 
     Args:
@@ -248,16 +279,27 @@ def head_flops(heads: HeadsConfig, *, training: bool, width: int = 0, teacher: b
         total += 2.0 * D * V * (TOGETHER + heads.num_heads - 1) / TOGETHER
     first = heads.kind != "hydra"
     for layer in range(heads.num_layers):
-        total += heads.num_heads * D * D * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
+        total += (
+            heads.num_heads
+            * D
+            * D
+            * (2.0 if not training else 4.0 if first and layer == 0 else 6.0)
+        )
     if heads.kind == "markov":
         total += heads.num_heads * heads.rank * V * (6.0 if training else 2.0)
     inner = heads.mlp_ratio * D
-    if heads.context:  # Each pair is made once, where training goes over whole blocks and serving keeps it.
-        total += (6 * D * D + inner * D) * (4.0 if training else 2.0) + D * D * (6.0 if training else 2.0)
+    if (
+        heads.context
+    ):  # Each pair is made once, where training goes over whole blocks and serving keeps it.
+        total += (6 * D * D + inner * D) * (4.0 if training else 2.0) + D * D * (
+            6.0 if training else 2.0
+        )
         total += heads.num_heads * inner * D * ((4.0 + 6.0) if training else (2.0 + 2.0))
         total += (heads.num_heads - 1) * inner * inner * (6.0 if training else 2.0)
     elif heads.kind == "hydra":
-        total += sum(inner * D * (k + 2) for k in range(heads.num_heads)) * (4.0 if training else 2.0)
+        total += sum(inner * D * (k + 2) for k in range(heads.num_heads)) * (
+            4.0 if training else 2.0
+        )
         total += heads.num_heads * inner * D * (6.0 if training else 2.0)
     return total
 
@@ -267,13 +309,19 @@ def companion_flops(heads: HeadsConfig, tokens: int, given: Assumptions, work: W
     width = work.width(heads.vocab_size)
     position = head_flops(heads, training=True, width=width, teacher=bool(work.teacher))
     held = min(given.holdout * tokens, HOLDOUT_TOKENS)
-    return (tokens - held) * work.trained * work.passes * position + given.judged * held * head_flops(heads, training=False, width=width)
+    return (
+        tokens - held
+    ) * work.trained * work.passes * position + given.judged * held * head_flops(
+        heads, training=False, width=width
+    )
 
 
 def table(kind: Kind, given: Assumptions, work: Workload) -> list[tuple[str, Step]]:
     rows = []
     for name, actor in ACTORS.items():
-        heads = HeadsSection(kind=kind).sizes(actor.sizes.hidden, actor.sizes.vocab)  # The product's defaults.
+        heads = HeadsSection(kind=kind).sizes(
+            actor.sizes.hidden, actor.sizes.vocab
+        )  # The product's defaults.
         for gpus in GPUS:
             step = step_on_paper(actor, heads, gpus, given, work)
             if step is not None:
@@ -299,10 +347,14 @@ def markdown(rows: list[tuple[str, Step]]) -> list[str]:
 def verdict(rows: list[tuple[str, Step]]) -> list[str]:
     """Where the companion takes more than its share, and what share of the positions it could train on there."""
     above = [(name, s) for name, s in rows if s.companion_share > TARGET]
-    out = [f"Companion within {100 * TARGET:.0f} % of the fleet in {len(rows) - len(above)} of {len(rows)} cases."]
+    out = [
+        f"Companion within {100 * TARGET:.0f} % of the fleet in {len(rows) - len(above)} of {len(rows)} cases."
+    ]
     for name, s in above:
         fits = TARGET / s.companion_share
-        out.append(f"  {name} on {s.gpus}: {100 * s.companion_share:.1f} %; within when it trains on {100 * fits:.0f} % of the positions.")
+        out.append(
+            f"  {name} on {s.gpus}: {100 * s.companion_share:.1f} %; within when it trains on {100 * fits:.0f} % of the positions."
+        )
     return out
 
 
@@ -310,14 +362,26 @@ def overridden(values: Any, pairs: list[str]) -> Any:
     """A copy with those of the `name=value` pairs that name its fields."""
     fields = {field.name: field.type for field in dataclasses.fields(values)}
     found = dict(pair.split("=", 1) for pair in pairs)
-    return dataclasses.replace(values, **{n: (int if fields[n] == "int" else float)(v) for n, v in found.items() if n in fields})
+    return dataclasses.replace(
+        values,
+        **{n: (int if fields[n] == "int" else float)(v) for n, v in found.items() if n in fields},
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One PPO step on a cluster, on paper.")
-    parser.add_argument("--kind", default="hydra", choices=("medusa", "markov", "hydra"), help="kind of the heads (K = 4)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="another value of an assumption or of the workload"
+        "--kind",
+        default="hydra",
+        choices=("medusa", "markov", "hydra"),
+        help="kind of the heads (K = 4)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another value of an assumption or of the workload",
     )
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
@@ -328,8 +392,20 @@ def main() -> None:
     rows = table(options.kind, given, work)
     sys.stdout.write("\n".join([*markdown(rows), "", *verdict(rows)]) + "\n")
     if options.json:
-        figures = [{"actor": name, **dataclasses.asdict(s), "seconds": s.seconds, "companion_share": s.companion_share} for name, s in rows]
-        result = {"assumptions": dataclasses.asdict(given), "workload": dataclasses.asdict(work), "rows": figures}
+        figures = [
+            {
+                "actor": name,
+                **dataclasses.asdict(s),
+                "seconds": s.seconds,
+                "companion_share": s.companion_share,
+            }
+            for name, s in rows
+        ]
+        result = {
+            "assumptions": dataclasses.asdict(given),
+            "workload": dataclasses.asdict(work),
+            "rows": figures,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

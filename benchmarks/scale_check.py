@@ -40,7 +40,12 @@ SMALL = {"width": 256, "vocab": 4096, "rows": 2}
 
 
 def compare(
-    rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH, vocab: int = VOCAB, rows: int = ROWS, tokens: int = TOKENS
+    rounds: int = ROUNDS,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    vocab: int = VOCAB,
+    rows: int = ROWS,
+    tokens: int = TOKENS,
 ) -> dict[str, str]:
     """Each formula's figure beside the measured one."""
     torch.manual_seed(0)
@@ -63,23 +68,47 @@ def compare(
     )
     out = _bytes(actor, sizes, batch)
     score_flops = 2.0 * sizes.product_parameters * rows * tokens
-    cases = (("medusa", "ce", 0, 0), ("hydra", "ce_tv", 0, 0), ("hydra", "kl_tv", 16, 0), ("hydra", "kl_tv", 16, vocab // 8))
+    cases = (
+        ("medusa", "ce", 0, 0),
+        ("hydra", "ce_tv", 0, 0),
+        ("hydra", "kl_tv", 16, 0),
+        ("hydra", "kl_tv", 16, vocab // 8),
+    )
     for kind, loss, pairs, part in cases:
         heads = HeadsConfig(width, vocab, 4, kind, context=pairs)
         table = actor.lm_head.weight.detach()
         settings = CompanionConfig(loss=loss, epochs=1, batch_positions=rows * tokens)
-        trainer = HeadsTrainer(MedusaHeads(heads), table, settings, 0, embedding_VD=actor.model.embed_tokens.weight.detach())
+        trainer = HeadsTrainer(
+            MedusaHeads(heads),
+            table,
+            settings,
+            0,
+            embedding_VD=actor.model.embed_tokens.weight.detach(),
+        )
         trainer.ids_W = torch.arange(part) * 8 if part else None
-        score_s, train_s = _in_turn(lambda: _score(actor, rows, tokens), lambda trainer=trainer: trainer.train_batch(batch), rounds)
-        train_flops = head_flops(heads, training=True, width=part, teacher=loss == "kl_tv") * rows * tokens
-        name = kind + f" {loss}" * (kind != "medusa") + f", context {pairs}" * bool(pairs) + f", {part} tokens" * bool(part)
+        score_s, train_s = _in_turn(
+            lambda: _score(actor, rows, tokens),
+            lambda trainer=trainer: trainer.train_batch(batch),
+            rounds,
+        )
+        train_flops = (
+            head_flops(heads, training=True, width=part, teacher=loss == "kl_tv") * rows * tokens
+        )
+        name = (
+            kind
+            + f" {loss}" * (kind != "medusa")
+            + f", context {pairs}" * bool(pairs)
+            + f", {part} tokens" * bool(part)
+        )
         ratios = sorted(t / s for s, t in zip(score_s, train_s, strict=True))
         said, found = train_flops / score_flops, statistics.median(ratios)
         out[f"{name}: training / scoring pass, seconds"] = (
             f"model {said:.3f}, measured {found:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); measured / model {found / said:.2f}"
         )
         rates = (score_flops / statistics.median(score_s), train_flops / statistics.median(train_s))
-        out[f"{name}: arithmetic reached, Gflop/s"] = f"scoring {rates[0] / 1e9:.0f}, training {rates[1] / 1e9:.0f}"
+        out[f"{name}: arithmetic reached, Gflop/s"] = (
+            f"scoring {rates[0] / 1e9:.0f}, training {rates[1] / 1e9:.0f}"
+        )
     return out
 
 
@@ -87,15 +116,24 @@ def _bytes(actor: LlamaForCausalLM, sizes: ModelSizes, batch: RolloutBatch) -> d
     heads = HeadsConfig(sizes.hidden, sizes.vocab, 4, "hydra")
     with tempfile.TemporaryDirectory() as folder:
         found = {}
-        for name, state in (("actor", actor_state(actor)), ("heads", MedusaHeads(heads).trainable_state())):
+        for name, state in (
+            ("actor", actor_state(actor)),
+            ("heads", MedusaHeads(heads).trainable_state()),
+        ):
             save_state(Path(folder) / name, state)
             found[name] = (Path(folder) / name).stat().st_size
     pairs = {
         "actor weights, bytes": (FLOAT32 * sizes.parameters, found["actor"]),
         "heads, bytes": (FLOAT32 * heads_parameters(heads), found["heads"]),
-        "hidden states and tokens, bytes": (hidden_bytes(sizes, batch.hidden_MD.shape[0]), batch.nbytes),
+        "hidden states and tokens, bytes": (
+            hidden_bytes(sizes, batch.hidden_MD.shape[0]),
+            batch.nbytes,
+        ),
     }
-    return {name: f"model {said}, measured {real}; measured / model {real / said:.4f}" for name, (said, real) in pairs.items()}
+    return {
+        name: f"model {said}, measured {real}; measured / model {real / said:.4f}"
+        for name, (said, real) in pairs.items()
+    }
 
 
 @torch.no_grad()
@@ -103,7 +141,9 @@ def _score(actor: LlamaForCausalLM, rows: int, tokens: int) -> None:
     actor(torch.zeros(rows, tokens, dtype=torch.int64))
 
 
-def _in_turn(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+def _in_turn(
+    first: Callable[[], object], second: Callable[[], object], rounds: int
+) -> tuple[list[float], list[float]]:
     """Seconds of both, taken in turn; one round before is thrown away."""
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
@@ -115,7 +155,9 @@ def _in_turn(first: Callable[[], object], second: Callable[[], object], rounds: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The formulas of scale.py against measurements on this machine.")
+    parser = argparse.ArgumentParser(
+        description="The formulas of scale.py against measurements on this machine."
+    )
     parser.add_argument("--small", action="store_true", help="sizes for a busy machine")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     options = parser.parse_args()

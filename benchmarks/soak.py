@@ -30,7 +30,14 @@ START_S = 600.0
 WARM_UP_SHARE = 1 / 3
 BLOCKS = 10
 T_QUANTILE = 2.306  # 97.5 %, BLOCKS - 2 degrees of freedom.
-LEAST = {"resident MiB": 4.0, "private MiB": 4.0, "files": 1.0, "threads": 1.0, "processes": 0.5, "shared memory MiB": 0.25}
+LEAST = {
+    "resident MiB": 4.0,
+    "private MiB": 4.0,
+    "files": 1.0,
+    "threads": 1.0,
+    "processes": 0.5,
+    "shared memory MiB": 0.25,
+}
 """What a figure may rise by over the window before it counts: an allocator's arena, one file."""
 MIB = 1024**2
 SHARED_MEMORY = Path("/dev/shm")
@@ -71,7 +78,13 @@ def trend(name: str, times_s: Sequence[float], values: Sequence[float]) -> Trend
     rise = slope * (times_s[-1] - times_s[0])
     least = LEAST[name.split(": ")[-1]]
     return Trend(
-        name, statistics.fmean(values), 3600 * slope, 3600 * (slope - half), 3600 * (slope + half), rise, slope > half and rise > least
+        name,
+        statistics.fmean(values),
+        3600 * slope,
+        3600 * (slope - half),
+        3600 * (slope + half),
+        rise,
+        slope > half and rise > least,
     )
 
 
@@ -81,10 +94,19 @@ def sample(run: WatchedRun) -> dict[str, float]:
     for role, processes in run.processes().items():
         for process in processes:
             try:
-                memory, files, threads = process.memory_info(), process.num_fds(), process.num_threads()
+                memory, files, threads = (
+                    process.memory_info(),
+                    process.num_fds(),
+                    process.num_threads(),
+                )
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
-            own = {"resident MiB": memory.rss / MIB, "private MiB": (memory.rss - memory.shared) / MIB, "files": files, "threads": threads}
+            own = {
+                "resident MiB": memory.rss / MIB,
+                "private MiB": (memory.rss - memory.shared) / MIB,
+                "files": files,
+                "threads": threads,
+            }
             for name, value in own.items():
                 figures[f"{role}: {name}"] = figures.get(f"{role}: {name}", 0.0) + value
             figures["processes"] += 1
@@ -120,23 +142,37 @@ def judge(samples: Sequence[tuple[float, dict[str, float]]]) -> list[Trend]:
     window = samples[math.ceil(len(samples) * WARM_UP_SHARE) :]
     times_s = [at for at, _ in window]
     names = sorted({name for _, figures in window for name in figures})
-    return [trend(name, times_s, [figures.get(name, 0.0) for _, figures in window]) for name in names]
+    return [
+        trend(name, times_s, [figures.get(name, 0.0) for _, figures in window]) for name in names
+    ]
 
 
 def table(trends: Sequence[Trend]) -> str:
     """Markdown."""
-    lines = ["| figure | mean | slope an hour (95 % interval) | rise over the window | |", "|---|---|---|---|---|"]
+    lines = [
+        "| figure | mean | slope an hour (95 % interval) | rise over the window | |",
+        "|---|---|---|---|---|",
+    ]
     for t in trends:
         slope = f"{t.per_hour:+.2f} ({t.low:+.2f} to {t.high:+.2f})"
-        lines.append(f"| {t.name} | {t.mean:.1f} | {slope} | {t.rise:+.2f} | {'GROWS' if t.grows else ''} |")
+        lines.append(
+            f"| {t.name} | {t.mean:.1f} | {slope} | {t.rise:+.2f} | {'GROWS' if t.grows else ''} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Watch a long run for growth and for what it leaves behind.")
+    parser = argparse.ArgumentParser(
+        description="Watch a long run for growth and for what it leaves behind."
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=500, help="PPO steps")
-    length.add_argument("--minutes", type=float, default=0.0, help="minutes from the first step on, in the place of steps")
+    length.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="minutes from the first step on, in the place of steps",
+    )
     parser.add_argument("--model", default=TINY, help=f"folder of an actor, demo, or {TINY}")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two samples")
     parser.add_argument("--seed", type=int, default=0)
@@ -144,17 +180,30 @@ def main() -> None:
     options = parser.parse_args()
     write = sys.stdout.write
     with tempfile.TemporaryDirectory(prefix="ms-") as name:
-        config = small_run(options.model, Path(name), ENDLESS if options.minutes else options.steps, options.seed)
+        config = small_run(
+            options.model, Path(name), ENDLESS if options.minutes else options.steps, options.seed
+        )
         with WatchedRun(config, Path(name)) as run:
             samples = watch(run, options.minutes, options.every)
             code, expected = run.stop(), 130 if options.minutes else 0
             steps, left = len(run.steps()), run.left_behind()
-            problem = "" if code == expected else f"exit code {code}, expected {expected}:\n{run.tail()}\n"
+            problem = (
+                ""
+                if code == expected
+                else f"exit code {code}, expected {expected}:\n{run.tail()}\n"
+            )
     trends = judge(samples)
-    write(f"{table(trends)}\n\n{steps} PPO steps in {samples[-1][0] / 60:.1f} min, {len(samples)} samples\n")
+    write(
+        f"{table(trends)}\n\n{steps} PPO steps in {samples[-1][0] / 60:.1f} min, {len(samples)} samples\n"
+    )
     write(problem + "".join(f"left behind: {what}\n" for what in left))
     if options.json:
-        figures = {"steps": steps, "left": left, "trends": [asdict(t) for t in trends], "samples": samples}
+        figures = {
+            "steps": steps,
+            "left": left,
+            "trends": [asdict(t) for t in trends],
+            "samples": samples,
+        }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     sys.exit(bool(left or problem or any(t.grows for t in trends)))
 

@@ -93,28 +93,53 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        view = any(
+            value.alias_info is not None and not value.alias_info.is_write
+            for value in func._schema.returns
+        )
         if view or func.namespace == "prim":
             return result  # No work: another look at a tensor, or a question about it.
-        made = [value for value in (result if isinstance(result, tuple | list) else [result]) if isinstance(value, torch.Tensor)]
+        made = [
+            value
+            for value in (result if isinstance(result, tuple | list) else [result])
+            if isinstance(value, torch.Tensor)
+        ]
         given = [value for value in args if isinstance(value, torch.Tensor)]
-        given += [value for part in args if isinstance(part, list | tuple) for value in part if isinstance(value, torch.Tensor)]
+        given += [
+            value
+            for part in args
+            if isinstance(part, list | tuple)
+            for value in part
+            if isinstance(value, torch.Tensor)
+        ]
         if str(func.overloadpacket) in ROWS_OF_A_TABLE:
             given = [*made, *given[1:]]
         flops = 0.0
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
             flops = 2.0 * made[0].numel() * given[-2].shape[-1]
-        self.work.append((sum(value.numel() * value.element_size() for value in [*made, *given]), flops))
+        self.work.append(
+            (sum(value.numel() * value.element_size() for value in [*made, *given]), flops)
+        )
         return result
 
 
-def counted(model: ModelSizes, kind: str, drafts: int, sequences: int, vocabulary: int | None, *, seeded: bool = False) -> Count:
+def counted(
+    model: ModelSizes,
+    kind: str,
+    drafts: int,
+    sequences: int,
+    vocabulary: int | None,
+    *,
+    seeded: bool = False,
+) -> Count:
     """The drafting call on fake tensors: sampled drafts, temperature 1, from all tokens or so many."""
     count = Count()
     with FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
         try:
-            heads = MedusaHeads(HeadsConfig(model.hidden, model.vocab, drafts, kind)).requires_grad_(False)
+            heads = MedusaHeads(
+                HeadsConfig(model.hidden, model.vocab, drafts, kind)
+            ).requires_grad_(False)
         finally:
             torch.set_default_dtype(torch.float32)
         table_VD = torch.empty(model.vocab, model.hidden, dtype=torch.bfloat16)
@@ -127,7 +152,13 @@ def counted(model: ModelSizes, kind: str, drafts: int, sequences: int, vocabular
         slots = DraftSlots(sequences, drafts, vocabulary or model.vocab, torch.device("cpu"))
         for counting in (contextlib.nullcontext(), count):  # What is made once is made before.
             with counting:
-                core.draft(hidden_BD, ids_B, drafts, Sampling(ones_B, uniforms(ids_B, *known, DRAFT_LANE, drafts)), slots=slots)
+                core.draft(
+                    hidden_BD,
+                    ids_B,
+                    drafts,
+                    Sampling(ones_B, uniforms(ids_B, *known, DRAFT_LANE, drafts)),
+                    slots=slots,
+                )
     return count
 
 
@@ -136,7 +167,9 @@ def draft_seconds(count: Count, gpu: Gpu, ranks: int, *, graph: bool = True) -> 
     seconds = count.launches * (gpu.launch_s if graph else gpu.eager_s)
     for nbytes, flops in count.work:
         share = gpu.share if flops else gpu.small_share
-        seconds += max(nbytes / (gpu.memory_bytes_per_s * share), flops / (gpu.flops * gpu.share)) / ranks
+        seconds += (
+            max(nbytes / (gpu.memory_bytes_per_s * share), flops / (gpu.flops * gpu.share)) / ranks
+        )
     return seconds
 
 
@@ -145,8 +178,19 @@ def target_seconds(model: ModelSizes, gpu: Gpu, ranks: int, sequences: int, rows
     cache = BFLOAT16 * model.cache_elements * gpu.context * sequences
     read = (BFLOAT16 * model.product_parameters + cache) / gpu.memory_bytes_per_s
     products = 2.0 * model.product_parameters * sequences * rows / gpu.flops
-    sampler = gpu.sampler_reads * FLOAT32 * model.vocab * sequences * rows / (gpu.memory_bytes_per_s * gpu.small_share)
-    return max(read, products) / (gpu.share * ranks) + sampler + (2 * model.layers * gpu.reduce_s if ranks > 1 else 0.0)
+    sampler = (
+        gpu.sampler_reads
+        * FLOAT32
+        * model.vocab
+        * sequences
+        * rows
+        / (gpu.memory_bytes_per_s * gpu.small_share)
+    )
+    return (
+        max(read, products) / (gpu.share * ranks)
+        + sampler
+        + (2 * model.layers * gpu.reduce_s if ranks > 1 else 0.0)
+    )
 
 
 def rows(gpu: Gpu, kind: str, drafts: int, vocabulary: int | None) -> list[dict[str, Any]]:
@@ -157,8 +201,12 @@ def rows(gpu: Gpu, kind: str, drafts: int, vocabulary: int | None) -> list[dict[
         for sequences in SEQUENCES:
             count = counted(model, kind, drafts, sequences, vocabulary)
             plain = target_seconds(model, gpu, ranks, sequences, 1) + gpu.plain_host_s
-            draft, eager = (draft_seconds(count, gpu, ranks, graph=graph) for graph in (True, False))
-            step = target_seconds(model, gpu, ranks, sequences, drafts + 1) + draft + gpu.draft_host_s
+            draft, eager = (
+                draft_seconds(count, gpu, ranks, graph=graph) for graph in (True, False)
+            )
+            step = (
+                target_seconds(model, gpu, ranks, sequences, drafts + 1) + draft + gpu.draft_host_s
+            )
             found.append(
                 {
                     "actor": f"{name} on {ranks}",
@@ -185,8 +233,12 @@ def markdown(found: list[dict[str, Any]]) -> list[str]:
     ]
     for r in found:
         drafting = f"{r['draft_ms']:.2f} / {r['eager_ms']:.2f}"
-        steps = f"{r['plain_ms']:.2f} | {r['step_ms']:.2f} | {r['break_even']:.2f} | {r['ratio']:.2f}"
-        out.append(f"| {r['actor']} | {r['sequences']} | {r['launches']} | {r['gib']:.2f} | {r['tflop']:.3f} | {drafting} | {steps} |")
+        steps = (
+            f"{r['plain_ms']:.2f} | {r['step_ms']:.2f} | {r['break_even']:.2f} | {r['ratio']:.2f}"
+        )
+        out.append(
+            f"| {r['actor']} | {r['sequences']} | {r['launches']} | {r['gib']:.2f} | {r['tflop']:.3f} | {drafting} | {steps} |"
+        )
     return out
 
 
@@ -194,13 +246,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One engine step on an H100, on paper.")
     parser.add_argument("--kind", default="hydra", choices=("medusa", "markov", "hydra"))
     parser.add_argument("--drafts", type=int, default=4, help="K, as many as heads")
-    parser.add_argument("--vocabulary", type=int, help="draft from so many tokens; default: from all")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="another value of an assumption")
+    parser.add_argument(
+        "--vocabulary", type=int, help="draft from so many tokens; default: from all"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="another value of an assumption"
+    )
     options = parser.parse_args()
     known = {field.name for field in dataclasses.fields(Gpu)}
     if unknown := [pair for pair in options.set if pair.split("=")[0] not in known]:
         parser.error(f"unknown: {unknown[0]}; known: {', '.join(sorted(known))}")
-    sys.stdout.write("\n".join(markdown(rows(overridden(Gpu(), options.set), options.kind, options.drafts, options.vocabulary))) + "\n")
+    sys.stdout.write(
+        "\n".join(
+            markdown(
+                rows(
+                    overridden(Gpu(), options.set), options.kind, options.drafts, options.vocabulary
+                )
+            )
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,18 @@ from medusa_ppo import metrics as names
 from medusa_ppo.reports import Run, read_run
 from medusa_ppo.reports.summary import STEP_S
 
-COLUMNS = ("seed", "pairs", "without / with", "smallest", "largest", "s with", "s without", "generation with", "without", "tokens a step")
+COLUMNS = (
+    "seed",
+    "pairs",
+    "without / with",
+    "smallest",
+    "largest",
+    "s with",
+    "s without",
+    "generation with",
+    "without",
+    "tokens a step",
+)
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -59,27 +70,65 @@ def figures(run: Run) -> dict[str, Any]:
 def row(seed: int, found: dict[str, Any]) -> str:
     """A line of the table."""
     ratios = found["ratios"]
-    cells = [str(seed), str(len(ratios)), *(f"{value:.3f}" for value in (median(ratios), min(ratios), max(ratios)))]
-    cells += [f"{found[name]:.2f}" for name in ("with_s", "without_s", "generate_with_s", "generate_without_s", "length")]
+    cells = [
+        str(seed),
+        str(len(ratios)),
+        *(f"{value:.3f}" for value in (median(ratios), min(ratios), max(ratios))),
+    ]
+    cells += [
+        f"{found[name]:.2f}"
+        for name in ("with_s", "without_s", "generate_with_s", "generate_without_s", "length")
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
-SAME = ["data.max_prompt_tokens=48", "sampling.max_new_tokens=112", "sampling.responses_per_prompt=8", "ppo.prompts_per_step=12"]
-SAME += ["ppo.minibatch_size=12", "ppo.micro_batch_size=12", "ppo.epochs=1", "engine.max_num_seqs=8"]
+SAME = [
+    "data.max_prompt_tokens=48",
+    "sampling.max_new_tokens=112",
+    "sampling.responses_per_prompt=8",
+    "ppo.prompts_per_step=12",
+]
+SAME += [
+    "ppo.minibatch_size=12",
+    "ppo.micro_batch_size=12",
+    "ppo.epochs=1",
+    "engine.max_num_seqs=8",
+]
 WARM_UP = 2
 
 
 def samples_per_s(folder: Path, checkout: Path, given: list[str]) -> float:
     """Of a whole run of a checkout, its first steps left out."""
     if not (folder / "summary.json").is_file():
-        own = checkout / ".venv" / "bin" / "python"  # vLLM loads the plugin of its environment, whatever PYTHONPATH says.
+        own = (
+            checkout / ".venv" / "bin" / "python"
+        )  # vLLM loads the plugin of its environment, whatever PYTHONPATH says.
         python = str(own) if own.is_file() else sys.executable
-        command = [python, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", "configs/demo.yaml"]
+        command = [
+            python,
+            "-c",
+            "from medusa_ppo.cli import main; main()",
+            "ppo",
+            "--config",
+            "configs/demo.yaml",
+        ]
         given = [*given, f"out={folder.parent.resolve()}", f"name={folder.name}"]
-        subprocess.run([*command, *given], check=True, cwd=checkout, env=os.environ | {"PYTHONPATH": str(checkout)})
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        subprocess.run(
+            [*command, *given],
+            check=True,
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+        )
+    lines = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     late, settings = lines[WARM_UP - 1 :], dict(text.split("=", 1) for text in given)
-    samples = int(settings["ppo.prompts_per_step"]) * int(settings["sampling.responses_per_prompt"]) * (len(late) - 1)
+    samples = (
+        int(settings["ppo.prompts_per_step"])
+        * int(settings["sampling.responses_per_prompt"])
+        * (len(late) - 1)
+    )
     return samples / (late[-1][names.WALL_S] - late[0][names.WALL_S])
 
 
@@ -87,27 +136,52 @@ def beside_old(args: argparse.Namespace) -> None:
     """Pairs of runs, the order changing from pair to pair."""
     ratios = []
     for number, seed in enumerate(args.seeds):
-        both, speed = [*SAME, *args.both, f"model.path={args.actor.resolve()}", f"ppo.steps={args.steps}", f"seed={seed}"], {}
+        both, speed = (
+            [
+                *SAME,
+                *args.both,
+                f"model.path={args.actor.resolve()}",
+                f"ppo.steps={args.steps}",
+                f"seed={seed}",
+            ],
+            {},
+        )
         arms = {"old": (args.old.resolve(), ["report.speed_every=0", "ppo.checkpoint_every=0"])}
-        arms["new"] = (Path.cwd(), ["model.critic_path=null", "report.compare_pairs=null", "report.speed_every=null", *args.settings])
+        arms["new"] = (
+            Path.cwd(),
+            [
+                "model.critic_path=null",
+                "report.compare_pairs=null",
+                "report.speed_every=null",
+                *args.settings,
+            ],
+        )
         for name in list(arms)[:: 1 if number % 2 else -1]:
             checkout, own = arms[name]
             speed[name] = samples_per_s(args.out / f"{name}-{seed}", checkout, [*both, *own])
         ratios.append(speed["new"] / speed["old"])
-        sys.stdout.write(f"seed {seed}: new {speed['new']:.2f}, old {speed['old']:.2f} samples a second, {ratios[-1]:.3f}\n")
+        sys.stdout.write(
+            f"seed {seed}: new {speed['new']:.2f}, old {speed['old']:.2f} samples a second, {ratios[-1]:.3f}\n"
+        )
     low, high = (fmean(ratios) + sign * student_error(ratios) for sign in (-1, 1))
-    sys.stdout.write(f"new / old: mean {fmean(ratios):.3f} ({low:.3f} to {high:.3f}, 95 %), median {median(ratios):.3f} of {len(ratios)}\n")
+    sys.stdout.write(
+        f"new / old: mean {fmean(ratios):.3f} ({low:.3f} to {high:.3f}, 95 %), median {median(ratios):.3f} of {len(ratios)}\n"
+    )
 
 
 def student_error(values: list[float]) -> float:
     """Half of a mean's interval of 95 %."""
     quantiles = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
     count = len(values)
-    return math.inf if count < 2 else quantiles[min(count - 2, 8)] * stdev(values) / math.sqrt(count)
+    return (
+        math.inf if count < 2 else quantiles[min(count - 2, 8)] * stdev(values) / math.sqrt(count)
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--config", default="configs/demo.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -127,16 +201,37 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in args.seeds:
         folder = args.out / f"seed-{seed}"
         if not (folder / "summary.json").is_file():
-            given = [f"out={args.out}", f"name=seed-{seed}", f"seed={seed}", f"ppo.steps={args.steps}", "companion.wait=false"]
-            given += [f"report.compare_pairs={args.pairs}", "report.speed_every=null", *args.settings]
+            given = [
+                f"out={args.out}",
+                f"name=seed-{seed}",
+                f"seed={seed}",
+                f"ppo.steps={args.steps}",
+                "companion.wait=false",
+            ]
+            given += [
+                f"report.compare_pairs={args.pairs}",
+                "report.speed_every=null",
+                *args.settings,
+            ]
             subprocess.run(
-                [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", args.config, *given], check=True
+                [
+                    sys.executable,
+                    "-c",
+                    "from medusa_ppo.cli import main; main()",
+                    "ppo",
+                    "--config",
+                    args.config,
+                    *given,
+                ],
+                check=True,
             )
         found = figures(read_run(folder))
         ratios += found["ratios"]
         lines.append(row(seed, found))
         sys.stdout.write(json.dumps({"seed": seed, **found}) + "\n")
-    sys.stdout.write("\n".join([*lines, "", f"All pairs: median {median(ratios):.3f} of {len(ratios)}."]) + "\n")
+    sys.stdout.write(
+        "\n".join([*lines, "", f"All pairs: median {median(ratios):.3f} of {len(ratios)}."]) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -64,9 +64,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    model = ensure_demo_actor(recipe=RECIPES[options.model]) if options.model in RECIPES else options.model
+    model = (
+        ensure_demo_actor(recipe=RECIPES[options.model])
+        if options.model in RECIPES
+        else options.model
+    )
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [tokenizer(row["prompt"], add_special_tokens=False).input_ids for row in demo_rows(limit=PROMPTS)]
+    prompts = [
+        tokenizer(row["prompt"], add_special_tokens=False).input_ids
+        for row in demo_rows(limit=PROMPTS)
+    ]
     config = EngineConfig(
         dtype=options.dtype,
         max_num_seqs=options.sequences,
@@ -75,7 +82,11 @@ def main() -> None:
         enforce_eager=False,
         num_drafts=options.drafts or None,
     )
-    sampling, clock, steps = Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS), Clock(), Counter[str]()
+    sampling, clock, steps = (
+        Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS),
+        Clock(),
+        Counter[str](),
+    )
     with ColocatedEngine(model, options.heads, config, seed=0) as engine:
         core = engine._running().llm_engine
         runner = core.model_executor.driver_worker.worker.model_runner
@@ -97,10 +108,20 @@ def main() -> None:
             return step()
 
         core.step = counted
-        tokens = sum(len(response.token_ids) for response in engine.generate(prompts, sampling).responses)
-    parts = {part: round(1e3 * seconds / steps["all"], 2) for part, seconds in clock.seconds.most_common()}
+        tokens = sum(
+            len(response.token_ids) for response in engine.generate(prompts, sampling).responses
+        )
+    parts = {
+        part: round(1e3 * seconds / steps["all"], 2)
+        for part, seconds in clock.seconds.most_common()
+    }
     whole = 1e3 * sum(clock.seconds.values()) / steps["all"]
-    line = {"drafts": options.drafts, "sequences": options.sequences, "step_ms": round(whole, 2), "tokens_per_step": tokens / steps["all"]}
+    line = {
+        "drafts": options.drafts,
+        "sequences": options.sequences,
+        "step_ms": round(whole, 2),
+        "tokens_per_step": tokens / steps["all"],
+    }
     sys.stdout.write(json.dumps(line | {"parts_ms": parts}) + "\n")
 
 

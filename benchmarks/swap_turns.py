@@ -45,16 +45,25 @@ def work(options: argparse.Namespace) -> None:
     from medusa_ppo.config import EngineConfig
 
     torch.manual_seed(0)
-    actor = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(False)
+    actor = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(
+        False
+    )
     table_VD = actor.get_output_embeddings().weight
     vocab, hidden = table_VD.shape
-    heads = MedusaHeads(HeadsConfig(hidden, vocab, options.heads, kind=options.kind)).requires_grad_(False)
-    with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+    heads = MedusaHeads(
+        HeadsConfig(hidden, vocab, options.heads, kind=options.kind)
+    ).requires_grad_(False)
+    with tempfile.TemporaryDirectory(
+        prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as name:
         folder = Path(name)
         for version in (0, 1):
             for parameter in (*heads.parameters(), *actor.parameters()):
                 parameter.add_(0.01 * torch.randn_like(parameter))
-            save_state(folder / f"heads{version}", {key: value.float() for key, value in heads.trainable_state().items()})
+            save_state(
+                folder / f"heads{version}",
+                {key: value.float() for key, value in heads.trainable_state().items()},
+            )
             save_state(folder / f"actor{version}", dict(actor.named_parameters()))
         save_heads(folder / "heads", heads, lm_head_VD=table_VD)
         config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=64, threads=2)
@@ -65,8 +74,13 @@ def work(options: argparse.Namespace) -> None:
                 swaps = _timed(engine.swap_heads, folder / "heads", options.swaps)
                 syncs = _timed(engine.sync_actor, folder / "actor", options.swaps)
     rows = (start, swaps[0], statistics.median(swaps), syncs[0], statistics.median(syncs))
-    size = sum(parameter.numel() for parameter in heads.parameters()), sum(parameter.numel() for parameter in actor.parameters())
-    sys.stdout.write("\n" + json.dumps({"size": size, **dict(zip(PARTS, rows, strict=True))}) + "\n")
+    size = (
+        sum(parameter.numel() for parameter in heads.parameters()),
+        sum(parameter.numel() for parameter in actor.parameters()),
+    )
+    sys.stdout.write(
+        "\n" + json.dumps({"size": size, **dict(zip(PARTS, rows, strict=True))}) + "\n"
+    )
 
 
 def _timed(feed: Callable[[Path, int], object], stem: Path, times: int) -> list[float]:
@@ -83,14 +97,25 @@ def _timed(feed: Callable[[Path, int], object], stem: Path, times: int) -> list[
 
 def seconds_of(tree: Path, model: Path) -> dict[str, float]:
     """One engine of `tree`."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--work", *sys.argv[1:], "--model", str(model)]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--work",
+        *sys.argv[1:],
+        "--model",
+        str(model),
+    ]
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tree, check=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tree, check=True
+    )
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds of a start, a swap and a sync, this tree against another one.")
+    parser = argparse.ArgumentParser(
+        description="Seconds of a start, a swap and a sync, this tree against another one."
+    )
     parser.add_argument("--old", type=Path, required=True, help="the other tree")
     parser.add_argument("--model", type=Path, required=True, help="folder of the actor")
     parser.add_argument("--kind", default="medusa")
@@ -113,7 +138,9 @@ def main() -> None:
         old, new = ([row[part] for row in found[name]] for name in ("old", "new"))
         ratios = sorted(b / a for a, b in zip(old, new, strict=True))
         middle = f"{statistics.median(old):.3f} s before, {statistics.median(new):.3f} s now"
-        sys.stdout.write(f"{part}: {middle}, {statistics.median(ratios):.2f} of it ({ratios[0]:.2f} to {ratios[-1]:.2f})\n")
+        sys.stdout.write(
+            f"{part}: {middle}, {statistics.median(ratios):.2f} of it ({ratios[0]:.2f} to {ratios[-1]:.2f})\n"
+        )
 
 
 if __name__ == "__main__":

@@ -57,11 +57,16 @@ class Shared:
         pass
 
 
-def measure(pool: BroadcastPool, actors: list[Any], rounds: int, bucket_bytes: int) -> dict[str, list[float]]:
+def measure(
+    pool: BroadcastPool, actors: list[Any], rounds: int, bucket_bytes: int
+) -> dict[str, list[float]]:
     """Seconds of each sync, by its way."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     version = 0
-    with FileSync(pool, "float32") as by_file, ActorSync(pool, "float32", bucket_bytes) as by_broadcast:
+    with (
+        FileSync(pool, "float32") as by_file,
+        ActorSync(pool, "float32", bucket_bytes) as by_broadcast,
+    ):
         for index in range(rounds + WARM_UP):
             sums = set()
             for way in WAYS[:: 1 if index % 2 else -1]:
@@ -81,11 +86,15 @@ def report(found: dict[int, dict[str, list[float]]]) -> None:
             spread = f"{1e3 * statistics.median(seconds):.1f} ms ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f})"
             sys.stdout.write(f"{size} engines, {way}: {spread}\n")
         ratios = sorted(b / f for f, b in zip(ways["file"], ways["broadcast"], strict=True))
-        sys.stdout.write(f"{size} engines, broadcast over file: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})\n")
+        sys.stdout.write(
+            f"{size} engines, broadcast over file: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})\n"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds of an actor's sync, by file and by broadcast.")
+    parser = argparse.ArgumentParser(
+        description="Seconds of an actor's sync, by file and by broadcast."
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder of the actor")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=10)
@@ -95,12 +104,20 @@ def main() -> None:
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     config = EngineConfig(max_num_seqs=8, threads=1, transfer="broadcast")
-    first, second = (AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(False) for _ in range(2))
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(
+            False
+        )
+        for _ in range(2)
+    )
     for parameter in second.parameters():
         parameter.add_(0.01 * torch.randn_like(parameter))
     with ExitStack() as stack:
         stack.enter_context(local_ray(cpus=2))
-        engines = [stack.enter_context(RayEngine(options.model, None, config, seed)) for seed in range(max(options.engines))]
+        engines = [
+            stack.enter_context(RayEngine(options.model, None, config, seed))
+            for seed in range(max(options.engines))
+        ]
         found = {}
         for size in options.engines:
             with BroadcastPool(lambda index: Shared(engines[index]), size) as pool:

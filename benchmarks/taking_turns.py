@@ -45,7 +45,10 @@ from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 PCIE_BYTES_S = 50e9
 GIB = 2**30
-ON_PAPER = {"Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936), "Qwen2.5-3B": (2048, 36, 16, 2, 128, 11008, 151936)}
+ON_PAPER = {
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 128, 11008, 151936),
+}
 PROMPT_TOKENS = 32
 
 
@@ -65,7 +68,12 @@ def settings(options: argparse.Namespace, placement: str) -> RunConfig:
         "data": {"max_prompt_tokens": PROMPT_TOKENS},
         "sampling": {"max_new_tokens": options.new, "responses_per_prompt": options.responses},
         "engine": {"sleep_level": 1 if placement == "shared" else None, "dtype": "float32"},
-        "ppo": {"placement": placement, "prompts_per_step": options.prompts, "minibatch_size": 8, "epochs": 1},
+        "ppo": {
+            "placement": placement,
+            "prompts_per_step": options.prompts,
+            "minibatch_size": 8,
+            "epochs": 1,
+        },
     }
     return settled(build_config(values))
 
@@ -78,7 +86,9 @@ def random_rollouts(options: argparse.Namespace, step: int) -> Rollouts:
 
     prompts = tuple(ids(PROMPT_TOKENS) for _ in range(options.prompts))
     responses = [
-        Response(p, ids(options.new), (-9.0,) * options.new, "length") for p in range(options.prompts) for _ in range(options.responses)
+        Response(p, ids(options.new), (-9.0,) * options.new, "length")
+        for p in range(options.prompts)
+        for _ in range(options.responses)
     ]
     return Rollouts(prompts, tuple(responses), Counters(), 1.0, Sampling())
 
@@ -96,13 +106,22 @@ def llama_of(options: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def run(options: argparse.Namespace, placement: str) -> tuple[list[dict[str, Any]], str, RunConfig, ModelSizes]:
+def run(
+    options: argparse.Namespace, placement: str
+) -> tuple[list[dict[str, Any]], str, RunConfig, ModelSizes]:
     """The figures of each step, a checksum of what was learned, and what was run."""
     config = settings(options, placement)
     torch.manual_seed(0)
     llama = llama_of(options)
-    actor, judge = LlamaForCausalLM(llama).float().eval(), LlamaForSequenceClassification(llama).float().eval()
-    learner, sizes, engine = Learner(actor, Critic(actor), config.ppo), ModelSizes.from_config(llama.to_dict()), SleepingEngine()
+    actor, judge = (
+        LlamaForCausalLM(llama).float().eval(),
+        LlamaForSequenceClassification(llama).float().eval(),
+    )
+    learner, sizes, engine = (
+        Learner(actor, Critic(actor), config.ppo),
+        ModelSizes.from_config(llama.to_dict()),
+        SleepingEngine(),
+    )
     turns = learner.turns
     turns.add(REWARD, judge)
     turns.engine_started(4 * sizes.parameters + cache_bytes(llama.to_dict(), config.engine))
@@ -115,7 +134,10 @@ def run(options: argparse.Namespace, placement: str) -> tuple[list[dict[str, Any
         measured = learner.measure(batch, Sampling())
         with turns.on(REWARD), torch.no_grad():
             rewards_S = torch.cat(
-                [judge(input_ids=micro.input_ids_BT).logits[:, 0] for micro in batch.micro_batches(list(range(len(batch))), 8)]
+                [
+                    judge(input_ids=micro.input_ids_BT).logits[:, 0]
+                    for micro in batch.micro_batches(list(range(len(batch))), 8)
+                ]
             )
         scores, _ = learner.conclude(batch, measured, rewards_S)
         learner.update(batch, scores, Sampling(), step)
@@ -123,9 +145,17 @@ def run(options: argparse.Namespace, placement: str) -> tuple[list[dict[str, Any
             turns.wake(engine, config.engine.sleep_level)
         steps.append(turns.take())
     with turns.on("critic", training=True):
-        sums = [checksum({name: p.detach() for name, p in learner.critic.named_parameters()})] if learner.critic else []
+        sums = (
+            [checksum({name: p.detach() for name, p in learner.critic.named_parameters()})]
+            if learner.critic
+            else []
+        )
     with turns.on(ACTOR, training=True):
-        moments = {f"{n}/{key}": value for n, p in actor.named_parameters() for key, value in learner.actor_optimizer.state[p].items()}
+        moments = {
+            f"{n}/{key}": value
+            for n, p in actor.named_parameters()
+            for key, value in learner.actor_optimizer.state[p].items()
+        }
         sums += [checksum(actor.state_dict()), checksum(moments)]
     return steps, " ".join(sums), config, sizes
 
@@ -137,7 +167,12 @@ def say(text: str) -> None:
 
 def on_paper(name: str, sizes: tuple[int, ...]) -> None:
     model = ModelSizes(*sizes, tied=True)
-    config = build_config({"ppo": {"placement": "shared", "reference_dtype": "bfloat16"}, "engine": {"sleep_level": 1}})
+    config = build_config(
+        {
+            "ppo": {"placement": "shared", "reference_dtype": "bfloat16"},
+            "engine": {"sleep_level": 1},
+        }
+    )
     moved, slept = sum(move.total for move in turn_moves(config, model)), 2 * 2 * model.parameters
     say(
         f"on paper, {name} ({model.parameters / 1e9:.1f} G parameters, weights and moments float32, reference bfloat16), one H100: "
@@ -178,19 +213,27 @@ def beside(options: argparse.Namespace) -> None:
     for side_by_side in (True, False):
         torch.manual_seed(0)
         actor = LlamaForCausalLM(llama_of(options)).float().eval()
-        learners[side_by_side] = Learner(actor, Critic(actor), config.ppo.model_copy(update={"side_by_side": side_by_side}))
+        learners[side_by_side] = Learner(
+            actor, Critic(actor), config.ppo.model_copy(update={"side_by_side": side_by_side})
+        )
     works: dict[str, Callable[[bool, int], object]] = {
-        "scoring and update, side by side, a thread each / two threads": lambda side, step: learned(options, learners[side], 2 - side, step)
+        "scoring and update, side by side, a thread each / two threads": lambda side, step: learned(
+            options, learners[side], 2 - side, step
+        )
     }
     texts, blank = [str(i) for i in range(96)], [dict[str, Any]()] * 96
     with ExitStack() as stack:
         for name in ("busy", "quick"):
             sources = {}
             for processes in (2, None):
-                section = config.ppo.model_copy(update={"reward": f"taking_turns:{name}", "reward_processes": processes})
+                section = config.ppo.model_copy(
+                    update={"reward": f"taking_turns:{name}", "reward_processes": processes}
+                )
                 sources[processes is not None] = source = make_reward(section)
                 stack.callback(source.close)
-            works[f"rewards, two processes / own thread, {name}"] = lambda side, _, both=sources: both[side].score(texts, texts, blank)
+            works[f"rewards, two processes / own thread, {name}"] = lambda side, _, both=sources: (
+                both[side].score(texts, texts, blank)
+            )
         for label, work in works.items():
             found: dict[bool, list[float]] = {True: [], False: []}
             for step in range(options.beside + 1):
@@ -198,15 +241,31 @@ def beside(options: argparse.Namespace) -> None:
                     seconds = timed(lambda work=work, side=side, step=step: work(side, step))
                     found[side] += [seconds] * (step > 0)  # The first of each warms up.
             ratios = [ours / theirs for ours, theirs in zip(found[True], found[False], strict=True)]
-            seconds_of = " / ".join(f"{statistics.median(found[side]):.4f} s" for side in (True, False))
-            say(f"{label}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f}); {seconds_of}")
+            seconds_of = " / ".join(
+                f"{statistics.median(found[side]):.4f} s" for side in (True, False)
+            )
+            say(
+                f"{label}: median {statistics.median(ratios):.3f} of {len(ratios)} ({min(ratios):.3f} to {max(ratios):.3f}); {seconds_of}"
+            )
     weights = {side: checksum(learner.actor.state_dict()) for side, learner in learners.items()}
-    say(f"actors the same to the bit: {weights[True] == weights[False]} (other numbers of threads may add up in another order)")
+    say(
+        f"actors the same to the bit: {weights[True] == weights[False]} (other numbers of threads may add up in another order)"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"hidden": 512, "layers": 8, "vocab": 8192, "steps": 3, "prompts": 8, "responses": 4, "new": 64}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in {
+        "hidden": 512,
+        "layers": 8,
+        "vocab": 8192,
+        "steps": 3,
+        "prompts": 8,
+        "responses": 4,
+        "new": 64,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--beside", type=int, default=0, help="rounds")
     options = parser.parse_args()
@@ -218,13 +277,19 @@ def main() -> None:
         last, kept = steps[-1], kept_bytes(config, sizes) / GIB
         peaks[placement] = last[names.LEDGER_PEAK], last[names.LEDGER_PEAK] + kept
         roles = ", ".join(f"{role} {gib:.3f}" for role, gib in last[names.LEDGER_ROLES].items())
-        say(f"{placement}: {sizes.parameters / 1e6:.0f} M parameters each; ledger's peak {last[names.LEDGER_PEAK]:.3f} GiB ({roles})")
+        say(
+            f"{placement}: {sizes.parameters / 1e6:.0f} M parameters each; ledger's peak {last[names.LEDGER_PEAK]:.3f} GiB ({roles})"
+        )
         say(f"  with what a micro-batch keeps: {peaks[placement][1]:.3f} GiB")
-    ratios = [ours / theirs for ours, theirs in zip(peaks["shared"], peaks["separate"], strict=True)]
+    ratios = [
+        ours / theirs for ours, theirs in zip(peaks["shared"], peaks["separate"], strict=True)
+    ]
     say(f"shared / separate: {ratios[0]:.3f}, with what a micro-batch keeps {ratios[1]:.3f}")
     moves = [(step[names.OFFLOAD_S], step[names.OFFLOAD_BYTES]) for step in found["shared"][0][1:]]
     seconds, count = statistics.median(s for s, _ in moves), statistics.median(n for _, n in moves)
-    say(f"off-load and fetch in a step: {seconds:.2f} s for {count / GIB:.2f} GiB ({count / seconds / 1e9:.1f} GB/s)")
+    say(
+        f"off-load and fetch in a step: {seconds:.2f} s for {count / GIB:.2f} GiB ({count / seconds / 1e9:.1f} GB/s)"
+    )
     say(f"weights and moments the same to the bit: {found['shared'][1] == found['separate'][1]}")
     for name, sizes in ON_PAPER.items():
         on_paper(name, sizes)

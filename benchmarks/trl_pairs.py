@@ -32,7 +32,9 @@ def mend_cpu_sync() -> None:
     from trl.generation.vllm_generation import VLLMGeneration
 
     def sync_weights(self: Any) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+        self.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": self._iter_named_params()}
+        )
         self.llm.reset_prefix_cache()
 
     VLLMGeneration.sync_weights = sync_weights
@@ -94,14 +96,24 @@ def clock_generations(generations: list[dict[str, Any]]) -> None:
     from medusa_ppo.plugin import MedusaPlugin
 
     whole, parts = GRPOTrainer._generate_single_turn, {}
-    for owner, name in ((vllm_generation.LLM, "generate"), (MedusaPlugin, "before_generation"), (MedusaPlugin, "rollout_ready")):
+    for owner, name in (
+        (vllm_generation.LLM, "generate"),
+        (MedusaPlugin, "before_generation"),
+        (MedusaPlugin, "rollout_ready"),
+    ):
         clocked(owner, name, parts)
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         parts.clear()
         began = time.perf_counter()
         answer = whole(self, *args, **kwargs)
-        generations.append({"seconds": time.perf_counter() - began, "tokens": sum(map(len, answer[0])), "parts": dict(parts)})
+        generations.append(
+            {
+                "seconds": time.perf_counter() - began,
+                "tokens": sum(map(len, answer[0])),
+                "parts": dict(parts),
+            }
+        )
         return answer
 
     GRPOTrainer._generate_single_turn = timed
@@ -125,7 +137,12 @@ def run(options: argparse.Namespace) -> None:
     for section, values in options.medusa.items():
         medusa[section] = {**medusa.get(section, {}), **values}
     trainer = example["main"](
-        options.steps, str(out / f"{arm}-{seed}"), options.actor, medusa if arm == "medusa" else None, seed=seed, **options.settings
+        options.steps,
+        str(out / f"{arm}-{seed}"),
+        options.actor,
+        medusa if arm == "medusa" else None,
+        seed=seed,
+        **options.settings,
     )
     history = [row for row in trainer.state.log_history if "reward" in row]
     record = {
@@ -145,28 +162,53 @@ def run(options: argparse.Namespace) -> None:
 
 def run_pairs(options: argparse.Namespace, arguments: list[str]) -> None:
     """Both arms of every seed, each in a process of its own; who begins changes from seed to seed."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.processes)] if options.processes > 1 else []
-    environment = os.environ | ({"ACCELERATE_USE_CPU": "true", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch else {})
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.processes)]
+        if options.processes > 1
+        else []
+    )
+    environment = os.environ | (
+        {"ACCELERATE_USE_CPU": "true", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch else {}
+    )
     for seed in range(options.seeds):
         for arm in ("plain", "medusa") if seed % 2 else ("medusa", "plain"):
             if (options.out / f"{arm}-{seed}.json").exists():
                 continue  # An earlier call made it.
-            command = [sys.executable, *launch, __file__, "run", *arguments, "--arm", arm, "--seed", str(seed)]
+            command = [
+                sys.executable,
+                *launch,
+                __file__,
+                "run",
+                *arguments,
+                "--arm",
+                arm,
+                "--seed",
+                str(seed),
+            ]
             with open(options.out / f"{arm}-{seed}.log", "wb") as log:
-                subprocess.run(command, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT)
+                subprocess.run(
+                    command, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT
+                )
 
 
 def per_token(record: dict[str, Any], part: str) -> float:
     """Milliseconds of a part of generation per token, over the calls that count."""
     calls = record["generations"][SKIPPED_CALLS:]
-    return 1000 * sum(call["parts"].get(part, 0.0) for call in calls) / sum(call["tokens"] for call in calls)
+    return (
+        1000
+        * sum(call["parts"].get(part, 0.0) for call in calls)
+        / sum(call["tokens"] for call in calls)
+    )
 
 
 def compare(out: Path) -> dict[str, Any]:
     """Ratios of paired generate calls (same seed, same call, so the same prompts), and the rewards of paired runs."""
     from scipy.stats import ttest_1samp
 
-    runs = {(record["arm"], record["seed"]): record for record in (json.loads(p.read_text()) for p in sorted(out.glob("*-*.json")))}
+    runs = {
+        (record["arm"], record["seed"]): record
+        for record in (json.loads(p.read_text()) for p in sorted(out.glob("*-*.json")))
+    }
     seeds = sorted(seed for arm, seed in runs if arm == "medusa" and ("plain", seed) in runs)
     ratios, by_seed, differences = [], [], []
     for seed in seeds:
@@ -185,11 +227,18 @@ def compare(out: Path) -> dict[str, Any]:
         "reward_difference_by_seed": [round(value, 4) for value in differences],
         "reward_difference": fmean(differences),
         "milliseconds_per_token": {
-            arm: {part: fmean(per_token(runs[arm, seed], part) for seed in seeds) for part in PARTS[arm]} for arm in PARTS
+            arm: {
+                part: fmean(per_token(runs[arm, seed], part) for seed in seeds)
+                for part in PARTS[arm]
+            }
+            for arm in PARTS
         },
         "acceptance_first": [runs["medusa", seed]["acceptance"][0] for seed in seeds],
         "acceptance_last": [runs["medusa", seed]["acceptance"][-1] for seed in seeds],
-        "serving_and_frozen_last": [(runs["medusa", seed]["serving"][-1], runs["medusa", seed]["frozen"][-1]) for seed in seeds],
+        "serving_and_frozen_last": [
+            (runs["medusa", seed]["serving"][-1], runs["medusa", seed]["frozen"][-1])
+            for seed in seeds
+        ],
     }
     if len(seeds) > 1:  # One mean per run: the steps of a run are not independent.
         result["reward_difference_standard_error"] = stdev(differences) / len(differences) ** 0.5
@@ -198,19 +247,46 @@ def compare(out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "pairs", "compare"))
     parser.add_argument("--arm", choices=("plain", "medusa"), default="medusa")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="pairs: so many of them, from 0 on")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--actor", default="", help="folder of the actor in the place of the demo's")
-    parser.add_argument("--dtype", default="auto", help="vLLM's dtype in both arms; float32 where a CPU has no bfloat16 units")
-    parser.add_argument("--fixed", action="store_true", help="draft with all heads in every step, instead of choosing the number")
-    parser.add_argument("--settings", type=json.loads, default={}, help="JSON: arguments of GRPOConfig in the place of the example's")
-    parser.add_argument("--medusa", type=json.loads, default={}, help="JSON: sections of the plugin's settings, over the example's")
+    parser.add_argument(
+        "--actor", default="", help="folder of the actor in the place of the demo's"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="vLLM's dtype in both arms; float32 where a CPU has no bfloat16 units",
+    )
+    parser.add_argument(
+        "--fixed",
+        action="store_true",
+        help="draft with all heads in every step, instead of choosing the number",
+    )
+    parser.add_argument(
+        "--settings",
+        type=json.loads,
+        default={},
+        help="JSON: arguments of GRPOConfig in the place of the example's",
+    )
+    parser.add_argument(
+        "--medusa",
+        type=json.loads,
+        default={},
+        help="JSON: sections of the plugin's settings, over the example's",
+    )
     parser.add_argument("--processes", type=int, default=1, help="processes of each training")
-    parser.add_argument("--form", choices=("ddp", "fsdp2"), default="ddp", help="how several processes hold the actor")
+    parser.add_argument(
+        "--form",
+        choices=("ddp", "fsdp2"),
+        default="ddp",
+        help="how several processes hold the actor",
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,12 @@ WIDTH = 64
 STOP_S = 120.0
 GONE_S = 30.0
 OPENMP = "/dev/shm/__KMP_REGISTERED_LIB_{pid}_{uid}"
-ROLES = {"ray::EngineHost": "engine", "ray::_HostedService": "companion", "raylet": "raylet", "gcs_server": "gcs"}
+ROLES = {
+    "ray::EngineHost": "engine",
+    "ray::_HostedService": "companion",
+    "raylet": "raylet",
+    "gcs_server": "gcs",
+}
 
 
 def make_tiny_actor(folder: Path) -> Path:
@@ -74,7 +79,13 @@ def small_run(model: str, folder: Path, steps: int, seed: int) -> dict[str, Any]
         "heads": {"num_heads": 3},
         "companion": {"epochs": 4, "learning_rate": 1e-2, "batch_positions": 256},
         # The tiny actor solves nothing: it is the entropy that moves it.
-        "ppo": {"steps": steps, "prompts_per_step": 8, "threads": 1, "checkpoint_every": 10, "entropy_coefficient": 0.01},
+        "ppo": {
+            "steps": steps,
+            "prompts_per_step": 8,
+            "threads": 1,
+            "checkpoint_every": 10,
+            "entropy_coefficient": 0.01,
+        },
     }
 
 
@@ -94,7 +105,14 @@ class WatchedRun:
         with self.log.open("ab") as log:
             # A name of its own for the group: a stop key at the terminal is this script's, which then stops the run.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{before}\nfrom medusa_ppo.cli import main; main()", "ppo", "--config", str(file)],
+                [
+                    sys.executable,
+                    "-c",
+                    f"{before}\nfrom medusa_ppo.cli import main; main()",
+                    "ppo",
+                    "--config",
+                    str(file),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -118,7 +136,10 @@ class WatchedRun:
         """The run's processes by role, the living ones."""
         found: dict[str, list[psutil.Process]] = {}
         try:
-            everyone = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+            everyone = [
+                psutil.Process(self.pid),
+                *psutil.Process(self.pid).children(recursive=True),
+            ]
         except psutil.NoSuchProcess:
             return found
         for process in everyone:
@@ -165,11 +186,17 @@ class WatchedRun:
 
     def left_behind(self) -> list[str]:
         """Processes and files that are still there some time after the end."""
-        _, alive = psutil.wait_procs([process for pid, process in self._seen.items() if pid != self.pid], timeout=GONE_S)
-        return [f"process {process.pid}: {' '.join(process.cmdline()[:2])}" for process in alive] + [str(path) for path in self.files()]
+        _, alive = psutil.wait_procs(
+            [process for pid, process in self._seen.items() if pid != self.pid], timeout=GONE_S
+        )
+        return [
+            f"process {process.pid}: {' '.join(process.cmdline()[:2])}" for process in alive
+        ] + [str(path) for path in self.files()]
 
     def tail(self, lines: int = 15) -> str:
-        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "\n".join(
+            self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        )
 
     def __enter__(self) -> WatchedRun:
         return self
@@ -179,7 +206,9 @@ class WatchedRun:
 
     def _end(self) -> None:
         self.processes()
-        for process in self._seen.values():  # psutil compares start times: a number that was given anew is left alone.
+        for process in (
+            self._seen.values()
+        ):  # psutil compares start times: a number that was given anew is left alone.
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -188,13 +217,19 @@ class WatchedRun:
 
 
 def role_of(command: list[str]) -> str:
-    name = Path(command[0]).name if command and not command[0].startswith("ray::") else (command[0] if command else "")
+    name = (
+        Path(command[0]).name
+        if command and not command[0].startswith("ray::")
+        else (command[0] if command else "")
+    )
     return next((role for start, role in ROLES.items() if name.startswith(start)), "other")
 
 
 def owned_folders(process: psutil.Process) -> set[Path]:
     """Folders that a process has a lock in (medusa_ppo/files.py)."""
     try:
-        return {Path(file.path).parent for file in process.open_files() if Path(file.path).name == LOCK}
+        return {
+            Path(file.path).parent for file in process.open_files() if Path(file.path).name == LOCK
+        }
     except psutil.NoSuchProcess:
         return set()

@@ -23,12 +23,23 @@ MEDUSA = {
 }
 
 
-def right_answer(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+def right_answer(
+    prompts: list[str], completions: list[str], answer: list[str], **_: Any
+) -> list[float]:
     """1 where the response ends with the right answer."""
-    return [exact_answer(p, c, {"answer": a}) for p, c, a in zip(prompts, completions, answer, strict=True)]
+    return [
+        exact_answer(p, c, {"answer": a})
+        for p, c, a in zip(prompts, completions, answer, strict=True)
+    ]
 
 
-def main(steps: int = 12, out: str = "runs/trl-grpo", actor: str = "", medusa: Any = MEDUSA, **settings: Any) -> GRPOTrainer:
+def main(
+    steps: int = 12,
+    out: str = "runs/trl-grpo",
+    actor: str = "",
+    medusa: Any = MEDUSA,
+    **settings: Any,
+) -> GRPOTrainer:
     """Train, and return the trainer; its `state.log_history` has the figures, `out`/medusa the report."""
     args = GRPOConfig(
         output_dir=out,
@@ -52,7 +63,9 @@ def main(steps: int = 12, out: str = "runs/trl-grpo", actor: str = "", medusa: A
             **settings,
         },
     )
-    with PartialState().local_main_process_first():  # The first process trains the demo's actor if it is not there yet.
+    with (
+        PartialState().local_main_process_first()
+    ):  # The first process trains the demo's actor if it is not there yet.
         actor = actor or str(ensure_demo_actor())
     rows = Dataset.from_list(demo_rows()).select_columns(["prompt", "answer"])
     trainer = MedusaGRPOTrainer(

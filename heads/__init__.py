@@ -18,7 +18,9 @@ TEMPERATURES = "temperatures"
 """File key of what each head's logits are divided by when drafts are sampled; left out where all are 1."""
 PART_WIDTH = 64
 CPU_CHUNK = 1 << 22  # Float32 logits of one chunk (16 MiB): about what the caches of a CPU hold.
-GPU_CHUNK = 1 << 26  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
+GPU_CHUNK = (
+    1 << 26
+)  # 256 MiB. A chunk reads the whole lm_head: it takes some hundred rows until that is hidden by the products.
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,50 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError("Unknown kind of heads.", given=self.kind, expected=" | ".join(KINDS), do="Set kind to one of these.")
+            raise ConfigError(
+                "Unknown kind of heads.",
+                given=self.kind,
+                expected=" | ".join(KINDS),
+                do="Set kind to one of these.",
+            )
         if self.lm_head not in LM_HEADS:
-            raise ConfigError("Unknown lm_head mode.", given=self.lm_head, expected=" | ".join(LM_HEADS), do="Set lm_head to one of these.")
+            raise ConfigError(
+                "Unknown lm_head mode.",
+                given=self.lm_head,
+                expected=" | ".join(LM_HEADS),
+                do="Set lm_head to one of these.",
+            )
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "rank", "mlp_ratio"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a positive whole number.", given=repr(value), expected=">= 1", do=f"Correct {name}.")
+                raise ConfigError(
+                    f"{name} must be a positive whole number.",
+                    given=repr(value),
+                    expected=">= 1",
+                    do=f"Correct {name}.",
+                )
         if self.num_heads > MOST_HEADS:
-            raise ConfigError("So many heads can't draft.", given=self.num_heads, expected=f"num_heads <= {MOST_HEADS}", do="Train fewer.")
+            raise ConfigError(
+                "So many heads can't draft.",
+                given=self.num_heads,
+                expected=f"num_heads <= {MOST_HEADS}",
+                do="Train fewer.",
+            )
         if not isinstance(self.context, int) or isinstance(self.context, bool) or self.context < 0:
-            raise ConfigError("context must be a whole number.", given=repr(self.context), expected=">= 0", do="Correct context.")
+            raise ConfigError(
+                "context must be a whole number.",
+                given=repr(self.context),
+                expected=">= 0",
+                do="Correct context.",
+            )
         if self.context and self.kind != "hydra":
             given = f"kind={self.kind}, context={self.context}"
-            raise ConfigError("Only heads of kind hydra have a context.", given=given, expected="context=0", do="Correct one of them.")
+            raise ConfigError(
+                "Only heads of kind hydra have a context.",
+                given=given,
+                expected="context=0",
+                do="Correct one of them.",
+            )
 
     @property
     def conditioned(self) -> bool:
@@ -79,7 +111,11 @@ class HeadsConfig:
     @property
     def context_parts(self) -> int:
         """A, parts of the attention, which is as wide as the hidden state; each PART_WIDTH wide, or wider where that does not go out."""
-        return max(part for part in range(1, max(1, self.hidden_size // PART_WIDTH) + 1) if self.hidden_size % part == 0)
+        return max(
+            part
+            for part in range(1, max(1, self.hidden_size // PART_WIDTH) + 1)
+            if self.hidden_size % part == 0
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """File key -> shape of every trainable tensor (heads/FORMAT.md); the order is head by head.
@@ -101,12 +137,19 @@ class HeadsConfig:
                 shapes[f"mlps.{k}.out.weight"] = (D, H)
         if self.context:
             shapes |= {"context.in.weight": (3 * D, 2 * D), "context.out.weight": (D, D)}
-            shapes |= {"cell.start.weight": (H, D), "cell.token.weight": (H, D), "cell.step.weight": (H, H), "cell.out.weight": (D, H)}
+            shapes |= {
+                "cell.start.weight": (H, D),
+                "cell.token.weight": (H, D),
+                "cell.step.weight": (H, H),
+                "cell.out.weight": (D, H),
+            }
         return shapes
 
     def shapes_among(self, names: Container[str]) -> dict[str, tuple[int, ...]]:
         """`tensor_shapes`, and that of the draft temperatures where `names` hold them."""
-        return self.tensor_shapes() | ({TEMPERATURES: (self.num_heads,)} if TEMPERATURES in names else {})
+        return self.tensor_shapes() | (
+            {TEMPERATURES: (self.num_heads,)} if TEMPERATURES in names else {}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for `from_dict` and for JSON."""
@@ -127,5 +170,10 @@ class HeadsConfig:
                 )
         missing = [n for n in ("hidden_size", "vocab_size") if n not in values]
         if missing:
-            raise ConfigError("The heads configuration lacks a size.", given=sorted(values), expected=missing, do="Add the missing keys.")
+            raise ConfigError(
+                "The heads configuration lacks a size.",
+                given=sorted(values),
+                expected=missing,
+                do="Add the missing keys.",
+            )
         return cls(**values)

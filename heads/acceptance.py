@@ -32,7 +32,9 @@ from heads.modules import Context, MedusaHeads, head_logits
 from heads.targets import head_logprobs, head_targets, segments_from_lengths
 from heads.vocabulary import of_tokens
 
-TEMPERATURES = tuple(n / 32 for n in (16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 40, 44, 48, 56, 64))
+TEMPERATURES = tuple(
+    n / 32 for n in (16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 40, 44, 48, 56, 64)
+)
 """Draft temperatures that a head may be given; 16-bit engines hold them exactly."""
 
 
@@ -90,7 +92,9 @@ class ReplayResult:
 
     def select(self, chosen_S: torch.Tensor) -> ReplayResult:
         """The counts of some sequences (bool mask or int64 indices)."""
-        return ReplayResult(self.drafts_S[chosen_S], self.accepted_SK[chosen_S], self.unseen_S[chosen_S])
+        return ReplayResult(
+            self.drafts_S[chosen_S], self.accepted_SK[chosen_S], self.unseen_S[chosen_S]
+        )
 
     def by_group(self, group_S: torch.Tensor) -> ReplayResult:
         """Counts summed over the sequences of each group (int64, 0 to G - 1): what a bootstrap over prompts draws from."""
@@ -101,7 +105,9 @@ class ReplayResult:
 
         return ReplayResult(total(self.drafts_S), total(self.accepted_SK), total(self.unseen_S))
 
-    def confidence_interval(self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0) -> Interval:
+    def confidence_interval(
+        self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
+    ) -> Interval:
         """Interval of the mean acceptance length from a bootstrap over sequences."""
         counts = torch.stack([self.accepted_SK.sum(1), self.drafts_S], dim=1)
         draws_R2 = _resample(counts, resamples, seed)
@@ -109,7 +115,14 @@ class ReplayResult:
         return _interval(self.mean_acceptance_length, lengths_R, confidence)
 
 
-def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0) -> Interval:
+def paired_difference(
+    a: ReplayResult,
+    b: ReplayResult,
+    confidence: float = 0.95,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Interval:
     """Mean acceptance length of `a` minus that of `b` on the same sequences, with a paired bootstrap over sequences."""
     if a.drafts_S.shape != b.drafts_S.shape:
         raise DataError(
@@ -118,9 +131,13 @@ def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95
             expected="as many in both",
             do="Replay both sets of heads on one batch.",
         )
-    counts = torch.stack([a.accepted_SK.sum(1), a.drafts_S, b.accepted_SK.sum(1), b.drafts_S], dim=1)
+    counts = torch.stack(
+        [a.accepted_SK.sum(1), a.drafts_S, b.accepted_SK.sum(1), b.drafts_S], dim=1
+    )
     draws_R4 = _resample(counts, resamples, seed)
-    difference_R = draws_R4[:, 0] / draws_R4[:, 1].clamp(min=1e-12) - draws_R4[:, 2] / draws_R4[:, 3].clamp(min=1e-12)
+    difference_R = draws_R4[:, 0] / draws_R4[:, 1].clamp(min=1e-12) - draws_R4[:, 2] / draws_R4[
+        :, 3
+    ].clamp(min=1e-12)
     return _interval(a.mean_acceptance_length - b.mean_acceptance_length, difference_R, confidence)
 
 
@@ -130,28 +147,42 @@ def _resample(counts_SC: torch.Tensor, resamples: int, seed: int) -> torch.Tenso
     sequences = counts_SC.shape[0]
     sums = []
     for start in range(0, resamples, 100):
-        picks_RS = torch.randint(sequences, (min(100, resamples - start), sequences), generator=generator)
+        picks_RS = torch.randint(
+            sequences, (min(100, resamples - start), sequences), generator=generator
+        )
         sums.append(counts_SC[picks_RS].sum(1))
     return torch.cat(sums)
 
 
 def _interval(value: float, draws_R: torch.Tensor, confidence: float) -> Interval:
     tail = (1 - confidence) / 2
-    low, high = torch.quantile(draws_R, torch.tensor([tail, 1 - tail], dtype=draws_R.dtype)).tolist()
+    low, high = torch.quantile(
+        draws_R, torch.tensor([tail, 1 - tail], dtype=draws_R.dtype)
+    ).tolist()
     return Interval(value, low, high)
 
 
-def replay_estimate(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+def replay_estimate(
+    draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor
+) -> ReplayResult:
     """Replay of one-hot drafts; arguments of `one_hot_acceptance`."""
-    return replay_probabilities(one_hot_acceptance(draft_ids_MK, response_ids_M, lengths_S), lengths_S)
+    return replay_probabilities(
+        one_hot_acceptance(draft_ids_MK, response_ids_M, lengths_S), lengths_S
+    )
 
 
-def replay_sampled(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor) -> ReplayResult:
+def replay_sampled(
+    draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
+) -> ReplayResult:
     """Replay of sampled drafts: the exact expectation over the draws; arguments of `sampled_acceptance`."""
-    return replay_probabilities(sampled_acceptance(draft_logprobs_MK, logprobs_M, lengths_S), lengths_S)
+    return replay_probabilities(
+        sampled_acceptance(draft_logprobs_MK, logprobs_M, lengths_S), lengths_S
+    )
 
 
-def one_hot_acceptance(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+def one_hot_acceptance(
+    draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor, lengths_S: torch.Tensor
+) -> torch.Tensor:
     """Whether each one-hot draft is accepted, given that those before it were: 0 or 1, float64 `MK`, 0 behind a response's end.
 
     Args:
@@ -160,11 +191,15 @@ def one_hot_acceptance(draft_ids_MK: torch.Tensor, response_ids_M: torch.Tensor,
         lengths_S: int64 response lengths; they sum to M.
     """
     _check_lengths(response_ids_M, lengths_S)
-    targets_MK, mask_MK = head_targets(response_ids_M, segments_from_lengths(lengths_S), draft_ids_MK.shape[1])
+    targets_MK, mask_MK = head_targets(
+        response_ids_M, segments_from_lengths(lengths_S), draft_ids_MK.shape[1]
+    )
     return ((draft_ids_MK == targets_MK) & mask_MK).double()
 
 
-def sampled_acceptance(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+def sampled_acceptance(
+    draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor, lengths_S: torch.Tensor
+) -> torch.Tensor:
     """Probability that each sampled draft is accepted, given that those before it were, float64 `MK`; no meaning behind a response's end.
 
     Args:
@@ -173,11 +208,15 @@ def sampled_acceptance(draft_logprobs_MK: torch.Tensor, logprobs_M: torch.Tensor
         lengths_S: int64 response lengths; they sum to M.
     """
     _check_lengths(logprobs_M, lengths_S)
-    behaviour_MK = head_logprobs(logprobs_M.double(), segments_from_lengths(lengths_S), draft_logprobs_MK.shape[1])
+    behaviour_MK = head_logprobs(
+        logprobs_M.double(), segments_from_lengths(lengths_S), draft_logprobs_MK.shape[1]
+    )
     return (draft_logprobs_MK.double() - behaviour_MK).clamp(max=0).exp()
 
 
-def better_temperatures(accept_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]) -> list[int]:
+def better_temperatures(
+    accept_QMK: torch.Tensor, group_M: torch.Tensor, now_K: Sequence[int]
+) -> list[int]:
     """For each head the one of Q draft temperatures (its index) with which most of its drafts are accepted.
 
     Head by head; a row counts by the chance that all drafts before were accepted. That of now is left only for one whose gain is more than
@@ -188,10 +227,16 @@ def better_temperatures(accept_QMK: torch.Tensor, group_M: torch.Tensor, now_K: 
         group_M: int64, rows of a group (the answers to one prompt) are alike; the error is that between groups.
         now_K: indices of the temperatures that hold now.
     """
-    groups, reached_M, chosen = int(group_M.max()) + 1, accept_QMK.new_ones(len(group_M)), list(now_K)
+    groups, reached_M, chosen = (
+        int(group_M.max()) + 1,
+        accept_QMK.new_ones(len(group_M)),
+        list(now_K),
+    )
     for k, now in enumerate(now_K if groups > 1 else ()):
         accept_QM = accept_QMK[:, :, k] * reached_M
-        gain_QG = accept_QM.new_zeros(len(accept_QM), groups).index_add_(1, group_M, accept_QM - accept_QM[now])
+        gain_QG = accept_QM.new_zeros(len(accept_QM), groups).index_add_(
+            1, group_M, accept_QM - accept_QM[now]
+        )
         sure_Q = gain_QG.sum(1) - gain_QG.std(1) * groups**0.5
         best = int(sure_Q.argmax())
         chosen[k] = best if sure_Q[best] > 0 else now
@@ -213,7 +258,10 @@ def replay_probabilities(accept_MK: torch.Tensor, lengths_S: torch.Tensor) -> Re
     accept_STK[segment_M, column_M] = accept_MK.double().cpu()
     visits_ST = torch.zeros(count, longest + heads + 1, dtype=torch.float64)
     visits_ST[:, 0] = 1.0
-    drafts_S, unseen_S = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    drafts_S, unseen_S = (
+        torch.zeros(count, dtype=torch.float64),
+        torch.zeros(count, dtype=torch.float64),
+    )
     accepted_SK = torch.zeros(count, heads, dtype=torch.float64)
     rows_ST2 = torch.zeros(count, longest, 2, dtype=torch.float64)
     for t in range(longest - 1):
@@ -251,8 +299,12 @@ def draft_ids_for_rows(
     Args:
         condition_MK, context_Mn: `heads.targets.condition_ids` and `heads.targets.context_rows` of the rows.
     """
-    out_MK = torch.zeros(hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device)
-    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows):
+    out_MK = torch.zeros(
+        hidden_MD.shape[0], heads.config.num_heads, dtype=torch.int64, device=hidden_MD.device
+    )
+    for part, k, logits_CV in _logits(
+        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows
+    ):
         out_MK[part, k] = heads.vocabulary.argmax(logits_CV)
     return out_MK
 
@@ -283,14 +335,23 @@ def draft_logprobs_for_rows(
         top_k, top_p: the rollouts' own; the engine cuts the drafts' distribution as it cuts the actor's. A token that is cut has -inf.
         tops_QMK: takes up the largest log q of any token.
     """
-    out_QMK = torch.zeros(len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device)
-    for part, k, logits_CV in _logits(heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows):
+    out_QMK = torch.zeros(
+        len(temperatures), *targets_MK.shape, dtype=torch.float32, device=targets_MK.device
+    )
+    for part, k, logits_CV in _logits(
+        heads, hidden_MD, lm_head_VD, condition_MK, embedding_VD, context_Mn, ids_W, chunk_rows
+    ):
         for index, temperature in enumerate(temperatures):
             cut_CV = heads.vocabulary.truncate(logits_CV / temperature, top_k, top_p)
-            picked_C, total_C = heads.vocabulary.pick(cut_CV, targets_MK[part, k]), heads.vocabulary.logsumexp(cut_CV).squeeze(1)
+            picked_C, total_C = (
+                heads.vocabulary.pick(cut_CV, targets_MK[part, k]),
+                heads.vocabulary.logsumexp(cut_CV).squeeze(1),
+            )
             out_QMK[index, part, k] = picked_C - total_C
             if tops_QMK is not None:
-                tops_QMK[index, part, k] = heads.vocabulary.pick(cut_CV, heads.vocabulary.argmax(cut_CV)) - total_C
+                tops_QMK[index, part, k] = (
+                    heads.vocabulary.pick(cut_CV, heads.vocabulary.argmax(cut_CV)) - total_C
+                )
     return out_QMK
 
 
@@ -306,16 +367,29 @@ def _logits(
 ) -> Iterator[tuple[slice, int, torch.Tensor]]:
     """Chunk by chunk and head by head (index from 0): which rows, which head, logits_CV (of `ids_W` alone, where they are given) over the
     head's own draft temperature."""
-    table_VD = heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
+    table_VD = (
+        heads.own_lm_head(1) if lm_head_VD is None or heads.config.lm_head == "own" else lm_head_VD
+    )
     table_VD = table_VD if ids_W is None else table_VD[ids_W]
-    rows, temperatures = chunk_rows or heads.vocabulary.chunk_rows(table_VD), heads.temperatures_K.tolist()
+    rows, temperatures = (
+        chunk_rows or heads.vocabulary.chunk_rows(table_VD),
+        heads.temperatures_K.tolist(),
+    )
     for start in range(0, hidden_MD.shape[0], rows):
         part = slice(start, start + rows)
         condition_CK = None if condition_MK is None else condition_MK[part]
         context = None
-        if context_Mn is not None and condition_MK is not None:  # The first token since h_t is the one of the row's own pair.
+        if (
+            context_Mn is not None and condition_MK is not None
+        ):  # The first token since h_t is the one of the row's own pair.
             context = Context.of(context_Mn[part], hidden_MD, condition_MK[:, 0])
-        factored = heads.factored(hidden_MD[part], lm_head_VD, condition=condition_CK, embedding_VD=embedding_VD, context=context)
+        factored = heads.factored(
+            hidden_MD[part],
+            lm_head_VD,
+            condition=condition_CK,
+            embedding_VD=embedding_VD,
+            context=context,
+        )
         if ids_W is not None:
             factored = of_tokens(factored, ids_W, table_VD if factored.weight.dim() == 2 else None)
         for k in range(heads.config.num_heads):
@@ -324,7 +398,11 @@ def _logits(
 
 
 def _check_lengths(rows_M: torch.Tensor, lengths_S: torch.Tensor) -> None:
-    if lengths_S.numel() == 0 or int(lengths_S.min()) < 1 or int(lengths_S.sum()) != rows_M.shape[0]:
+    if (
+        lengths_S.numel() == 0
+        or int(lengths_S.min()) < 1
+        or int(lengths_S.sum()) != rows_M.shape[0]
+    ):
         raise DataError(
             "The lengths do not fit the rows.",
             given=f"{lengths_S.numel()} lengths that sum to {int(lengths_S.sum()) if lengths_S.numel() else 0}, {rows_M.shape[0]} rows",

@@ -111,9 +111,19 @@ def save_heads(
         heads.check_table(lm_head_VD, "lm_head")
         tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
         lm_head_checksum = checksum({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
-    own = HeadsMetadata(version, checksum(state), str(heads.dtype).removeprefix("torch."), lm_head_checksum, dict(metadata or {}))
+    own = HeadsMetadata(
+        version,
+        checksum(state),
+        str(heads.dtype).removeprefix("torch."),
+        lm_head_checksum,
+        dict(metadata or {}),
+    )
     version_of_format = WITH_TEMPERATURES if TEMPERATURES in state else FORMAT_VERSION
-    section = {"format_version": version_of_format, "heads": heads.config.to_dict(), **dataclasses.asdict(own)}
+    section = {
+        "format_version": version_of_format,
+        "heads": heads.config.to_dict(),
+        **dataclasses.asdict(own),
+    }
     config = {**stock_config(heads.config), OWN_SECTION: section}
     with new_directory(path) as temporary:
         write_json(temporary / CONFIG_NAME, config)
@@ -191,7 +201,9 @@ def previous_of(path: Path) -> Path:
 # ---- reading ----------------------------------------------------------------------------------------------------------------
 
 
-def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: int | None = None) -> tuple[MedusaHeads, HeadsMetadata]:
+def load_heads(
+    path: str | Path, *, hidden_size: int | None = None, vocab_size: int | None = None
+) -> tuple[MedusaHeads, HeadsMetadata]:
     """Read and validate a heads directory.
 
     Args:
@@ -211,24 +223,37 @@ def load_heads(path: str | Path, *, hidden_size: int | None = None, vocab_size: 
                 "Use heads that were trained for this actor, or train new ones.",
             )
     heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
-    heads.load_trainable_state(_read_checked(weights, [name for name in shapes if name != LM_HEAD_KEY], metadata.checksum))
+    heads.load_trainable_state(
+        _read_checked(weights, [name for name in shapes if name != LM_HEAD_KEY], metadata.checksum)
+    )
     return heads, metadata
 
 
 def load_lm_head(path: str | Path) -> torch.Tensor | None:
     """The copy of the actor's lm_head that a heads directory includes, or None. Checked like the heads."""
     weights, _, metadata, _ = _open(path)
-    return _read_checked(weights, [LM_HEAD_KEY], metadata.lm_head_checksum)[LM_HEAD_KEY] if metadata.has_lm_head else None
+    return (
+        _read_checked(weights, [LM_HEAD_KEY], metadata.lm_head_checksum)[LM_HEAD_KEY]
+        if metadata.has_lm_head
+        else None
+    )
 
 
 def _open(path: str | Path) -> tuple[Path, HeadsConfig, HeadsMetadata, dict[str, tuple[int, ...]]]:
     """Where the weights really are, the configuration that their header agrees with, and the shapes of all tensors."""
     path = Path(path).absolute()
     if not path.is_dir() and previous_of(path).is_dir():
-        logger.warning("The writer of %s was cut short; reading the directory it was to replace.", path)
+        logger.warning(
+            "The writer of %s was cut short; reading the directory it was to replace.", path
+        )
         path = previous_of(path)
     if not path.is_dir():
-        raise _damaged("There is no heads directory.", path, f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}", "Check the path.")
+        raise _damaged(
+            "There is no heads directory.",
+            path,
+            f"a folder with {CONFIG_NAME} and {WEIGHTS_NAME}",
+            "Check the path.",
+        )
     config, metadata, version = _read_config(file_inside(path, CONFIG_NAME))
     weights = file_inside(path, WEIGHTS_NAME)
     shapes = config.shapes_among((TEMPERATURES,) if version == WITH_TEMPERATURES else ())
@@ -242,7 +267,12 @@ def _read_checked(path: Path, names: list[str], expected: str) -> dict[str, torc
     tensors = read_tensors(path, names)
     given = checksum(tensors)
     if given != expected:
-        raise _damaged(f"The bytes of {path} do not match their checksum.", given, expected, "Copy the directory again.")
+        raise _damaged(
+            f"The bytes of {path} do not match their checksum.",
+            given,
+            expected,
+            "Copy the directory again.",
+        )
     return tensors
 
 
@@ -259,25 +289,44 @@ def _read_config(path: Path) -> tuple[HeadsConfig, HeadsMetadata, int]:
         )
     version = section.get("format_version")
     if version not in (FORMAT_VERSION, WITH_TEMPERATURES):
-        expected, do = f"{FORMAT_VERSION} or {WITH_TEMPERATURES}", "Update medusa-ppo, or save the heads again."
+        expected, do = (
+            f"{FORMAT_VERSION} or {WITH_TEMPERATURES}",
+            "Update medusa-ppo, or save the heads again.",
+        )
         raise _damaged("The heads directory has an unknown format version.", version, expected, do)
     try:
         config = HeadsConfig.from_dict(section["heads"])
-        metadata = HeadsMetadata(*(section[field.name] for field in dataclasses.fields(HeadsMetadata)))
+        metadata = HeadsMetadata(
+            *(section[field.name] for field in dataclasses.fields(HeadsMetadata))
+        )
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise _damaged(DAMAGED, f"{path}: {error}", "heads/FORMAT.md") from error
     _check_config(path, raw, config, metadata)
     return config, metadata, version
 
 
-def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata) -> None:
+def _check_config(
+    path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata
+) -> None:
     """Bounds, types, and that the keys for vLLM say the same as our own."""
-    sizes = {"num_heads": MAX_HEADS, "num_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
+    sizes = {
+        "num_heads": MAX_HEADS,
+        "num_layers": MAX_LAYERS,
+        "hidden_size": MAX_WIDTH,
+        "vocab_size": MAX_VOCAB,
+    }
     bounds = {**sizes, "rank": MAX_WIDTH, "mlp_ratio": 64, "context": MAX_CONTEXT}
-    faults = [f"{name} {getattr(config, name)} > {bound}" for name, bound in bounds.items() if getattr(config, name) > bound]
+    faults = [
+        f"{name} {getattr(config, name)} > {bound}"
+        for name, bound in bounds.items()
+        if getattr(config, name) > bound
+    ]
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")
-    for name, digest, lengths in (("checksum", metadata.checksum, (64,)), ("lm_head_checksum", metadata.lm_head_checksum, (0, 64))):
+    for name, digest, lengths in (
+        ("checksum", metadata.checksum, (64,)),
+        ("lm_head_checksum", metadata.lm_head_checksum, (0, 64)),
+    ):
         if not isinstance(digest, str) or len(digest) not in lengths:
             faults.append(f"{name} {digest!r}")
     if metadata.dtype not in [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.values()]:
@@ -291,7 +340,9 @@ def _check_config(path: Path, raw: dict[str, Any], config: HeadsConfig, metadata
         raise _damaged(DAMAGED, f"{path}: {'; '.join(faults)}", "heads/FORMAT.md")
 
 
-def _damaged(problem: str, given: object, expected: object, do: str = "Save the heads again.") -> CheckpointError:
+def _damaged(
+    problem: str, given: object, expected: object, do: str = "Save the heads again."
+) -> CheckpointError:
     return CheckpointError(problem, given=given, expected=expected, do=do)
 
 
@@ -300,8 +351,13 @@ def _check_names_and_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], d
     header = read_header(path, MAX_HEADS_HEADER_BYTES)
     missing, unknown = sorted(set(shapes) - set(header)), sorted(set(header) - set(shapes))
     if missing or unknown:
-        given, expected = f"{path}: missing {missing[:3]}, unknown {unknown[:3]}", f"{len(shapes)} tensors"
-        raise _damaged("The tensors in the file are not those of its configuration.", given, expected)
+        given, expected = (
+            f"{path}: missing {missing[:3]}, unknown {unknown[:3]}",
+            f"{len(shapes)} tensors",
+        )
+        raise _damaged(
+            "The tensors in the file are not those of its configuration.", given, expected
+        )
     for name, shape in shapes.items():
         code, found = header[name]
         if found != shape or str(FLOAT_DTYPES.get(code)).removeprefix("torch.") != dtype:

@@ -32,10 +32,14 @@ class MedusaError(Exception):
 
     exit_code = 1
 
-    def __init__(self, problem: str, *, given: object = None, expected: object = None, do: str = "") -> None:
+    def __init__(
+        self, problem: str, *, given: object = None, expected: object = None, do: str = ""
+    ) -> None:
         self.problem, self.given, self.expected, self.do = problem, given, expected, do
         lines = (("given:    ", given), ("expected: ", expected), ("do this:  ", do or None))
-        self._text = "\n".join([problem, *(f"  {label}{value}" for label, value in lines if value is not None)])
+        self._text = "\n".join(
+            [problem, *(f"  {label}{value}" for label, value in lines if value is not None)]
+        )
         super().__init__(self._text)
 
     def __reduce__(self):
@@ -46,7 +50,9 @@ class MedusaError(Exception):
         return self._text
 
 
-def _rebuild(kind: type[MedusaError], problem: str, given: object, expected: object, do: str) -> MedusaError:
+def _rebuild(
+    kind: type[MedusaError], problem: str, given: object, expected: object, do: str
+) -> MedusaError:
     return kind(problem, given=given, expected=expected, do=do)
 
 

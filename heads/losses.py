@@ -67,9 +67,19 @@ class LossConfig:
     def __post_init__(self) -> None:
         weights = (self.ce, self.tv, self.kl, self.exact_tv)
         if min(weights) < 0 or max(weights) == 0:
-            raise ConfigError("A loss needs a positive weight.", given=weights, expected=">= 0, one of them > 0", do="Correct the weights.")
+            raise ConfigError(
+                "A loss needs a positive weight.",
+                given=weights,
+                expected=">= 0, one of them > 0",
+                do="Correct the weights.",
+            )
         if self.accept_until_fail is not None and not 0 <= self.accept_until_fail <= 1:
-            raise ConfigError("The accept-until-fail floor is a share.", given=self.accept_until_fail, expected="0..1", do="Correct it.")
+            raise ConfigError(
+                "The accept-until-fail floor is a share.",
+                given=self.accept_until_fail,
+                expected="0..1",
+                do="Correct it.",
+            )
 
     def at(self, step: int) -> LossConfig:
         """The loss of an optimizer step (from 0): cross-entropy while warming up."""
@@ -78,7 +88,11 @@ class LossConfig:
     @property
     def plain(self) -> bool:
         """Whether it is cross-entropy alone, all positions alike."""
-        return self.ce > 0 and self.tv == self.kl == self.exact_tv == 0 and self.accept_until_fail is None
+        return (
+            self.ce > 0
+            and self.tv == self.kl == self.exact_tv == 0
+            and self.accept_until_fail is None
+        )
 
     @property
     def needs_teacher(self) -> bool:
@@ -89,7 +103,12 @@ class LossConfig:
     def named(cls, name: str, *, accept_until_fail: float | None = None) -> LossConfig:
         """`ce`, `tv`, `ce_tv`, `kl` or `kl_tv`, as configurations and the command line name them."""
         if name not in NAMED_LOSSES:
-            raise ConfigError("Unknown loss.", given=name, expected=" | ".join(NAMED_LOSSES), do="Choose one of these.")
+            raise ConfigError(
+                "Unknown loss.",
+                given=name,
+                expected=" | ".join(NAMED_LOSSES),
+                do="Choose one of these.",
+            )
         ce, tv, kl, exact_tv = NAMED_LOSSES[name]
         return cls(ce, tv, kl, exact_tv, accept_until_fail, WARM_UP_STEPS if ce == kl == 0 else 0)
 
@@ -119,9 +138,15 @@ class Teacher(NamedTuple):
         hidden_CD = self.hidden_MD[rows_C].to(self.lm_head_VD.dtype)
         logits_CV = F.linear(hidden_CD, self.lm_head_VD).float() / self.temperature
         logits_CV = vocabulary.truncate(logits_CV, self.top_k, self.top_p)
-        return vocabulary.log_softmax(logits_CV) if self.lse_M is None else logits_CV.sub_(self.lse_M[rows_C].unsqueeze(1))
+        return (
+            vocabulary.log_softmax(logits_CV)
+            if self.lse_M is None
+            else logits_CV.sub_(self.lse_M[rows_C].unsqueeze(1))
+        )
 
-    def of_chunk(self, rows: slice, vocabulary: Vocabulary = WHOLE) -> Callable[[int], torch.Tensor]:
+    def of_chunk(
+        self, rows: slice, vocabulary: Vocabulary = WHOLE
+    ) -> Callable[[int], torch.Tensor]:
         """log p of the targets of each head (index from 0) in a chunk. Neighbours share most of their rows: those are computed once."""
         rows_CK = self.rows_NK[rows]
         used_U, places_CK = rows_CK.unique(return_inverse=True)
@@ -132,7 +157,11 @@ class Teacher(NamedTuple):
 
 
 def known_lse(
-    hidden_MD: torch.Tensor, ids_M: torch.Tensor, logprobs_M: torch.Tensor, lm_head_VD: torch.Tensor, temperature: float
+    hidden_MD: torch.Tensor,
+    ids_M: torch.Tensor,
+    logprobs_M: torch.Tensor,
+    lm_head_VD: torch.Tensor,
+    temperature: float,
 ) -> torch.Tensor:
     """`Teacher.lse_M` without a product with all rows: from a token's logit and its log-prob in what was sampled from."""
     logit_M = (hidden_MD.float() * lm_head_VD[ids_M].float()).sum(-1) / temperature
@@ -168,7 +197,9 @@ def head_loss(
     rows = chunk_rows or vocabulary.chunk_rows(factored.head_weight(0))
     job = _Job(targets_NK, mask_NK, config, logprobs_NK, teacher, temperature, rows, vocabulary)
     job.check(tuple(factored.features_NKD.shape[:2]))
-    fusible = config.plain and chunk_rows is None and not mask_NK.is_floating_point()  # Liger knows no weights.
+    fusible = (
+        config.plain and chunk_rows is None and not mask_NK.is_floating_point()
+    )  # Liger knows no weights.
     if fusible and liger_can(factored, vocabulary):
         return config.ce * fused_cross_entropy(factored, targets_NK, mask_NK, temperature)
     return _ChunkedLoss.apply(job, *factored)
@@ -187,23 +218,40 @@ def liger_installed() -> bool:
 
 
 def fused_cross_entropy(
-    factored: FactoredLogits, targets_NK: torch.Tensor, mask_NK: torch.Tensor, temperature: float = 1.0
+    factored: FactoredLogits,
+    targets_NK: torch.Tensor,
+    mask_NK: torch.Tensor,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Mean cross-entropy of each head by `liger_sum`, float32 `K`; 0 for a head without a position. Never holds all logits either."""
-    weight_KVD = factored.weight if factored.weight.dim() == 3 else factored.weight.detach().expand(targets_NK.shape[1], -1, -1)
+    weight_KVD = (
+        factored.weight
+        if factored.weight.dim() == 3
+        else factored.weight.detach().expand(targets_NK.shape[1], -1, -1)
+    )
     features_NKD = factored.features_NKD.to(weight_KVD.dtype) / temperature
     labels_NK = torch.where(mask_NK, targets_NK, IGNORED)
     heads = zip(features_NKD.unbind(1), weight_KVD.unbind(0), labels_NK.unbind(1), strict=True)
-    sums = [liger_sum(features_ND.contiguous(), weight_VD, labels_N.contiguous()) for features_ND, weight_VD, labels_N in heads]
+    sums = [
+        liger_sum(features_ND.contiguous(), weight_VD, labels_N.contiguous())
+        for features_ND, weight_VD, labels_N in heads
+    ]
     return torch.stack(sums).float() / mask_NK.sum(0).clamp(min=1)
 
 
-def liger_sum(features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+def liger_sum(
+    features_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor
+) -> torch.Tensor:
     """Liger sizes its chunks itself: as much memory as the features of one head. The gradient of own lm_heads adds up in float32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy(
-        features_ND, weight_VD, targets_N, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
+        features_ND,
+        weight_VD,
+        targets_N,
+        ignore_index=IGNORED,
+        reduction="sum",
+        accum_dtype=torch.float32,
     )
 
 
@@ -227,16 +275,22 @@ def reference_head_loss(
         loss_NK = loss_NK + config.tv * (1 - (logq_NK - logprobs_NK.float()).clamp(max=0).exp())
     if config.kl and teacher_logits_NKV is not None:
         logp_NKV = F.log_softmax(teacher_logits_NKV.float(), dim=-1)
-        loss_NK = loss_NK + config.kl * torch.where(logp_NKV > -torch.inf, logp_NKV.exp() * (logp_NKV - logq_NKV), 0.0).sum(-1)
+        loss_NK = loss_NK + config.kl * torch.where(
+            logp_NKV > -torch.inf, logp_NKV.exp() * (logp_NKV - logq_NKV), 0.0
+        ).sum(-1)
     if config.exact_tv and teacher_logits_NKV is not None:
-        loss_NK = loss_NK + config.exact_tv * (1 - torch.minimum(F.softmax(teacher_logits_NKV.float(), dim=-1), logq_NKV.exp()).sum(-1))
+        loss_NK = loss_NK + config.exact_tv * (
+            1 - torch.minimum(F.softmax(teacher_logits_NKV.float(), dim=-1), logq_NKV.exp()).sum(-1)
+        )
     weight_NK = mask_NK.float()
     if config.accept_until_fail is not None:
         if logprobs_NK is not None:
             accept_NK = (logq_NK.detach() - logprobs_NK.float()).clamp(max=0).exp()
         else:
             accept_NK = (logits_NKV.argmax(-1) == targets_NK).float()
-        before_NK = torch.cat([torch.ones_like(accept_NK[:, :1]), accept_NK.cumprod(1)[:, :-1]], dim=1)
+        before_NK = torch.cat(
+            [torch.ones_like(accept_NK[:, :1]), accept_NK.cumprod(1)[:, :-1]], dim=1
+        )
         weight_NK = weight_NK * before_NK.clamp(min=config.accept_until_fail)
     total_K = weight_NK.sum(0)
     return (loss_NK * weight_NK).sum(0) / torch.where(total_K > 0, total_K, 1.0)
@@ -257,16 +311,32 @@ class _Job:
 
     def check(self, expected: tuple[int, ...]) -> None:
         """ConfigError when something does not fit features of so many rows and heads, or is missing for the loss."""
-        for name, tensor in (("targets", self.targets_NK), ("mask", self.mask_NK), ("logprobs", self.logprobs_NK)):
+        for name, tensor in (
+            ("targets", self.targets_NK),
+            ("mask", self.mask_NK),
+            ("logprobs", self.logprobs_NK),
+        ):
             if tensor is not None and tuple(tensor.shape) != expected:
                 given, do = tuple(tensor.shape), "Pass one entry per row and head."
-                raise ConfigError(f"The {name} do not fit the features.", given=given, expected=expected, do=do)
+                raise ConfigError(
+                    f"The {name} do not fit the features.", given=given, expected=expected, do=do
+                )
         if self.config.tv and self.logprobs_NK is None:
             do = "Pass them, or use the ce or kl loss."
-            raise ConfigError("Total variation needs behaviour log-probs.", given="none", expected="logprobs_NK", do=do)
+            raise ConfigError(
+                "Total variation needs behaviour log-probs.",
+                given="none",
+                expected="logprobs_NK",
+                do=do,
+            )
         if self.config.needs_teacher and self.teacher is None:
             do = "Pass a Teacher, or use the ce or tv loss."
-            raise ConfigError("KL and exact TV need the actor's distribution.", given="none", expected="teacher", do=do)
+            raise ConfigError(
+                "KL and exact TV need the actor's distribution.",
+                given="none",
+                expected="teacher",
+                do=do,
+            )
 
 
 class _Gradients:
@@ -275,8 +345,14 @@ class _Gradients:
     def __init__(self, factored: FactoredLogits, wanted: tuple[bool, ...]) -> None:
         features, weight, bias, bias_weight = wanted
         self.features_NKD = torch.zeros_like(factored.features_NKD) if features else None
-        self.weight_KVD = torch.zeros_like(factored.weight, dtype=torch.float32) if weight and factored.weight.dim() == 3 else None
-        self.bias_NKr = torch.zeros_like(factored.bias_NKr) if bias and factored.bias_NKr is not None else None
+        self.weight_KVD = (
+            torch.zeros_like(factored.weight, dtype=torch.float32)
+            if weight and factored.weight.dim() == 3
+            else None
+        )
+        self.bias_NKr = (
+            torch.zeros_like(factored.bias_NKr) if bias and factored.bias_NKr is not None else None
+        )
         self.bias_weight_KVr = None
         if bias_weight and factored.bias_weight_KVr is not None:
             self.bias_weight_KVr = torch.zeros_like(factored.bias_weight_KVr, dtype=torch.float32)
@@ -288,10 +364,21 @@ class _Gradients:
     def in_order(self) -> tuple[torch.Tensor | None, ...]:
         return self.features_NKD, self.weight_KVD, self.bias_NKr, self.bias_weight_KVr
 
-    def add(self, factored: FactoredLogits, head: int, rows: slice, dlogits_CV: torch.Tensor) -> None:
-        products = [(factored.features_NKD, factored.head_weight(head), self.features_NKD, self.weight_KVD)]
+    def add(
+        self, factored: FactoredLogits, head: int, rows: slice, dlogits_CV: torch.Tensor
+    ) -> None:
+        products = [
+            (factored.features_NKD, factored.head_weight(head), self.features_NKD, self.weight_KVD)
+        ]
         if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
-            products.append((factored.bias_NKr, factored.bias_weight_KVr[head], self.bias_NKr, self.bias_weight_KVr))
+            products.append(
+                (
+                    factored.bias_NKr,
+                    factored.bias_weight_KVr[head],
+                    self.bias_NKr,
+                    self.bias_weight_KVr,
+                )
+            )
         for read_NKr, weight_Vr, gradient_NKr, gradient_KVr in products:
             dlow_CV = dlogits_CV.to(weight_Vr.dtype)
             if gradient_NKr is not None:
@@ -312,8 +399,14 @@ class _ChunkedLoss(torch.autograd.Function):
         total_K = torch.zeros_like(loss_K)
         for start in range(0, rows, job.chunk_rows):
             chunk = slice(start, min(rows, start + job.chunk_rows))
-            alive_C = torch.ones(chunk.stop - chunk.start, dtype=torch.float32, device=loss_K.device)
-            teach = job.teacher.of_chunk(chunk, job.vocabulary) if job.teacher is not None and job.config.needs_teacher else None
+            alive_C = torch.ones(
+                chunk.stop - chunk.start, dtype=torch.float32, device=loss_K.device
+            )
+            teach = (
+                job.teacher.of_chunk(chunk, job.vocabulary)
+                if job.teacher is not None and job.config.needs_teacher
+                else None
+            )
             for head in range(heads):
                 logits_CV = head_logits(factored, head, chunk).div_(job.temperature)
                 weight_C = job.mask_NK[chunk, head].float()
@@ -321,7 +414,9 @@ class _ChunkedLoss(torch.autograd.Function):
                     weight_C = weight_C * alive_C.clamp(min=job.config.accept_until_fail)
                     alive_C = alive_C * _acceptance(job, logits_CV, head, chunk)
                 logp_CV = None if teach is None else teach(head)
-                loss_C, dlogits_CV = _row_losses(job, logits_CV, logp_CV, head, chunk, weight_C if gradients.any else None)
+                loss_C, dlogits_CV = _row_losses(
+                    job, logits_CV, logp_CV, head, chunk, weight_C if gradients.any else None
+                )
                 loss_K[head] += (loss_C * weight_C).sum()
                 total_K[head] += weight_C.sum()
                 if dlogits_CV is not None:
@@ -336,12 +431,21 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("The gradients of a chunked loss are used up by the first backward pass.")
+            raise RuntimeError(
+                "The gradients of a chunked loss are used up by the first backward pass."
+            )
         scale_K = grad_K.float() * ctx.inverse_K
-        shapes = (scale_K.view(1, -1, 1), scale_K.view(-1, 1, 1), scale_K.view(1, -1, 1), scale_K.view(-1, 1, 1))
+        shapes = (
+            scale_K.view(1, -1, 1),
+            scale_K.view(-1, 1, 1),
+            scale_K.view(1, -1, 1),
+            scale_K.view(-1, 1, 1),
+        )
         scaled = [
             None if gradient is None else gradient.mul_(scale).to(dtype)
-            for gradient, scale, dtype in zip(ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True)
+            for gradient, scale, dtype in zip(
+                ctx.gradients.in_order(), shapes, ctx.dtypes, strict=True
+            )
         ]
         ctx.gradients = None
         return None, *scaled
@@ -352,12 +456,19 @@ def _acceptance(job: _Job, logits_CV: torch.Tensor, head: int, chunk: slice) -> 
     targets_C = job.targets_NK[chunk, head]
     if job.logprobs_NK is None:
         return (job.vocabulary.argmax(logits_CV) == targets_C).float()
-    logq_C = job.vocabulary.pick(logits_CV, targets_C) - job.vocabulary.logsumexp(logits_CV).squeeze(1)
+    logq_C = job.vocabulary.pick(logits_CV, targets_C) - job.vocabulary.logsumexp(
+        logits_CV
+    ).squeeze(1)
     return (logq_C - job.logprobs_NK[chunk, head].float()).clamp(max=0).exp()
 
 
 def _row_losses(
-    job: _Job, logits_CV: torch.Tensor, logp_CV: torch.Tensor | None, head: int, chunk: slice, weight_C: torch.Tensor | None
+    job: _Job,
+    logits_CV: torch.Tensor,
+    logp_CV: torch.Tensor | None,
+    head: int,
+    chunk: slice,
+    weight_C: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss of each row, and its gradient by the logits times `weight_C` (None: no gradient). Overwrites `logits_CV`.
 
@@ -382,16 +493,22 @@ def _row_losses(
     p_CV = logp_CV.exp()
     if config.kl:
         kl_CV = p_CV * (logp_CV - logq_CV)
-        loss_C = loss_C + config.kl * vocabulary.total(kl_CV.masked_fill_(p_CV == 0, 0.0))  # For tokens that were cut, 0 x -inf is 0.
+        loss_C = loss_C + config.kl * vocabulary.total(
+            kl_CV.masked_fill_(p_CV == 0, 0.0)
+        )  # For tokens that were cut, 0 x -inf is 0.
     below_CV = logq_CV < logp_CV
     q_CV = logq_CV.exp_()
-    below_CV = q_CV * below_CV  # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
+    below_CV = (
+        q_CV * below_CV
+    )  # q where it is below p, else 0: the part of sum min(p, q) that moves with q.
     loss_C = loss_C + config.exact_tv * (1 - vocabulary.total(torch.minimum(p_CV, q_CV)))
     if weight_C is None:
         return loss_C, None
     whole = job.teacher is None or job.teacher.lse_M is None
     mass_C: torch.Tensor | float = 1.0 if whole else vocabulary.total(p_CV)
-    push_C1 = ((pull_C + config.kl * mass_C + config.exact_tv * vocabulary.total(below_CV)) * weight_C).unsqueeze(1)
+    push_C1 = (
+        (pull_C + config.kl * mass_C + config.exact_tv * vocabulary.total(below_CV)) * weight_C
+    ).unsqueeze(1)
     dlogits_CV = q_CV.mul_(push_C1)
     vocabulary.add_at(dlogits_CV, targets_C, -(pull_C * weight_C))
     dlogits_CV.addcmul_(p_CV, weight_C.unsqueeze(1), value=-config.kl)

@@ -95,7 +95,10 @@ class FactoredLogits(NamedTuple):
 
     def multiply_out(self) -> torch.Tensor:
         """Plain logits_NKV in float32; for references and small batches."""
-        return torch.stack([head_logits(self, head, slice(None)) for head in range(self.features_NKD.shape[1])], dim=1)
+        return torch.stack(
+            [head_logits(self, head, slice(None)) for head in range(self.features_NKD.shape[1])],
+            dim=1,
+        )
 
 
 def head_logits(factored: FactoredLogits, head: int, rows: slice) -> torch.Tensor:
@@ -104,7 +107,9 @@ def head_logits(factored: FactoredLogits, head: int, rows: slice) -> torch.Tenso
     logits_NV = F.linear(factored.features_NKD[rows, head].to(weight_VD.dtype), weight_VD).float()
     if factored.bias_NKr is not None and factored.bias_weight_KVr is not None:
         out_Vr = factored.bias_weight_KVr[head]
-        logits_NV = logits_NV + F.linear(factored.bias_NKr[rows, head].to(out_Vr.dtype), out_Vr).float()
+        logits_NV = (
+            logits_NV + F.linear(factored.bias_NKr[rows, head].to(out_Vr.dtype), out_Vr).float()
+        )
     return logits_NV
 
 
@@ -131,7 +136,9 @@ class MedusaHeads(nn.Module):
         self.config = config
         K, D, V = config.num_heads, config.hidden_size, config.vocab_size
         self.register_buffer("temperatures_K", torch.ones(K), persistent=False)
-        self.blocks = nn.ParameterList([nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)])
+        self.blocks = nn.ParameterList(
+            [nn.Parameter(torch.zeros(K, D, D)) for _ in range(config.num_layers)]
+        )
         if config.lm_head == "own":
             self.lm_heads = nn.Parameter(torch.zeros(K, V, D))
         if config.kind == "markov":
@@ -141,11 +148,15 @@ class MedusaHeads(nn.Module):
         if config.context:
             self.context_in = nn.Parameter(torch.randn(3 * D, 2 * D) / (2 * D) ** 0.5)
             self.context_out = nn.Parameter(torch.zeros(D, D))
-            self.cell_start, self.cell_token = (nn.Parameter(torch.randn(H, D) / D**0.5) for _ in range(2))
+            self.cell_start, self.cell_token = (
+                nn.Parameter(torch.randn(H, D) / D**0.5) for _ in range(2)
+            )
             self.cell_step = nn.Parameter(torch.randn(H, H) / H**0.5)
             self.cell_out = nn.Parameter(torch.zeros(D, H))
         elif config.kind == "hydra":
-            self.mlp_in = nn.ParameterList([nn.Parameter(torch.randn(H, D * (k + 2)) / (D * (k + 2)) ** 0.5) for k in range(K)])
+            self.mlp_in = nn.ParameterList(
+                [nn.Parameter(torch.randn(H, D * (k + 2)) / (D * (k + 2)) ** 0.5) for k in range(K)]
+            )
             self.mlp_out = nn.Parameter(torch.zeros(K, D, H))
 
     @property
@@ -155,7 +166,10 @@ class MedusaHeads(nn.Module):
     @property
     def untrained(self) -> bool:
         """They stand where they start: every head equals lm_head (its own one too, if that is what it was set to)."""
-        outputs = [*self.blocks, *(getattr(self, name) for name in STARTS_AT_ZERO if hasattr(self, name))]
+        outputs = [
+            *self.blocks,
+            *(getattr(self, name) for name in STARTS_AT_ZERO if hasattr(self, name)),
+        ]
         return not any(bool(parameter.any()) for parameter in outputs)
 
     @torch.no_grad()
@@ -188,20 +202,38 @@ class MedusaHeads(nn.Module):
         base_ND = self._checked_hidden(hidden)
         features_NKD = base_ND.unsqueeze(1).expand(-1, self.config.num_heads, -1)
         if self.config.context:
-            condition_NK, table_VD = self._checked_condition(hidden, condition), self._checked_embedding(embedding_VD)
+            condition_NK, table_VD = (
+                self._checked_condition(hidden, condition),
+                self._checked_embedding(embedding_VD),
+            )
             embedded = [self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1)]
-            base_ND = self._with_context(base_ND, embedded[0], self._checked_context(context, base_ND), table_VD)
+            base_ND = self._with_context(
+                base_ND, embedded[0], self._checked_context(context, base_ND), table_VD
+            )
             features_NKD = self._from_cell(base_ND, embedded)
         elif self.config.kind == "hydra":
-            condition_NK, table_VD = self._checked_condition(hidden, condition), self._checked_embedding(embedding_VD)
-            inputs = [rms_normalise(base_ND), *(self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1))]
+            condition_NK, table_VD = (
+                self._checked_condition(hidden, condition),
+                self._checked_embedding(embedding_VD),
+            )
+            inputs = [
+                rms_normalise(base_ND),
+                *(self._embed(ids_N, table_VD) for ids_N in condition_NK.unbind(1)),
+            ]
             # Unbound: autograd would fill zeros of the whole tensor for each part that is selected.
             weights = zip(self.mlp_in, self.mlp_out.unbind(0), strict=True)
-            mlps = [F.linear(F.silu(F.linear(torch.cat(inputs[: k + 2], -1), into)), out) for k, (into, out) in enumerate(weights)]
+            mlps = [
+                F.linear(F.silu(F.linear(torch.cat(inputs[: k + 2], -1), into)), out)
+                for k, (into, out) in enumerate(weights)
+            ]
             features_NKD = features_NKD + torch.stack(mlps, dim=1)
         for block_KDD in self.blocks:
-            features_NKD = features_NKD + F.silu(torch.einsum("nki,koi->nko", features_NKD, block_KDD))
-        return features_NKD.reshape(*hidden.shape[:-1], self.config.num_heads, self.config.hidden_size)
+            features_NKD = features_NKD + F.silu(
+                torch.einsum("nki,koi->nko", features_NKD, block_KDD)
+            )
+        return features_NKD.reshape(
+            *hidden.shape[:-1], self.config.num_heads, self.config.hidden_size
+        )
 
     def factored(
         self,
@@ -213,13 +245,21 @@ class MedusaHeads(nn.Module):
         context: Context | None = None,
     ) -> FactoredLogits:
         """All logits in factored form, which the chunked losses take. Arguments as in `forward`; leading dims become N."""
-        features = self.features(hidden, condition=condition, embedding_VD=embedding_VD, context=context)
+        features = self.features(
+            hidden, condition=condition, embedding_VD=embedding_VD, context=context
+        )
         features_NKD = features.reshape(-1, *features.shape[-2:])
         weight = self._output_weight(lm_head_VD)
         if self.config.kind != "markov":
             return FactoredLogits(features_NKD, weight)
-        ids_and_tables = zip(self._checked_condition(hidden, condition).unbind(1), self.markov_in.unbind(0), strict=True)
-        bias_NKr = torch.stack([self.vocabulary.look_up(ids_N, table_Vr) for ids_N, table_Vr in ids_and_tables], dim=1)
+        ids_and_tables = zip(
+            self._checked_condition(hidden, condition).unbind(1),
+            self.markov_in.unbind(0),
+            strict=True,
+        )
+        bias_NKr = torch.stack(
+            [self.vocabulary.look_up(ids_N, table_Vr) for ids_N, table_Vr in ids_and_tables], dim=1
+        )
         return FactoredLogits(features_NKD, weight, bias_NKr, self.markov_out)
 
     def forward(
@@ -243,23 +283,51 @@ class MedusaHeads(nn.Module):
             context: the pairs before each row (heads with a context); with `next_ids_BT` all of the row's own sequence.
         """
         if condition is None and next_ids_BT is not None and self.config.conditioned:
-            condition = condition_ids(next_ids_BT, torch.zeros_like(next_ids_BT), self.config.num_heads)
+            condition = condition_ids(
+                next_ids_BT, torch.zeros_like(next_ids_BT), self.config.num_heads
+            )
             if self.config.context:
-                segment_M = torch.arange(next_ids_BT.numel(), device=next_ids_BT.device) // next_ids_BT.shape[-1]
-                context = Context.of(context_rows(segment_M, self.config.context), hidden.flatten(0, -2), next_ids_BT.flatten())
-        factored = self.factored(hidden, lm_head_VD, condition=condition, embedding_VD=embedding_VD, context=context)
-        return factored.multiply_out().reshape(*hidden.shape[:-1], self.config.num_heads, self.config.vocab_size)
+                segment_M = (
+                    torch.arange(next_ids_BT.numel(), device=next_ids_BT.device)
+                    // next_ids_BT.shape[-1]
+                )
+                context = Context.of(
+                    context_rows(segment_M, self.config.context),
+                    hidden.flatten(0, -2),
+                    next_ids_BT.flatten(),
+                )
+        factored = self.factored(
+            hidden, lm_head_VD, condition=condition, embedding_VD=embedding_VD, context=context
+        )
+        return factored.multiply_out().reshape(
+            *hidden.shape[:-1], self.config.num_heads, self.config.vocab_size
+        )
 
     # ---- parts ----------------------------------------------------------------------------------------------------------
 
-    def _with_context(self, base_ND: torch.Tensor, embedded_ND: torch.Tensor, context: Context, table_VD: torch.Tensor) -> torch.Tensor:
+    def _with_context(
+        self,
+        base_ND: torch.Tensor,
+        embedded_ND: torch.Tensor,
+        context: Context,
+        table_VD: torch.Tensor,
+    ) -> torch.Tensor:
         """h_t and what the pairs before it say."""
         D, parts = self.config.hidden_size, self.config.context_parts
-        pairs_P2D = torch.cat([rms_normalise(context.hidden_PD.to(self.dtype)), self._embed(context.ids_P, table_VD)], -1)
+        pairs_P2D = torch.cat(
+            [rms_normalise(context.hidden_PD.to(self.dtype)), self._embed(context.ids_P, table_VD)],
+            -1,
+        )
         kept_P2D = F.linear(pairs_P2D, self.context_in[D:])
-        query_NAw = F.linear(torch.cat([rms_normalise(base_ND), embedded_ND], -1), self.context_in[:D]).unflatten(-1, (parts, -1))
+        query_NAw = F.linear(
+            torch.cat([rms_normalise(base_ND), embedded_ND], -1), self.context_in[:D]
+        ).unflatten(-1, (parts, -1))
         # Looked up as an embedding is: its gradient is added up several times as fast as that of an index.
-        key_NnAw, value_NnAw = F.embedding(context.places_Nn.clamp_min(0), kept_P2D).unflatten(-1, (2, parts, -1)).unbind(2)
+        key_NnAw, value_NnAw = (
+            F.embedding(context.places_Nn.clamp_min(0), kept_P2D)
+            .unflatten(-1, (2, parts, -1))
+            .unbind(2)
+        )
         score_NAn = torch.einsum("naw,nmaw->nam", query_NAw, key_NnAw) / query_NAw.shape[-1] ** 0.5
         score_NAn = score_NAn.masked_fill((context.places_Nn == MISSING).unsqueeze(1), -torch.inf)
         mixed_NAw = torch.einsum("nam,nmaw->naw", score_NAn.softmax(-1), value_NnAw)
@@ -280,7 +348,9 @@ class MedusaHeads(nn.Module):
     def _own_lm_heads(self) -> torch.Tensor:
         if self.config.lm_head != "own":
             problem = "These heads share the actor's lm_head."
-            raise ConfigError(problem, given="lm_head=shared", expected="lm_head=own", do="Use the actor's.")
+            raise ConfigError(
+                problem, given="lm_head=shared", expected="lm_head=own", do="Use the actor's."
+            )
         return self.lm_heads
 
     def _output_weight(self, lm_head_VD: torch.Tensor | None) -> torch.Tensor:
@@ -307,11 +377,18 @@ class MedusaHeads(nn.Module):
 
     def _checked_table(self, table_VD: torch.Tensor | None, name: str, why: str) -> torch.Tensor:
         if table_VD is None:
-            raise ConfigError(why, given=f"no {name}", expected=f"the actor's {name}", do=f"Pass the actor's {name}.")
+            raise ConfigError(
+                why,
+                given=f"no {name}",
+                expected=f"the actor's {name}",
+                do=f"Pass the actor's {name}.",
+            )
         self.check_table(table_VD, name)
         return table_VD.detach()
 
-    def _checked_condition(self, hidden: torch.Tensor, condition: torch.Tensor | None) -> torch.Tensor:
+    def _checked_condition(
+        self, hidden: torch.Tensor, condition: torch.Tensor | None
+    ) -> torch.Tensor:
         """The ids as `NK`."""
         expected = (*hidden.shape[:-1], self.config.num_heads)
         if condition is None or tuple(condition.shape) != expected:
@@ -324,39 +401,68 @@ class MedusaHeads(nn.Module):
         return condition.reshape(-1, self.config.num_heads)
 
     def _checked_context(self, context: Context | None, base_ND: torch.Tensor) -> Context:
-        expected, given = (base_ND.shape[0], self.config.context), None if context is None else tuple(context.places_Nn.shape)
+        expected, given = (
+            (base_ND.shape[0], self.config.context),
+            None if context is None else tuple(context.places_Nn.shape),
+        )
         if context is None or given != expected:
             do = "Pass a Context of heads.targets.context_rows(...)."
-            raise ConfigError("These heads read the pairs before h_t.", given=given, expected=f"places of shape {expected}", do=do)
+            raise ConfigError(
+                "These heads read the pairs before h_t.",
+                given=given,
+                expected=f"places of shape {expected}",
+                do=do,
+            )
         return context
 
     # ---- state in the file's key names ------------------------------------------------------------------------------------
 
     def trainable_views(self) -> dict[str, torch.Tensor]:
         """File key -> view of the parameter it lives in; the keys and their order are those of `config.tensor_shapes()`."""
-        tables = {name: getattr(self, attribute) for name, attribute in STACKED.items() if hasattr(self, attribute)}
+        tables = {
+            name: getattr(self, attribute)
+            for name, attribute in STACKED.items()
+            if hasattr(self, attribute)
+        }
         views: dict[str, torch.Tensor] = {}
         for k in range(self.config.num_heads):
-            views |= {f"blocks.{k}.layers.{layer}.weight": block_KDD.detach()[k] for layer, block_KDD in enumerate(self.blocks)}
+            views |= {
+                f"blocks.{k}.layers.{layer}.weight": block_KDD.detach()[k]
+                for layer, block_KDD in enumerate(self.blocks)
+            }
             views |= {name.format(k=k): table[k].detach() for name, table in tables.items()}
-        return views | {name: getattr(self, attribute).detach() for name, attribute in SHARED.items() if hasattr(self, attribute)}
+        return views | {
+            name: getattr(self, attribute).detach()
+            for name, attribute in SHARED.items()
+            if hasattr(self, attribute)
+        }
 
     def trainable_state(self) -> dict[str, torch.Tensor]:
         """A copy of all trainable tensors under the file's key names (stock vLLM's for kind medusa), and of temperatures that are not 1."""
         state = {name: view.clone() for name, view in self.trainable_views().items()}
-        return state | ({TEMPERATURES: self.temperatures_K.clone()} if bool((self.temperatures_K != 1).any()) else {})
+        return state | (
+            {TEMPERATURES: self.temperatures_K.clone()}
+            if bool((self.temperatures_K != 1).any())
+            else {}
+        )
 
     @torch.no_grad()
     def load_trainable_state(self, state: dict[str, torch.Tensor]) -> None:
         """Copy `state` into the parameters in place; without temperatures these are 1. All must match exactly, or nothing is copied."""
-        views = self.trainable_views() | ({TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {})
+        views = self.trainable_views() | (
+            {TEMPERATURES: self.temperatures_K} if TEMPERATURES in state else {}
+        )
         wrong = sorted(set(views) ^ set(state)) or [
-            name for name, view in views.items() if view.shape != state[name].shape or view.dtype != state[name].dtype
+            name
+            for name, view in views.items()
+            if view.shape != state[name].shape or view.dtype != state[name].dtype
         ]
         if wrong:
             name = wrong[0]
             given = f"{tuple(state[name].shape)} {state[name].dtype}" if name in state else "absent"
-            expected = f"{tuple(views[name].shape)} {views[name].dtype}" if name in views else "absent"
+            expected = (
+                f"{tuple(views[name].shape)} {views[name].dtype}" if name in views else "absent"
+            )
             problem, do = (
                 f"The tensor {name} does not fit these heads ({len(wrong)} do not).",
                 "Load a state of the same kind, size and dtype.",
@@ -364,7 +470,9 @@ class MedusaHeads(nn.Module):
             raise CheckpointError(problem, given=given, expected=expected, do=do)
         if not bool((state.get(TEMPERATURES, self.temperatures_K) > 0).all()):
             given = str(state[TEMPERATURES].tolist())
-            raise CheckpointError("A draft temperature is no number above 0.", given=given, do="Save the heads again.")
+            raise CheckpointError(
+                "A draft temperature is no number above 0.", given=given, do="Save the heads again."
+            )
         self.temperatures_K.fill_(1.0)
         for name, view in views.items():
             view.copy_(state[name])
@@ -392,7 +500,10 @@ def clip_per_head(named: dict[str, nn.Parameter], num_heads: int, clip_norm: flo
             for grads, grad in zip(by_head, parameter.grad, strict=True):
                 grads.append(grad)
     by_head += [shared] if shared else []
-    norms = [torch.stack([torch.linalg.vector_norm(g) for g in grads]).square().sum().sqrt() for grads in by_head]
+    norms = [
+        torch.stack([torch.linalg.vector_norm(g) for g in grads]).square().sum().sqrt()
+        for grads in by_head
+    ]
     for norm, grads in zip(norms, by_head, strict=True):
         scale = (clip_norm / (norm + 1e-12)).clamp(max=1.0)
         for grad in grads:

@@ -76,12 +76,16 @@ class ShardedVocabulary(Vocabulary):
 
     def look_up(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         index_N, mine_N = self._local(ids_N)
-        rows_ND = torch.where(mine_N.unsqueeze(-1), torch.nn.functional.embedding(index_N, table_VD), 0.0)
+        rows_ND = torch.where(
+            mine_N.unsqueeze(-1), torch.nn.functional.embedding(index_N, table_VD), 0.0
+        )
         return _SumOverRanks.apply(rows_ND, self._group)
 
     def logsumexp(self, logits_CV: torch.Tensor) -> torch.Tensor:
         highest_C1 = self._reduce(logits_CV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-        return highest_C1 + self._reduce((logits_CV - highest_C1).exp_().sum(-1, keepdim=True)).log()
+        return (
+            highest_C1 + self._reduce((logits_CV - highest_C1).exp_().sum(-1, keepdim=True)).log()
+        )
 
     def log_softmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         return logits_CV - self.logsumexp(logits_CV)
@@ -90,7 +94,9 @@ class ShardedVocabulary(Vocabulary):
         index_C, mine_C = self._local(ids_C)
         return self._reduce(torch.where(mine_C, super().pick(values_CV, index_C), 0.0))
 
-    def add_at(self, values_CV: torch.Tensor, ids_C: torch.Tensor, amounts_C: torch.Tensor) -> torch.Tensor:
+    def add_at(
+        self, values_CV: torch.Tensor, ids_C: torch.Tensor, amounts_C: torch.Tensor
+    ) -> torch.Tensor:
         index_C, mine_C = self._local(ids_C)
         return super().add_at(values_CV, index_C, torch.where(mine_C, amounts_C, 0.0))
 
@@ -100,12 +106,19 @@ class ShardedVocabulary(Vocabulary):
     def argmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         best = logits_CV.max(-1)
         highest_C = self._reduce(best.values.clone(), dist.ReduceOp.MAX)
-        return self._reduce(torch.where(best.values == highest_C, best.indices + self.first, self.size), dist.ReduceOp.MIN)
+        return self._reduce(
+            torch.where(best.values == highest_C, best.indices + self.first, self.size),
+            dist.ReduceOp.MIN,
+        )
 
     def truncate(self, logits_CV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         """Ties with the last token that is kept are kept (the whole vocabulary's top-p keeps some of them)."""
         if 0 < top_k < self.size:
-            best_CK = torch.full((logits_CV.shape[0], min(top_k, self.rows_per_rank)), -torch.inf, device=logits_CV.device)
+            best_CK = torch.full(
+                (logits_CV.shape[0], min(top_k, self.rows_per_rank)),
+                -torch.inf,
+                device=logits_CV.device,
+            )
             held = min(best_CK.shape[1], self.rows)
             best_CK[:, :held] = logits_CV.topk(held, dim=-1).values
             all_WCK = self._gather(best_CK)
@@ -120,8 +133,13 @@ class ShardedVocabulary(Vocabulary):
         low_C = torch.full_like(high_C, -(1 << (KEY_BITS - 1)))
         for _ in range(KEY_BITS):
             middle_C = (low_C + high_C).div(2, rounding_mode="floor")
-            enough_C = self.total(torch.where(keys_CV <= middle_C.unsqueeze(1), mass_CV, 0.0)) > 1 - top_p
-            high_C, low_C = torch.where(enough_C, middle_C, high_C), torch.where(enough_C, low_C, middle_C + 1)
+            enough_C = (
+                self.total(torch.where(keys_CV <= middle_C.unsqueeze(1), mass_CV, 0.0)) > 1 - top_p
+            )
+            high_C, low_C = (
+                torch.where(enough_C, middle_C, high_C),
+                torch.where(enough_C, low_C, middle_C + 1),
+            )
             low_C = torch.minimum(low_C, high_C)
         return logits_CV.masked_fill(keys_CV < high_C.unsqueeze(1), -torch.inf)
 
@@ -139,7 +157,9 @@ class ShardedVocabulary(Vocabulary):
         mine_N = (ids_N >= self.first) & (ids_N < self.first + self.rows)
         return torch.where(mine_N, ids_N - self.first, 0), mine_N
 
-    def _reduce(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    def _reduce(
+        self, values: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
         dist.all_reduce(values, how, group=self._group)
         return values
 
@@ -175,8 +195,15 @@ class ParallelHeads(MedusaHeads):
     def __init__(self, config: HeadsConfig, vocabulary: ShardedVocabulary) -> None:
         """Random parts are not those of whole heads; use `shard` or `load`."""
         if config.vocab_size != vocabulary.size:
-            raise ConfigError("The vocabulary is of another size.", given=vocabulary.size, expected=config.vocab_size, do="Correct it.")
-        with torch.random.fork_rng(devices=[]):  # Shares of unequal size would leave ranks with unequal random states.
+            raise ConfigError(
+                "The vocabulary is of another size.",
+                given=vocabulary.size,
+                expected=config.vocab_size,
+                do="Correct it.",
+            )
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # Shares of unequal size would leave ranks with unequal random states.
             super().__init__(replace(config, vocab_size=vocabulary.rows))
         self.whole_config, self.vocabulary = config, vocabulary
 
@@ -188,21 +215,29 @@ class ParallelHeads(MedusaHeads):
         return share
 
     @classmethod
-    def load(cls, path: str | Path, vocabulary: ShardedVocabulary, **actor: int) -> tuple[ParallelHeads, HeadsMetadata]:
+    def load(
+        cls, path: str | Path, vocabulary: ShardedVocabulary, **actor: int
+    ) -> tuple[ParallelHeads, HeadsMetadata]:
         """This rank's share of a native directory, whatever tensor-parallel size wrote it; arguments and errors of `load_heads`."""
         heads, metadata = load_heads(path, **actor)
         return cls.shard(heads, vocabulary), metadata
 
     def own_state(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's share of a whole state (file keys)."""
-        return {name: self.vocabulary.own_rows(value) if name.startswith(SHARDED_KEYS) else value for name, value in whole.items()}
+        return {
+            name: self.vocabulary.own_rows(value) if name.startswith(SHARDED_KEYS) else value
+            for name, value in whole.items()
+        }
 
     def whole_heads(self) -> MedusaHeads:
         """The whole set, on every rank; for `heads.checkpoint.save_heads` on one of them. All ranks must call it."""
         heads = MedusaHeads(self.whole_config).to(self.dtype)
         state = self.trainable_state()
         heads.load_trainable_state(
-            {name: self.vocabulary.whole(value) if name.startswith(SHARDED_KEYS) else value for name, value in state.items()}
+            {
+                name: self.vocabulary.whole(value) if name.startswith(SHARDED_KEYS) else value
+                for name, value in state.items()
+            }
         )
         return heads
 
@@ -219,7 +254,11 @@ class ParallelHeads(MedusaHeads):
             if name in SHARED.values():
                 own = [(heads, parameter.grad)]
             else:
-                own = [(int(name.split(".")[1]), parameter.grad)] if name.startswith("mlp_in.") else list(enumerate(parameter.grad))
+                own = (
+                    [(int(name.split(".")[1]), parameter.grad)]
+                    if name.startswith("mlp_in.")
+                    else list(enumerate(parameter.grad))
+                )
             sharded = int(name.startswith(SHARDED_PARAMETERS))
             for k, gradient in own:
                 squares_K[sharded, k] += torch.linalg.vector_norm(gradient.float()).square()

@@ -23,10 +23,14 @@ MISSING = -1  # Where a context has no pair.
 
 def segments_from_lengths(lengths_S: torch.Tensor) -> torch.Tensor:
     """Sequence index of each packed row: lengths (2, 3) -> (0, 0, 1, 1, 1). int64, on the device of `lengths_S`."""
-    return torch.repeat_interleave(torch.arange(lengths_S.numel(), device=lengths_S.device), lengths_S)
+    return torch.repeat_interleave(
+        torch.arange(lengths_S.numel(), device=lengths_S.device), lengths_S
+    )
 
 
-def look_ahead(values_BT: torch.Tensor, segment_BT: torch.Tensor, count: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+def look_ahead(
+    values_BT: torch.Tensor, segment_BT: torch.Tensor, count: int, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Values `first`, `first + 1`, ... rows further on in the same sequence.
 
     Args:
@@ -39,7 +43,9 @@ def look_ahead(values_BT: torch.Tensor, segment_BT: torch.Tensor, count: int, fi
         values_BTK with K = count (zero where there is no such row), and mask_BTK bool that says where there is one.
     """
     if values_BT.shape != segment_BT.shape:
-        raise ValueError(f"values and segments must have one shape, given {tuple(values_BT.shape)} and {tuple(segment_BT.shape)}")
+        raise ValueError(
+            f"values and segments must have one shape, given {tuple(values_BT.shape)} and {tuple(segment_BT.shape)}"
+        )
     rows = values_BT.shape[-1]
     out_BTK = values_BT.new_zeros((*values_BT.shape, count))
     mask_BTK = torch.zeros((*values_BT.shape, count), dtype=torch.bool, device=values_BT.device)
@@ -50,11 +56,15 @@ def look_ahead(values_BT: torch.Tensor, segment_BT: torch.Tensor, count: int, fi
         here_BT, there_BT = segment_BT[..., :left], segment_BT[..., rows - left :]
         same_BT = (here_BT == there_BT) & (here_BT != PADDING)
         mask_BTK[..., :left, index] = same_BT
-        out_BTK[..., :left, index] = torch.where(same_BT, values_BT[..., rows - left :], values_BT.new_zeros(()))
+        out_BTK[..., :left, index] = torch.where(
+            same_BT, values_BT[..., rows - left :], values_BT.new_zeros(())
+        )
     return out_BTK, mask_BTK
 
 
-def head_targets(next_ids_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def head_targets(
+    next_ids_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What head 1..K predicts at each row.
 
     Args:
@@ -68,7 +78,9 @@ def head_targets(next_ids_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads:
     return look_ahead(next_ids_BT, segment_BT, num_heads, first=1)
 
 
-def condition_ids(next_ids_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads: int) -> torch.Tensor:
+def condition_ids(
+    next_ids_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads: int
+) -> torch.Tensor:
     """The tokens since h_t, oldest first: ids_BTK[..., j] = next_ids[t + j]. Head k reads the first k of them.
 
     Beyond the end of a sequence the id is 0; heads that would read it have no target there.
@@ -76,7 +88,9 @@ def condition_ids(next_ids_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads
     return look_ahead(next_ids_BT, segment_BT, num_heads, first=0)[0]
 
 
-def head_logprobs(logprobs_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads: int) -> torch.Tensor:
+def head_logprobs(
+    logprobs_BT: torch.Tensor, segment_BT: torch.Tensor, num_heads: int
+) -> torch.Tensor:
     """Behaviour log-prob of the token that head 1..K predicts; same places as `head_targets` (0 where masked)."""
     return look_ahead(logprobs_BT, segment_BT, num_heads, first=1)[0]
 
@@ -92,9 +106,13 @@ def context_rows(segment_M: torch.Tensor, count: int) -> torch.Tensor:
 
     `MISSING` where the sequence has no such row. Every row that belongs to a sequence has itself.
     """
-    rows_Mn = torch.arange(segment_M.shape[0], device=segment_M.device).unsqueeze(1) + torch.arange(1 - count, 1, device=segment_M.device)
+    rows_Mn = torch.arange(segment_M.shape[0], device=segment_M.device).unsqueeze(1) + torch.arange(
+        1 - count, 1, device=segment_M.device
+    )
     segment_M1 = segment_M.unsqueeze(1)
-    there_Mn = (rows_Mn >= 0) & (segment_M[rows_Mn.clamp_min(0)] == segment_M1) & (segment_M1 != PADDING)
+    there_Mn = (
+        (rows_Mn >= 0) & (segment_M[rows_Mn.clamp_min(0)] == segment_M1) & (segment_M1 != PADDING)
+    )
     return torch.where(there_Mn, rows_Mn, MISSING)
 
 

@@ -27,7 +27,14 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_HEADS_HEADER_BYTES = 1 << 20
 """Header of a file of heads: room for 8,000 tensors. Parsing JSON takes about 50 times its size, so this bounds memory too."""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-STATE_DTYPES = {**FLOAT_DTYPES, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+STATE_DTYPES = {
+    **FLOAT_DTYPES,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 CODES = {dtype: code for code, dtype in STATE_DTYPES.items()}
 
@@ -36,7 +43,9 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write tensors to one safetensors file, atomically; no NaN or infinity."""
-    with StateWriter(path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}) as writer:
+    with StateWriter(
+        path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    ) as writer:
         for name, tensor in state.items():
             writer.put(name, tensor)
 
@@ -47,7 +56,9 @@ class StateWriter:
     The file appears, complete, when the block ends well.
     """
 
-    def __init__(self, path: str | Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def __init__(
+        self, path: str | Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
         """
         Args:
             path: where the file goes.
@@ -61,7 +72,11 @@ class StateWriter:
         for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name)):
             dtype, shape = entries[name]
             self._starts[name], end = end, end + dtype.itemsize * math.prod(shape)
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [self._starts[name], end]}
+            header[name] = {
+                "dtype": CODES[dtype],
+                "shape": list(shape),
+                "data_offsets": [self._starts[name], end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
@@ -69,7 +84,9 @@ class StateWriter:
 
     def __enter__(self) -> StateWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.new-", dir=self.path.parent)
+        handle, self._temporary = tempfile.mkstemp(
+            prefix=f".{self.path.name}.new-", dir=self.path.parent
+        )
         self._file = os.fdopen(handle, "wb")
         try:
             self._file.write(self._header)
@@ -84,21 +101,36 @@ class StateWriter:
         dtype, shape = self._entries.get(name, (None, None))
         if name not in self._waiting or tuple(tensor.shape) != shape:
             given, expected = f"{name} {tuple(tensor.shape)}", f"shape {shape}, once"
-            raise CheckpointError("A tensor does not belong into the file.", given=given, expected=expected, do="Report this.")
+            raise CheckpointError(
+                "A tensor does not belong into the file.",
+                given=given,
+                expected=expected,
+                do="Report this.",
+            )
         tensor = tensor.detach().to("cpu", dtype)
         require_finite({name: tensor}, "the state to save")
         self._file.seek(len(self._header) + self._starts[name])
         self._file.write(_bytes(tensor))
         self._waiting.remove(name)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
             if kind is None and self._waiting:
                 given = f"{len(self._waiting)} missing, e.g. {min(self._waiting)}"
-                raise CheckpointError("The file is not complete.", given=given, expected="every announced tensor", do="Report this.")
+                raise CheckpointError(
+                    "The file is not complete.",
+                    given=given,
+                    expected="every announced tensor",
+                    do="Report this.",
+                )
             if kind is None:
                 os.chmod(self._temporary, 0o644)
                 os.replace(self._temporary, self.path)
@@ -111,7 +143,9 @@ def checksum(state: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
-        digest.update(f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}|".encode())
+        digest.update(
+            f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}|".encode()
+        )
         digest.update(_bytes(tensor))
     return digest.hexdigest()
 
@@ -145,14 +179,18 @@ def crc(state: Mapping[str, torch.Tensor]) -> int:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """No NaN or infinity among floating-point values. Told by their extremes, which pass both on, in an eighth of `isfinite`'s time."""
-    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all())
+    return not tensor.numel() or bool(
+        torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all()
+    )
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not is_finite(tensor):
             do = "Train with a smaller step size."
-            raise CheckpointError(f"NaN or infinity in {what}.", given=name, expected="finite numbers", do=do)
+            raise CheckpointError(
+                f"NaN or infinity in {what}.", given=name, expected="finite numbers", do=do
+            )
 
 
 def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Tensor]:
@@ -165,7 +203,12 @@ def load_state(path: str | Path, *, finite: bool = False) -> dict[str, torch.Ten
     header = read_header(path)
     for name, (dtype, _) in header.items():
         if dtype not in STATE_DTYPES:
-            raise _damaged("A tensor has a dtype that is not supported.", f"{name} {dtype}", " | ".join(STATE_DTYPES), "Convert it.")
+            raise _damaged(
+                "A tensor has a dtype that is not supported.",
+                f"{name} {dtype}",
+                " | ".join(STATE_DTYPES),
+                "Convert it.",
+            )
     return read_tensors(path, list(header), finite=finite)
 
 
@@ -174,7 +217,9 @@ def read_regular(path: Path, limit: int) -> bytes:
     size = regular_size(path)
     if size > limit:
         do = "This is not a heads checkpoint."
-        raise _damaged("A file of the checkpoint is too large.", f"{path}: {size} bytes", f"<= {limit}", do)
+        raise _damaged(
+            "A file of the checkpoint is too large.", f"{path}: {size} bytes", f"<= {limit}", do
+        )
     return path.read_bytes()
 
 
@@ -183,9 +228,13 @@ def regular_size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise _damaged("A file of the checkpoint is missing.", path, "a readable file", "Check the path.") from error
+        raise _damaged(
+            "A file of the checkpoint is missing.", path, "a readable file", "Check the path."
+        ) from error
     if not stat.S_ISREG(status.st_mode):
-        raise _damaged("A file of the checkpoint is not a plain file.", path, "a plain file", "Check the path.")
+        raise _damaged(
+            "A file of the checkpoint is not a plain file.", path, "a plain file", "Check the path."
+        )
     return status.st_size
 
 
@@ -193,9 +242,13 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _damaged("A file of the checkpoint is damaged.", f"{path}: {error}", "JSON") from error
+        raise _damaged(
+            "A file of the checkpoint is damaged.", f"{path}: {error}", "JSON"
+        ) from error
     if not isinstance(raw, dict):
-        raise _damaged("A file of the checkpoint is damaged.", f"{path}: {type(raw).__name__}", "a JSON object")
+        raise _damaged(
+            "A file of the checkpoint is damaged.", f"{path}: {type(raw).__name__}", "a JSON object"
+        )
     return raw
 
 
@@ -213,15 +266,27 @@ def file_inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
-        raise _damaged("A file is named by a path.", repr(name[:80]), "a file name without folders", "Don't trust this folder.")
+        raise _damaged(
+            "A file is named by a path.",
+            repr(name[:80]),
+            "a file name without folders",
+            "Don't trust this folder.",
+        )
     home = folder.resolve()
     home = home.parent.parent if home.parent.name == "snapshots" else home
     if path.is_symlink() and not path.resolve().is_relative_to(home):
-        raise _damaged("A file of the folder is a link that leads out of it.", path, "a plain file", "Copy the file itself.")
+        raise _damaged(
+            "A file of the folder is a link that leads out of it.",
+            path,
+            "a plain file",
+            "Copy the file itself.",
+        )
     return path
 
 
-def _damaged(problem: str, given: object, expected: str, do: str = "Copy it again.") -> CheckpointError:
+def _damaged(
+    problem: str, given: object, expected: str, do: str = "Copy it again."
+) -> CheckpointError:
     return CheckpointError(problem, given=given, expected=expected, do=do)
 
 
@@ -235,9 +300,13 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> Header:
             raise _damaged(problem, f"{path}: {size} bytes, header {length}", "a whole file")
         raw = parse_json(handle.read(length), path)
     raw.pop("__metadata__", None)
-    with _opened(path) as file:  # The library compares what the header says of each tensor with the file, and allocates nothing.
+    with (
+        _opened(path) as file
+    ):  # The library compares what the header says of each tensor with the file, and allocates nothing.
         slices = {name: file.get_slice(name) for name in raw}
-        return {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+        return {
+            name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()
+        }
 
 
 @contextmanager
@@ -247,7 +316,11 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
-        raise _damaged("The file is cut short or damaged.", f"{path}: {error!s:.200}", "a whole safetensors file") from error
+        raise _damaged(
+            "The file is cut short or damaged.",
+            f"{path}: {error!s:.200}",
+            "a whole safetensors file",
+        ) from error
 
 
 def read_tensors(path: Path, names: list[str], *, finite: bool = False) -> dict[str, torch.Tensor]:

@@ -34,7 +34,9 @@ def truncate_logits(logits_NV: torch.Tensor, top_k: int = 0, top_p: float = 1.0)
     return logits_NV.masked_fill(torch.zeros_like(out_NV).scatter_(1, order_NV, out_NV), -torch.inf)
 
 
-def of_tokens(factored: FactoredLogits, ids_W: torch.Tensor, rows_WD: torch.Tensor | None = None) -> FactoredLogits:
+def of_tokens(
+    factored: FactoredLogits, ids_W: torch.Tensor, rows_WD: torch.Tensor | None = None
+) -> FactoredLogits:
     """Logits of some tokens alone, in their order. `rows_WD`: their rows of the shared lm_head, where they were looked up before."""
     out = factored.bias_weight_KVr
     return factored._replace(
@@ -52,7 +54,11 @@ class Vocabulary:
 
     def chunk_rows(self, table_VD: torch.Tensor) -> int:
         """Rows whose logits are computed at once with this process's lm_head; as many in all processes."""
-        return max(1, (GPU_CHUNK if table_VD.device.type == "cuda" else CPU_CHUNK) // self.width(table_VD.shape[0]))
+        return max(
+            1,
+            (GPU_CHUNK if table_VD.device.type == "cuda" else CPU_CHUNK)
+            // self.width(table_VD.shape[0]),
+        )
 
     def look_up(self, ids_N: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         """Rows of a table of tokens, `ND`."""
@@ -70,7 +76,9 @@ class Vocabulary:
         """One token's value in each row, `C`."""
         return values_CV.gather(1, ids_C.unsqueeze(1)).squeeze(1)
 
-    def add_at(self, values_CV: torch.Tensor, ids_C: torch.Tensor, amounts_C: torch.Tensor) -> torch.Tensor:
+    def add_at(
+        self, values_CV: torch.Tensor, ids_C: torch.Tensor, amounts_C: torch.Tensor
+    ) -> torch.Tensor:
         """Add to one token's value in each row, in place."""
         return values_CV.scatter_add_(1, ids_C.unsqueeze(1), amounts_C.unsqueeze(1))
 

@@ -75,7 +75,12 @@ class ActorConfig(Section):
 
     @property
     def ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+        return (
+            self.tensor_parallel
+            * self.pipeline_parallel
+            * self.context_parallel
+            * self.data_parallel
+        )
 
 
 class DataConfig(Section):
@@ -162,13 +167,21 @@ class EngineConfig(Section):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of running servers; none where the engines are started."""
-        return () if self.backend in (COLOCATED, SERVER) else tuple(part.strip() for part in self.backend.split(","))
+        return (
+            ()
+            if self.backend in (COLOCATED, SERVER)
+            else tuple(part.strip() for part in self.backend.split(","))
+        )
 
     @field_validator("backend")
     @classmethod
     def _known(cls, backend: str) -> str:
-        if backend not in (COLOCATED, SERVER) and not all(part.strip().startswith(("http://", "https://")) for part in backend.split(",")):
-            raise unknown("Unknown engine.backend.", backend, (COLOCATED, SERVER, "http://HOST:PORT"))
+        if backend not in (COLOCATED, SERVER) and not all(
+            part.strip().startswith(("http://", "https://")) for part in backend.split(",")
+        ):
+            raise unknown(
+                "Unknown engine.backend.", backend, (COLOCATED, SERVER, "http://HOST:PORT")
+            )
         return backend
 
 
@@ -189,7 +202,9 @@ class HeadsSection(Section):
     def sizes(self, hidden: int, vocab: int) -> HeadsConfig:
         """What new heads for an actor of this width and vocabulary are."""
         pairs = self.context if self.kind == "hydra" else 0
-        return HeadsConfig(hidden, vocab, self.num_heads, self.kind, lm_head=self.lm_head, context=pairs)
+        return HeadsConfig(
+            hidden, vocab, self.num_heads, self.kind, lm_head=self.lm_head, context=pairs
+        )
 
 
 class CompanionConfig(Section):
@@ -296,7 +311,12 @@ class RunConfig(Section):
     def _inside(cls, name: str) -> str:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             do = "Name the run, and the folder that it lies in with out=FOLDER."
-            raise ConfigError("The run would lie outside of the folder of all runs.", given=f"name={name}", expected="a name", do=do)
+            raise ConfigError(
+                "The run would lie outside of the folder of all runs.",
+                given=f"name={name}",
+                expected="a name",
+                do=do,
+            )
         return name
 
     @property
@@ -312,68 +332,163 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fields_agree(self) -> RunConfig:
         for problem, keys, expected, do in (*_contradictions(self), *ppo_contradictions(self)):
-            values = [f"{key}={getattr(getattr(self, section), name)}" for key in keys for section, name in [key.split(".")]]
+            values = [
+                f"{key}={getattr(getattr(self, section), name)}"
+                for key in keys
+                for section, name in [key.split(".")]
+            ]
             raise ConfigError(problem, given=", ".join(values), expected=expected, do=do)
         return self
 
 
 def _contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """Fields that contradict each other, at load and not at step 300: the problem, their keys, what is expected, what to do."""
-    engine, heads, ppo, megatron = config.engine, config.heads, config.ppo, config.actor.backend == "megatron"
+    engine, heads, ppo, megatron = (
+        config.engine,
+        config.heads,
+        config.ppo,
+        config.actor.backend == "megatron",
+    )
     if engine.num_drafts is not None and engine.num_drafts > heads.num_heads:
         keys: tuple[str, ...] = ("engine.num_drafts", "heads.num_heads")
-        yield "More draft tokens than heads.", keys, "engine.num_drafts <= heads.num_heads", "Train more heads or draft fewer tokens."
+        yield (
+            "More draft tokens than heads.",
+            keys,
+            "engine.num_drafts <= heads.num_heads",
+            "Train more heads or draft fewer tokens.",
+        )
     if (engine.memory_bytes or engine.stop_below) and not engine.draft_temperature:
-        keys, do = ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature"), "Set the last above 0, or the others to null."
-        yield "Only sampled drafts know a memory, or an end by their own chances.", keys, "sampled drafts", do
+        keys, do = (
+            ("engine.memory_bytes", "engine.stop_below", "engine.draft_temperature"),
+            "Set the last above 0, or the others to null.",
+        )
+        yield (
+            "Only sampled drafts know a memory, or an end by their own chances.",
+            keys,
+            "sampled drafts",
+            do,
+        )
     if engine.stop_below and engine.choose_drafts:
         keys = ("engine.stop_below", "engine.choose_drafts")
-        yield "What k drafts cost is not seen where each request has its own number.", keys, "one of the two", "Leave one out."
+        yield (
+            "What k drafts cost is not seen where each request has its own number.",
+            keys,
+            "one of the two",
+            "Leave one out.",
+        )
     need = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    ours = config.model_fields_set & {"data", "sampling", "ppo"}  # Another loop brings its own prompts, and sets none of them.
+    ours = config.model_fields_set & {
+        "data",
+        "sampling",
+        "ppo",
+    }  # Another loop brings its own prompts, and sets none of them.
     if ours and engine.max_model_len is not None and need > engine.max_model_len:
         keys = ("data.max_prompt_tokens", "sampling.max_new_tokens")
         do = "Raise engine.max_model_len, leave it out, or shorten prompts or responses."
-        yield "Prompts and responses do not fit into the engine.", keys, f"together <= engine.max_model_len = {engine.max_model_len}", do
+        yield (
+            "Prompts and responses do not fit into the engine.",
+            keys,
+            f"together <= engine.max_model_len = {engine.max_model_len}",
+            do,
+        )
     micro = ppo.micro_batch_size or ppo.minibatch_size
     if ppo.minibatch_size % micro and micro < ppo.minibatch_size:
         keys = ("ppo.minibatch_size", "ppo.micro_batch_size")
-        yield "A minibatch must be made of whole micro batches.", keys, "the first divisible by the second", "Change one of the two."
+        yield (
+            "A minibatch must be made of whole micro batches.",
+            keys,
+            "the first divisible by the second",
+            "Change one of the two.",
+        )
     if not megatron and config.actor.ranks > 1:
-        keys = ("actor.backend", "actor.tensor_parallel", "actor.pipeline_parallel", "actor.context_parallel", "actor.data_parallel")
+        keys = (
+            "actor.backend",
+            "actor.tensor_parallel",
+            "actor.pipeline_parallel",
+            "actor.context_parallel",
+            "actor.data_parallel",
+        )
         do = "Set actor.backend=megatron, or all four parallel sizes to 1."
         yield "The backend transformers trains in one process.", keys, "actor.backend=megatron", do
     if config.actor.sequence_parallel and config.actor.tensor_parallel == 1:
-        keys, do = ("actor.sequence_parallel", "actor.tensor_parallel"), "Raise the second, or leave the first out."
-        yield "Tokens are shared by the ranks that share a layer.", keys, "actor.tensor_parallel above 1", do
+        keys, do = (
+            ("actor.sequence_parallel", "actor.tensor_parallel"),
+            "Raise the second, or leave the first out.",
+        )
+        yield (
+            "Tokens are shared by the ranks that share a layer.",
+            keys,
+            "actor.tensor_parallel above 1",
+            do,
+        )
     if config.actor.context_parallel > 1 and (config.sampling.top_k or config.sampling.top_p < 1):
         keys = ("actor.context_parallel", "sampling.top_k", "sampling.top_p")
         do = "Set actor.context_parallel=1, or sample from all tokens."
-        yield "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.", keys, "one of the two", do
+        yield (
+            "Ranks share a sequence otherwise in each pass, and forget which tokens a cut left.",
+            keys,
+            "one of the two",
+            do,
+        )
     if config.actor.distributed_optimizer and not megatron:
-        keys, do = ("actor.distributed_optimizer", "actor.backend"), "Set actor.backend=megatron, or leave the first out."
-        yield "One process has nobody to share its optimizer with.", keys, "actor.backend=megatron", do
+        keys, do = (
+            ("actor.distributed_optimizer", "actor.backend"),
+            "Set actor.backend=megatron, or leave the first out.",
+        )
+        yield (
+            "One process has nobody to share its optimizer with.",
+            keys,
+            "actor.backend=megatron",
+            do,
+        )
     if config.companion.workers > 1 and config.companion.position_share < 1:
         keys = ("companion.workers", "companion.position_share")
         problem = "A companion that trains on a share of the positions has one worker only: others have only a part of each batch."
-        yield problem, keys, "companion.workers=1 or companion.position_share=1", "Change one of the two."
+        yield (
+            problem,
+            keys,
+            "companion.workers=1 or companion.position_share=1",
+            "Change one of the two.",
+        )
     if engine.sleep_level and engine.backend != COLOCATED:
-        keys, do = ("engine.sleep_level", "engine.backend"), "Set engine.sleep_level=null or engine.backend=colocated."
+        keys, do = (
+            ("engine.sleep_level", "engine.backend"),
+            "Set engine.sleep_level=null or engine.backend=colocated.",
+        )
         yield "Only colocated engines can sleep.", keys, "engine.backend=colocated", do
-    if engine.transfer == "broadcast" and (engine.backend != COLOCATED or int(engine.extra.get("data_parallel_size", 1)) > 1):
+    if engine.transfer == "broadcast" and (
+        engine.backend != COLOCATED or int(engine.extra.get("data_parallel_size", 1)) > 1
+    ):
         keys = ("engine.transfer", "engine.backend", "engine.extra")
         do = "Set engine.transfer=file, or engine.backend=colocated with engine.replicas."
-        yield "The actor can't be broadcast to these engines.", keys, "engine.backend=colocated, no data_parallel_size above 1", do
+        yield (
+            "The actor can't be broadcast to these engines.",
+            keys,
+            "engine.backend=colocated, no data_parallel_size above 1",
+            do,
+        )
     if engine.addresses and len(engine.addresses) != engine.replicas:
         keys = ("engine.backend", "engine.replicas")
-        yield "Each engine needs an address.", keys, "as many addresses as replicas, with commas between", "Correct one of the two."
+        yield (
+            "Each engine needs an address.",
+            keys,
+            "as many addresses as replicas, with commas between",
+            "Correct one of the two.",
+        )
     if config.report.compare_pairs and engine.addresses:
         problem = "A run that is compared starts an engine without heads of its own, and can't do so at your server."
         do = "Set report.compare_pairs=null, or let the engine be started."
-        yield problem, ("report.compare_pairs", "engine.backend"), "engine.backend=colocated or server", do
+        yield (
+            problem,
+            ("report.compare_pairs", "engine.backend"),
+            "engine.backend=colocated or server",
+            do,
+        )
 
 
-def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
     """Read a preset or a YAML file with what it extends, apply `key=value` overrides (dotted keys), and check the result.
 
     Raises:
@@ -382,7 +497,9 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     values = {} if path is None else read_file(located(os.fspath(path), Path()).expanduser())
     for pair in overrides:
         apply_override(values, pair, RunConfig)
-    return build_config({"ppo": {}} | values)  # What is read from a file or a command line is held to our loop's rules.
+    return build_config(
+        {"ppo": {}} | values
+    )  # What is read from a file or a command line is held to our loop's rules.
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:

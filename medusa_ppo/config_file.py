@@ -23,7 +23,9 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, field docstrings become descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 EXTENDS = "extends"
@@ -74,11 +76,17 @@ OLD_KEYS = {
 
 def preset(name: str) -> Path:
     """Path of a preset in `configs/`: beside the packages in a checkout, under `share/` in an installed wheel."""
-    for folder in (Path(__file__).resolve().parent.parent / "configs", Path(sys.prefix) / "share" / "medusa-ppo" / "configs"):
+    for folder in (
+        Path(__file__).resolve().parent.parent / "configs",
+        Path(sys.prefix) / "share" / "medusa-ppo" / "configs",
+    ):
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     raise ConfigError(
-        "The preset does not exist.", given=name, expected="a file in configs/", do="Run from a checkout, or pass --config FILE."
+        "The preset does not exist.",
+        given=name,
+        expected="a file in configs/",
+        do="Run from a checkout, or pass --config FILE.",
     )
 
 
@@ -100,13 +108,23 @@ def read_file(path: Path, before: Sequence[Path] = ()) -> dict[str, Any]:
     path = path.expanduser().resolve()
     if path in before:
         chain = " -> ".join(file.name for file in (*before, path))
-        raise ConfigError("The configuration extends itself.", given=chain, expected="an end", do=f"Correct `extends` in {before[-1]}.")
+        raise ConfigError(
+            "The configuration extends itself.",
+            given=chain,
+            expected="an end",
+            do=f"Correct `extends` in {before[-1]}.",
+        )
     values = _read_yaml(path)
     base = values.pop(EXTENDS, None)
     if base is None:
         return values
     if not isinstance(base, str):
-        raise ConfigError("`extends` names one preset or file.", given=repr(base), expected="a text", do=f"Correct {path}.")
+        raise ConfigError(
+            "`extends` names one preset or file.",
+            given=repr(base),
+            expected="a text",
+            do=f"Correct {path}.",
+        )
     return merged(read_file(located(base, path.parent), (*before, path)), values)
 
 
@@ -114,9 +132,13 @@ def _parsed(text: str) -> Any:
     """YAML within bounds, without aliases: nine lines of them can stand for a billion values, and lists in lists take PyYAML minutes."""
     depth = 0
     for event in yaml.parse(text[: LARGEST + 1], yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if isinstance(event, yaml.AliasEvent) or depth > DEEPEST or len(text) > LARGEST:
-            raise ValueError(f"an alias (*name), more than {DEEPEST} levels, or more than {LARGEST} characters")
+            raise ValueError(
+                f"an alias (*name), more than {DEEPEST} levels, or more than {LARGEST} characters"
+            )
     return yaml.safe_load(text)
 
 
@@ -142,7 +164,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = _parsed(path.read_text(encoding="utf-8"))
     except (*NO_YAML, OSError) as error:
         raise ConfigError(
-            "The configuration file is not YAML.", given=f"{path}: {error}", expected="a mapping of sections", do="Correct the file."
+            "The configuration file is not YAML.",
+            given=f"{path}: {error}",
+            expected="a mapping of sections",
+            do="Correct the file.",
         ) from None
     if values is None:
         return {}
@@ -160,14 +185,27 @@ def apply_override(values: dict[str, Any], pair: str, root: type[BaseModel]) -> 
     """Put `key=value` into a nested mapping, read by the type that the key has in `root`. Raises ConfigError."""
     key, sign, text = pair.partition("=")
     if not sign or not key:
-        raise ConfigError("An override must be key=value.", given=pair, expected="e.g. ppo.steps=20", do="Write key=value without spaces.")
+        raise ConfigError(
+            "An override must be key=value.",
+            given=pair,
+            expected="e.g. ppo.steps=20",
+            do="Write key=value without spaces.",
+        )
     *parents, leaf = key.split(".")
     node, section = values, root
     for parent in parents:
-        child, field = node.setdefault(parent, {}), section.model_fields.get(parent) if section else None
-        if not isinstance(child, dict) or (field and not _is_section(field.annotation) and not _holds(field.annotation, dict)):
+        child, field = (
+            node.setdefault(parent, {}),
+            section.model_fields.get(parent) if section else None,
+        )
+        if not isinstance(child, dict) or (
+            field and not _is_section(field.annotation) and not _holds(field.annotation, dict)
+        ):
             raise ConfigError(
-                "An override goes through a key that is not a section.", given=pair, expected="section.key=value", do="Check the key."
+                "An override goes through a key that is not a section.",
+                given=pair,
+                expected="section.key=value",
+                do="Check the key.",
             )
         node, section = child, field.annotation if field and _is_section(field.annotation) else None  # type: ignore[assignment]
     field = section.model_fields.get(leaf) if section else None
@@ -187,10 +225,16 @@ def _value(key: str, text: str, field: FieldInfo | None) -> Any:
     if _holds(kind, tuple):
         return _yaml(key, text if text.lstrip().startswith("[") else f"[{text}]")
     if _holds(kind, str):
-        return _yaml(key, text) if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+        return (
+            _yaml(key, text) if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+        )
     whole: Any = Annotated[kind, *field.metadata] if field.metadata else kind
-    if _holds(kind, int) and typing.Literal in (typing.get_origin(part) for part in (kind, *typing.get_args(kind))):
-        return TypeAdapter(whole).validate_python(_yaml(key, text))  # A choice of numbers takes no text.
+    if _holds(kind, int) and typing.Literal in (
+        typing.get_origin(part) for part in (kind, *typing.get_args(kind))
+    ):
+        return TypeAdapter(whole).validate_python(
+            _yaml(key, text)
+        )  # A choice of numbers takes no text.
     return TypeAdapter(whole).validate_python(text)
 
 
@@ -199,7 +243,10 @@ def _yaml(key: str, text: str) -> Any:
         return _parsed(text) if text else ""
     except NO_YAML:
         raise ConfigError(
-            "The value of an override is not YAML.", given=f"{key}={text}", expected="a list or a mapping", do="Quote the value."
+            "The value of an override is not YAML.",
+            given=f"{key}={text}",
+            expected="a list or a mapping",
+            do="Quote the value.",
         ) from None
 
 
@@ -223,7 +270,12 @@ def refuse_old_keys(values: Mapping[str, Any]) -> None:
     """ConfigError for a key of an earlier release, with what says it now."""
     for key, value in _leaves(values):
         if key in OLD_KEYS:
-            raise ConfigError("This configuration key is gone.", given=f"{key} = {value!r}", expected=f"no {key}", do=OLD_KEYS[key])
+            raise ConfigError(
+                "This configuration key is gone.",
+                given=f"{key} = {value!r}",
+                expected=f"no {key}",
+                do=OLD_KEYS[key],
+            )
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -254,14 +306,19 @@ def unknown(problem: str, given: str, known: Sequence[str]) -> ConfigError:
     )
 
 
-def as_config_error(error: ValidationError, root: type[BaseModel], key: str = "", text: str = "") -> ConfigError:
+def as_config_error(
+    error: ValidationError, root: type[BaseModel], key: str = "", text: str = ""
+) -> ConfigError:
     """pydantic's first complaint as our one clear sentence; of an override, whose key and text are given, or of a whole mapping."""
     first = error.errors()[0]
     dotted = key or ".".join(str(part) for part in first["loc"])
     given = text if key else first.get("input")
     if first["type"] == "extra_forbidden":
         keys = keys_of(root)
-        near = difflib.get_close_matches(dotted, keys, n=1) or [k for k in keys if k.split(".")[-1] == dotted.split(".")[-1]][:1]
+        near = (
+            difflib.get_close_matches(dotted, keys, n=1)
+            or [k for k in keys if k.split(".")[-1] == dotted.split(".")[-1]][:1]
+        )
         return ConfigError(
             "Unknown configuration key.",
             given=f"{dotted} = {given!r}",
@@ -271,11 +328,17 @@ def as_config_error(error: ValidationError, root: type[BaseModel], key: str = ""
     do = f"Correct {dotted}."
     if str(given) in STOOD_FOR_NONE and _takes_none(root, dotted):
         do = f"Write {dotted}=null for none."
-    return ConfigError(f"{dotted} has a wrong value.", given=repr(given), expected=first["msg"], do=do)
+    return ConfigError(
+        f"{dotted} has a wrong value.", given=repr(given), expected=first["msg"], do=do
+    )
 
 
 def _takes_none(root: type[BaseModel], dotted: str) -> bool:
     kind: Any = root
     for part in dotted.split("."):
-        kind = kind.model_fields[part].annotation if _is_section(kind) and part in kind.model_fields else None
+        kind = (
+            kind.model_fields[part].annotation
+            if _is_section(kind) and part in kind.model_fields
+            else None
+        )
     return _holds(kind, types.NoneType)

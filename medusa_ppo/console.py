@@ -13,12 +13,30 @@ from typing import Any, Protocol
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from heads.errors import MedusaError
 from medusa_ppo.reports.wording import seconds
 
-__all__ = ["FAILED", "INTERRUPTED", "Debug", "command", "console", "errors", "escape", "offline_progress", "say"]
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "Debug",
+    "command",
+    "console",
+    "errors",
+    "escape",
+    "offline_progress",
+    "say",
+]
 
 FAILED = 1
 INTERRUPTED = 130
@@ -58,7 +76,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             _show(error, str(error))
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
-            do = DISK.get(getattr(error, "errno", None), "run the same command with --debug and report what it prints.")
+            do = DISK.get(
+                getattr(error, "errno", None),
+                "run the same command with --debug and report what it prints.",
+            )
             _show(error, f"{type(error).__name__}: {error}\n  do this:  {do}")
             raise typer.Exit(FAILED) from None
 
@@ -101,7 +122,12 @@ class OfflineProgress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, disable=not self._live)
+        self._bars = Progress(
+            *columns,
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            disable=not self._live,
+        )
 
     def __enter__(self) -> OfflineProgress:
         self._bars.start()
@@ -129,7 +155,11 @@ class OfflineProgress:
             if not self._live and now - said > LINE_EVERY_S:
                 said = now
                 left = seconds((now - began) * max(0.0, total - done) / done) if done else "?"
-                self.say(f"{name}: {min(1.0, done / total):.0%}  {last}, {left} left" if total else f"{name}: {last}")
+                self.say(
+                    f"{name}: {min(1.0, done / total):.0%}  {last}, {left} left"
+                    if total
+                    else f"{name}: {last}"
+                )
 
         yield advance
         self._bars.update(task, completed=total or done)

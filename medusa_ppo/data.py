@@ -16,7 +16,13 @@ import datasets
 
 from heads.errors import DataError
 
-FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+FILE_TYPES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+}
 
 Row = dict[str, Any]
 
@@ -38,7 +44,12 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
         found = found.select(range(min(limit, len(found))))
     rows = found.to_list()
     if not rows:
-        raise DataError("The data holds no rows.", given=name, expected="at least one row", do="Check the file, the split and the limit.")
+        raise DataError(
+            "The data holds no rows.",
+            given=name,
+            expected="at least one row",
+            do="Check the file, the split and the limit.",
+        )
     return rows
 
 
@@ -61,7 +72,12 @@ def render_prompts(rows: Sequence[Row], *, template: str = "", column: str = "pr
         DataError: a field or the column is missing, the template is malformed, or a prompt is empty or no text.
     """
     if not rows:
-        raise DataError("There are no rows to make prompts of.", given="0 rows", expected="at least one", do="Check the data.")
+        raise DataError(
+            "There are no rows to make prompts of.",
+            given="0 rows",
+            expected="at least one",
+            do="Check the data.",
+        )
     fields = template_fields(template) if template else [column]
     for field in fields:
         require_column(rows, field)
@@ -94,7 +110,9 @@ def image_files(rows: Sequence[Row], column: str, path: str) -> list[tuple[bytes
     for index, row in enumerate(rows):
         value = row[column]
         items = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-        found.append(tuple(_image_file(item, folder, f"row {index}, column {column}") for item in items))
+        found.append(
+            tuple(_image_file(item, folder, f"row {index}, column {column}") for item in items)
+        )
     return found
 
 
@@ -104,28 +122,48 @@ def _image_file(item: Any, folder: Path, where: str) -> bytes:
     if isinstance(item, bytes):
         return item
     if not isinstance(item, str):
-        expected, do = "a path, a file's bytes, or a list of them", "Name the column of the images in data.images."
-        raise DataError("This is no image.", given=f"{where}: {type(item).__name__} {item!r:.80}", expected=expected, do=do)
+        expected, do = (
+            "a path, a file's bytes, or a list of them",
+            "Name the column of the images in data.images.",
+        )
+        raise DataError(
+            "This is no image.",
+            given=f"{where}: {type(item).__name__} {item!r:.80}",
+            expected=expected,
+            do=do,
+        )
     try:
         return (folder / item).read_bytes()
     except (OSError, ValueError) as error:
         do = "Correct the path, or remove the row; paths begin at the data file's folder."
-        raise DataError("An image can't be read.", given=f"{where}: {error}", expected="an image file", do=do) from None
+        raise DataError(
+            "An image can't be read.", given=f"{where}: {error}", expected="an image file", do=do
+        ) from None
 
 
 def template_fields(template: str) -> list[str]:
     """Names in braces, in order. Raises DataError for anything but plain names."""
     try:
-        parts = [(field, spec, sign) for _, field, spec, sign in string.Formatter().parse(template) if field is not None]
+        parts = [
+            (field, spec, sign)
+            for _, field, spec, sign in string.Formatter().parse(template)
+            if field is not None
+        ]
     except ValueError as error:
         raise DataError(
-            "The template is malformed.", given=f"{template!r}: {error}", expected="{field}, and {{ }} for braces", do="Correct it."
+            "The template is malformed.",
+            given=f"{template!r}: {error}",
+            expected="{field}, and {{ }} for braces",
+            do="Correct it.",
         ) from None
     for field, spec, sign in parts:
         if not field or spec or sign or any(mark in field for mark in ".[]"):
             given = f"{{{field}{'!' * bool(sign)}{sign or ''}{':' * bool(spec)}{spec}}}"
             raise DataError(
-                "The template holds something that is no field.", given=given, expected="the name of a column", do="Name a column."
+                "The template holds something that is no field.",
+                given=given,
+                expected="the name of a column",
+                do="Name a column.",
             )
     return [field for field, _, _ in parts]
 
@@ -143,12 +181,20 @@ def require_column(rows: Sequence[Row], column: str) -> None:
 def _is_file_like(name: str) -> bool:
     """A hub name is `name` or `owner/name`; what exists as a file, is written as a path or ends like a file is meant as a file."""
     path = Path(name)
-    return path.exists() or path.suffix in FILE_TYPES or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name.strip()
+    return (
+        path.exists()
+        or path.suffix in FILE_TYPES
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+        or not name.strip()
+    )
 
 
 def _load(name: str, split: str, streaming: bool = False) -> Any:
     if Path(name).is_dir():
-        for file in sorted(path for path in Path(name).rglob("*.json*") if FILE_TYPES.get(path.suffix) == "json"):
+        for file in sorted(
+            path for path in Path(name).rglob("*.json*") if FILE_TYPES.get(path.suffix) == "json"
+        ):
             _refuse_null_lines(file)
         return _quietly(name, name, split=split, streaming=streaming)
     if not _is_file_like(name):
@@ -156,15 +202,32 @@ def _load(name: str, split: str, streaming: bool = False) -> Any:
         return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
     path = Path(name).expanduser()
     if not path.is_file():
-        near = sorted(str(p) for p in path.parent.glob("*") if p.suffix in FILE_TYPES)[:8] if path.parent.is_dir() else []
-        raise DataError("There is no such data file.", given=path, expected=", ".join(near) or "an existing file", do="Correct data.path.")
+        near = (
+            sorted(str(p) for p in path.parent.glob("*") if p.suffix in FILE_TYPES)[:8]
+            if path.parent.is_dir()
+            else []
+        )
+        raise DataError(
+            "There is no such data file.",
+            given=path,
+            expected=", ".join(near) or "an existing file",
+            do="Correct data.path.",
+        )
     kind = FILE_TYPES.get(path.suffix)
     if kind is None:
         raise DataError(
-            "The type of the data file is unknown.", given=path, expected=", ".join(FILE_TYPES), do="Convert it, or correct its ending."
+            "The type of the data file is unknown.",
+            given=path,
+            expected=", ".join(FILE_TYPES),
+            do="Convert it, or correct its ending.",
         )
     if path.stat().st_size == 0:
-        raise DataError("The data file is empty.", given=path, expected="at least one row", do="Write the rows first.")
+        raise DataError(
+            "The data file is empty.",
+            given=path,
+            expected="at least one row",
+            do="Write the rows first.",
+        )
     if kind == "json":
         _refuse_null_lines(path)
     return _quietly(path, kind, data_files=str(path), split="train", streaming=streaming)
@@ -182,7 +245,12 @@ def _refuse_null_lines(path: Path) -> None:
                 before -= 1
             if before < 0 or data[before] in b"\n" or (before == 2 and data[:3] == codecs.BOM_UTF8):
                 line = data[:place].count(b"\n") + 1
-                raise DataError("A row of the data is null.", given=f"{path}, line {line}", expected="a JSON object", do="Remove the line.")
+                raise DataError(
+                    "A row of the data is null.",
+                    given=f"{path}, line {line}",
+                    expected="a JSON object",
+                    do="Remove the line.",
+                )
             place = data.find(b"null", place + 4)
 
 
@@ -203,7 +271,9 @@ def _one_sentence(given: object) -> Iterator[None]:
     """Whatever `datasets` raises in the block, as a DataError."""
     try:
         yield
-    except Exception as error:  # datasets raises its own, pyarrow's, pandas', the hub's and OS errors
+    except (
+        Exception
+    ) as error:  # datasets raises its own, pyarrow's, pandas', the hub's and OS errors
         cause = error.__cause__ or error
         first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise DataError(

@@ -86,7 +86,11 @@ def sweep() -> list[Path]:
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 removed.append(lock.parent)
     if removed:
-        logger.info("Removed what %d killed processes had left: %s", len(removed), ", ".join(map(str, removed)))
+        logger.info(
+            "Removed what %d killed processes had left: %s",
+            len(removed),
+            ", ".join(map(str, removed)),
+        )
     return removed
 
 

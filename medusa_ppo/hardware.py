@@ -64,7 +64,12 @@ def find_hardware() -> Hardware:
     if able and visible is not None:
         able = able[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
         why += f", CUDA_VISIBLE_DEVICES={visible}"
-    return Hardware(len(able), bool(able) and min(able) >= BF16_FROM, cores, f"{cores} cores, {len(able)} GPUs ({why})")
+    return Hardware(
+        len(able),
+        bool(able) and min(able) >= BF16_FROM,
+        cores,
+        f"{cores} cores, {len(able)} GPUs ({why})",
+    )
 
 
 def _capabilities() -> tuple[list[float], str]:
@@ -73,9 +78,16 @@ def _capabilities() -> tuple[list[float], str]:
         torch = importlib.metadata.version("torch")
         if "+cpu" in torch:
             return [], f"torch {torch} uses none"
-        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True).stdout
+        answer = subprocess.run(
+            QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
+        ).stdout
         return [float(line) for line in answer.split()], QUERY[0]
-    except (importlib.metadata.PackageNotFoundError, OSError, ValueError, subprocess.SubprocessError) as error:
+    except (
+        importlib.metadata.PackageNotFoundError,
+        OSError,
+        ValueError,
+        subprocess.SubprocessError,
+    ) as error:
         return [], f"{QUERY[0]}: {type(error).__name__}"
 
 
@@ -84,7 +96,9 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
     here, engine = find_hardware(), config.engine
     if gpus is None or gpus == (here.gpus > 0):
         return here
-    several = engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
+    several = (
+        engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
+    )
     count = int(gpus) * (8 if several or (config.companion.num_gpus or 0) >= 1 else 1)
     return Hardware(count, gpus, here.cores, f"{here.cores} cores, {count} GPUs, as asked for")
 
@@ -94,14 +108,19 @@ def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
 
     The companion's share of a GPU is left open: it is asked for when it starts, of what is free then.
     """
-    return applied(config, [choice for choice in choices(config, hardware) if not choice.key.startswith("companion.")])
+    return applied(
+        config,
+        [choice for choice in choices(config, hardware) if not choice.key.startswith("companion.")],
+    )
 
 
 def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
     """The settings with these values."""
     for choice in decided:
         section, _, name = choice.key.partition(".")
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: choice.value})})
+        config = config.model_copy(
+            update={section: getattr(config, section).model_copy(update={name: choice.value})}
+        )
     return config
 
 
@@ -119,29 +138,58 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
         found.append(Choice("engine.dtype", dtype, "as model.dtype"))
     if engine.max_model_len is None:
         length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-        found.append(Choice("engine.max_model_len", length, "data.max_prompt_tokens + sampling.max_new_tokens"))
+        found.append(
+            Choice(
+                "engine.max_model_len", length, "data.max_prompt_tokens + sampling.max_new_tokens"
+            )
+        )
     if engine.memory_fraction is None and ppo.placement == "shared" and hardware.gpus:
-        found.append(Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns"))
+        found.append(
+            Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns")
+        )
     known = {choice.key for choice in found}
     found += [choice for choice in _of_engine(engine, hardware) if choice.key not in known]
     if config.companion.enabled and config.companion.num_gpus is None:
         share = companion_gpus(hardware.gpus, config.companion.workers)
-        found.append(Choice("companion.num_gpus", share, "a share, left free between batches" if share else "no GPU"))
+        found.append(
+            Choice(
+                "companion.num_gpus",
+                share,
+                "a share, left free between batches" if share else "no GPU",
+            )
+        )
     if ppo.micro_batch_size is None:
         found.append(Choice("ppo.micro_batch_size", ppo.minibatch_size, "a whole minibatch"))
     if ppo.threads is None:
         ranks = config.actor.ranks
-        found.append(Choice("ppo.threads", max(1, hardware.cores // ranks), f"{hardware.cores} cores, {ranks} process{'es' * (ranks > 1)}"))
+        found.append(
+            Choice(
+                "ppo.threads",
+                max(1, hardware.cores // ranks),
+                f"{hardware.cores} cores, {ranks} process{'es' * (ranks > 1)}",
+            )
+        )
     return found
 
 
 def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> EngineConfig:
     """The same for an engine by itself, where no run says more."""
-    return engine.model_copy(update={choice.key.removeprefix("engine."): choice.value for choice in _of_engine(engine, hardware)})
+    return engine.model_copy(
+        update={
+            choice.key.removeprefix("engine."): choice.value
+            for choice in _of_engine(engine, hardware)
+        }
+    )
 
 
 def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choice]:
-    if None not in (engine.dtype, engine.max_model_len, engine.memory_fraction, engine.enforce_eager, engine.threads):
+    if None not in (
+        engine.dtype,
+        engine.max_model_len,
+        engine.memory_fraction,
+        engine.enforce_eager,
+        engine.threads,
+    ):
         return
     hardware = hardware or find_hardware()
     if engine.dtype is None:
@@ -152,11 +200,19 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
     gpus = hardware.gpus
     if engine.memory_fraction is None:
         shared = gpus == 1 and engine.replicas == 1
-        share, why = (SHARED_MEMORY, "PPO's update is on the same GPU") if shared else (OWN_MEMORY, "a GPU of its own")
+        share, why = (
+            (SHARED_MEMORY, "PPO's update is on the same GPU")
+            if shared
+            else (OWN_MEMORY, "a GPU of its own")
+        )
         share, why = (share, why) if gpus else (CPU_MEMORY, "no GPU")
         yield Choice("engine.memory_fraction", share, why)
     if engine.enforce_eager is None:
-        yield Choice("engine.enforce_eager", not gpus, "a GPU does not wait for Python" if gpus else "no GPU: a quick start")
+        yield Choice(
+            "engine.enforce_eager",
+            not gpus,
+            "a GPU does not wait for Python" if gpus else "no GPU: a quick start",
+        )
     if engine.threads is None:
         why = f"{hardware.cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
         yield Choice("engine.threads", max(1, hardware.cores // engine.replicas), why)
@@ -172,7 +228,12 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.partition(":")[2].split()}
+    return {
+        word
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for word in line.partition(":")[2].split()
+    }
 
 
 def companion_gpus(free: float, workers: int) -> float:
@@ -224,10 +285,18 @@ class ModelSizes:
         text = {**raw, **(raw.get("text_config") or {})}
         if any(text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
             raise ModelError(
-                "Mixtures of experts can't be planned.", given=text.get("model_type"), expected="a dense model", do="Measure a short run."
+                "Mixtures of experts can't be planned.",
+                given=text.get("model_type"),
+                expected="a dense model",
+                do="Measure a short run.",
             )
         hidden, layers, heads = (
-            _first(text, *names) for names in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"), ATTENTION_HEADS)
+            _first(text, *names)
+            for names in (
+                ("hidden_size", "n_embd"),
+                ("num_hidden_layers", "n_layer"),
+                ATTENTION_HEADS,
+            )
         )
         return cls(
             hidden,
@@ -257,7 +326,10 @@ class ModelSizes:
     def layer_bytes(self, bfloat16: bool) -> int:
         """What a layer keeps of a token for its backward pass: what norms, attention, products and the MLP's gate read. With products in
         bfloat16 each of them has a copy of its own."""
-        inner = 2 * (self.heads + self.kv_heads) * self.head_dim + (4 if self.gated else 3) * self.intermediate
+        inner = (
+            2 * (self.heads + self.kv_heads) * self.head_dim
+            + (4 if self.gated else 3) * self.intermediate
+        )
         if bfloat16:
             return FLOAT32 * 4 * self.hidden + BFLOAT16 * (5 * self.hidden + inner)
         return FLOAT32 * (6 * self.hidden + inner)
@@ -273,5 +345,8 @@ def _first(values: Mapping[str, Any], *names: str) -> int:
         if values.get(name):
             return int(values[name])
     raise ModelError(
-        "The model's config.json lacks a size.", given=sorted(values)[:8], expected=" or ".join(names), do="Use a decoder-only model."
+        "The model's config.json lacks a size.",
+        given=sorted(values)[:8],
+        expected=" or ".join(names),
+        do="Use a decoder-only model.",
     )

@@ -57,14 +57,20 @@ class SwapWatch:
         """Whether these rollouts show that the newest heads don't work in the engine. Says so once for each version."""
         if self._new is not None and rollouts.heads_version != self._new.version:
             return False
-        if self._counters.drafts >= MIN_DRAFTS:  # What the heads before accepted is what they accepted last.
+        if (
+            self._counters.drafts >= MIN_DRAFTS
+        ):  # What the heads before accepted is what they accepted last.
             self._counters = Counters()
         self._counters = self._counters + rollouts.counters
         if self._new is None or self._counters.drafts < MIN_DRAFTS:
             return False
         new, self._new = self._new, None
         extra, promised = self._counters.mean_acceptance_length - 1, new.mean_acceptance_length - 1
-        if not 0 <= extra < KEPT_SHARE * promised or self._extra_before is None or self._extra_before <= extra:
+        if (
+            not 0 <= extra < KEPT_SHARE * promised
+            or self._extra_before is None
+            or self._extra_before <= extra
+        ):
             return False
         self.alarms += 1
         self.refused = new.version
@@ -140,7 +146,11 @@ class HeadsInstaller:
             self._put_back()
             if self._on_error == "raise":
                 raise
-            logger.warning("Heads version %d were not installed; the old ones stay. %s", published.version, error)
+            logger.warning(
+                "Heads version %d were not installed; the old ones stay. %s",
+                published.version,
+                error,
+            )
         else:
             self._before, self.installed = self.installed, published
             self.watch.swapped(published)
@@ -159,10 +169,17 @@ class HeadsInstaller:
         """Give an engine that has lost its heads those that it should have; until it has some it drafts nothing."""
         if self._engine.heads_version >= 0:
             return
-        wanted = self.installed if self.installed is not None and Path(self.installed.path).is_file() else None
+        wanted = (
+            self.installed
+            if self.installed is not None and Path(self.installed.path).is_file()
+            else None
+        )
         if self._go_back(wanted, "The engine lost its heads and did not take them again."):
             self.installed = wanted
-            logger.info("The engine had lost its heads; it has version %d again.", wanted.version if wanted else 0)
+            logger.info(
+                "The engine had lost its heads; it has version %d again.",
+                wanted.version if wanted else 0,
+            )
 
     def heads_to_save(self, newest: Callable[[], PublishedHeads | None]) -> tuple[MedusaHeads, int]:
         """The heads that the engine drafts with, and their version.
@@ -185,7 +202,11 @@ class HeadsInstaller:
         if heads is None and self._first is None:
             return False
         try:
-            with first_heads(self._first) if heads is None and self._first is not None else contextlib.nullcontext(heads) as wanted:
+            with (
+                first_heads(self._first)
+                if heads is None and self._first is not None
+                else contextlib.nullcontext(heads) as wanted
+            ):
                 assert wanted is not None, "one of both is known"
                 self._swap(wanted)
         except SwapError as error:

@@ -63,15 +63,23 @@ class Meeting:
             PeerLostError: nobody answers there.
         """
         self.place = place
-        self.device = torch.device("cuda", torch.cuda.current_device()) if place.backend == "nccl" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if place.backend == "nccl"
+            else torch.device("cpu")
+        )
         self._group: Any = None  # torch's stubs lack its collectives.
         try:
-            self.store = store or dist.TCPStore(place.host, place.port, timeout=place.timeout, wait_for_workers=False)
+            self.store = store or dist.TCPStore(
+                place.host, place.port, timeout=place.timeout, wait_for_workers=False
+            )
         except RuntimeError as error:
             raise self.lost(place, "Nobody answers at the meeting place.", error) from error
 
     @classmethod
-    def open(cls, host: str, size: int, *, backend: Backend = "gloo", timeout_s: float = TIMEOUT_S) -> Self:
+    def open(
+        cls, host: str, size: int, *, backend: Backend = "gloo", timeout_s: float = TIMEOUT_S
+    ) -> Self:
         """Rank 0's end, at this address and no other. PeerLostError when it can't be had."""
         place = Place(host, 0, size, 0, backend, timeout_s)
         try:
@@ -80,7 +88,12 @@ class Meeting:
             raise cls.lost(place, "The processes can't be met here.", error) from error
         port = int(listening.getsockname()[1])
         store = dist.TCPStore(
-            host, port, is_master=True, timeout=place.timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+            host,
+            port,
+            is_master=True,
+            timeout=place.timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
         return cls(replace(place, port=port), store)
 
@@ -140,7 +153,10 @@ class Meeting:
 
     def leave(self) -> None:
         """Close the connections: whoever waits for this process gets an error at once. Harmless when called again."""
-        group, self._group = self._group, None  # Gloo closes them when the group is gone, not when it is aborted.
+        group, self._group = (
+            self._group,
+            None,
+        )  # Gloo closes them when the group is gone, not when it is aborted.
         if group is not None:
             group.abort()
 
@@ -155,7 +171,11 @@ def _gloo(store: dist.Store, place: Place) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it.
     options = gloo._Options()
     options._timeout = place.timeout
-    options._devices = [gloo.create_device(hostname=LOOPBACK) if place.host == LOOPBACK else gloo.create_default_device()]
+    options._devices = [
+        gloo.create_device(hostname=LOOPBACK)
+        if place.host == LOOPBACK
+        else gloo.create_default_device()
+    ]
     return gloo(store, place.rank, place.size, options)
 
 

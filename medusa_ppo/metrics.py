@@ -17,35 +17,51 @@ STEP = "step"  # PPO step, from 0.
 WALL_S = "wall_s"  # Seconds since the run started, at the end of the step.
 POLICY_VERSION = "policy_version"  # Version of the actor that wrote the rollouts of this step.
 POLICY_LAG = "policy_lag"  # Policy updates between the actor that wrote the rollouts and the one that learned from them, mean over tokens.
-POLICY_LAG_MAX = "policy_lag_max"  # The most of any token, where responses are carried over to the next step.
+POLICY_LAG_MAX = (
+    "policy_lag_max"  # The most of any token, where responses are carried over to the next step.
+)
 PROMPTS_CARRIED = "prompts_carried"  # Prompts that are not answered yet and go on in the next step.
 HEADS_VERSION = "heads_version"  # Version of the heads the engine drafted with in this step.
 STALENESS = "staleness"  # Policy updates between the serving heads' last training batch and this step's rollouts.
 NUM_DRAFTS = "num_drafts"  # Draft tokens per step that the engine was set to.
 
 MAL_SERVING = "mal_serving"  # Mean acceptance length from vLLM's counters, this step's rollouts.
-ACCEPTANCE_PER_POSITION = "acceptance_per_position"  # Accepted at position k / draft steps, from vLLM's counters.
+ACCEPTANCE_PER_POSITION = (
+    "acceptance_per_position"  # Accepted at position k / draft steps, from vLLM's counters.
+)
 DRAFT_CHOICES = "draft_choices"  # Where K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
 DRAFT_SPEEDUP = "draft_speedup"  # Where K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
 DRAFTS = "drafts"  # Draft steps counted by vLLM.
 ACCEPTED = "accepted"  # Draft tokens accepted, counted by vLLM.
-MAL_PER_ENGINE = "mal_per_engine"  # Mean acceptance length of each engine of a pool, from its counters.
+MAL_PER_ENGINE = (
+    "mal_per_engine"  # Mean acceptance length of each engine of a pool, from its counters.
+)
 TOKENS_PER_ENGINE = "generated_tokens_per_engine"  # Response tokens of each engine of a pool.
-REPLAY_SERVING = "replay_mal_serving"  # Replay estimate of the serving heads on this step's holdout.
-REPLAY_CANDIDATE = "replay_mal_candidate"  # Replay estimate of the newly trained heads on this step's holdout.
-REPLAY_FROZEN = "replay_mal_frozen"  # Replay estimate of the first published heads on this step's holdout.
+REPLAY_SERVING = (
+    "replay_mal_serving"  # Replay estimate of the serving heads on this step's holdout.
+)
+REPLAY_CANDIDATE = (
+    "replay_mal_candidate"  # Replay estimate of the newly trained heads on this step's holdout.
+)
+REPLAY_FROZEN = (
+    "replay_mal_frozen"  # Replay estimate of the first published heads on this step's holdout.
+)
 REPLAY_UPPER = "replay_mal_upper"  # Replay estimate of heads fitted on a very batch, on its holdout (some batches only).
 REPLAY_UPPER_SERVING = "replay_mal_upper_serving"  # Replay estimate of the serving heads on the holdout of that upper mark.
 REPLAY_POLICY_VERSION = "replay_policy_version"  # Version of the actor whose rollouts the replay estimates were made on.
 
 TOKENS_PER_S = "rollout_tokens_per_s"  # Response tokens per second of this step's generation.
 PAIR_DRAFTING_TOKENS_PER_S = "pair_drafting_tokens_per_s"  # The same prompts with drafting, timed in turn with plain (paired steps).
-PAIR_PLAIN_TOKENS_PER_S = "pair_plain_tokens_per_s"  # The same prompts without drafting (paired steps only).
+PAIR_PLAIN_TOKENS_PER_S = (
+    "pair_plain_tokens_per_s"  # The same prompts without drafting (paired steps only).
+)
 PAIR_SPEEDUP = "pair_speedup"  # Ratio of the two.
 
 REWARD_MEAN = "reward_mean"  # Mean reward of the rollouts, KL penalty not included.
 CORRECT_FRAC = "correct_frac"  # Share of responses with the right answer.
-REWARDS_LATE = "rewards_late"  # Rewards so far that took longer than ppo.reward_timeout_s, and are 0.
+REWARDS_LATE = (
+    "rewards_late"  # Rewards so far that took longer than ppo.reward_timeout_s, and are 0.
+)
 KL_REFERENCE = "kl_reference"  # Mean over tokens of log pi - log pi_ref on the rollouts, nats.
 KL_COEFFICIENT = "kl_coefficient"  # Weight of the KL penalty in this step, reward units per nat.
 KL_UPDATE = "kl_update"  # Mean of (ratio - 1) - log ratio over the update, nats.
@@ -94,7 +110,9 @@ TABLE_BYTES = "table_bytes"  # Bytes of lm_head and embedding that training proc
 SWAP_S = "swap_s"  # Seconds of swapping heads into the engine.
 SWAP_ALARMS = "swap_alarms"  # Swaps so far after which acceptance was near zero, so that the heads before were put back.
 ENGINE_RESTARTS = "engine_restarts"  # Times so far that an engine was lost and started again.
-COMPANION_RESTARTS = "companion_restarts"  # Times so far that the companion's process was seen to be another one.
+COMPANION_RESTARTS = (
+    "companion_restarts"  # Times so far that the companion's process was seen to be another one.
+)
 PLUGIN_EXPOSED_S = "plugin_exposed_s"  # Seconds the loop spent inside the plugin's hooks.
 COMPANION_TRAIN_S = "companion_train_s"  # Seconds the companion trained during this step.
 COMPANION_HIDDEN_S = "companion_hidden_s"  # Of these, seconds that no hook waited for.
@@ -103,7 +121,9 @@ COMPANION_LOST_S = "companion_lost_s"  # Seconds that the loop lost by the compa
 COMPANION_TRAINED_TOKENS = "companion_trained_tokens"  # Positions trained on so far.
 COMPANION_STEPS = "companion_optimizer_steps"  # Optimizer steps of the companion so far.
 COMPANION_PASSES = "companion_passes"  # Passes over a step's batch; below 1 a random part of its positions once, 0: it is not trained on.
-COMPANION_REASON = "companion_reason"  # Why so many, in a word of the schedule (docs/companion.md explains each).
+COMPANION_REASON = (
+    "companion_reason"  # Why so many, in a word of the schedule (docs/companion.md explains each).
+)
 COMPANION_POSITIONS = "companion_positions_frac"  # Share of the last trained batch's training positions that were trained on.
 COMPANION_RATE = "companion_rate"  # Share of the configured step size that the companion trains with; the gate sets it.
 COMPANION_GPU = "companion_gpu_gib"  # GPU memory that the companion's process holds when the step ends; without a GPU left out.
@@ -161,7 +181,10 @@ def lag_figures(rollouts: Rollouts, learner: int) -> dict[str, float]:
     versions = [version for response in rollouts.responses for version in response.versions]
     if not versions:
         return {POLICY_LAG: learner - rollouts.policy_version}
-    return {POLICY_LAG: learner - sum(versions) / len(versions), POLICY_LAG_MAX: learner - min(versions)}
+    return {
+        POLICY_LAG: learner - sum(versions) / len(versions),
+        POLICY_LAG_MAX: learner - min(versions),
+    }
 
 
 def counter_figures(rollouts: Rollouts) -> dict[str, Any]:
@@ -180,21 +203,37 @@ def logged(values: dict[str, Any]) -> dict[str, float]:
     """Figures as other people's loggers take them: numbers only, all under `medusa/`; a list as one number for each of its places."""
     found: dict[str, float] = {}
     for name, value in values.items():
-        places = {f"{name}_{place}": part for place, part in enumerate(value, 1)} if isinstance(value, list) else {name: value}
-        found |= {LOGGED + key: float(part) for key, part in places.items() if isinstance(part, int | float)}
+        places = (
+            {f"{name}_{place}": part for place, part in enumerate(value, 1)}
+            if isinstance(value, list)
+            else {name: value}
+        )
+        found |= {
+            LOGGED + key: float(part)
+            for key, part in places.items()
+            if isinstance(part, int | float)
+        }
     return found
 
 
-def serving_figures(rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def serving_figures(
+    rollouts: Rollouts, serving: PublishedHeads | None, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
     """How the heads did that served: version, staleness, acceptance, each engine's share, and what an engine that chooses K chose."""
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
     if counts := [sum(row["steps"]) for row in choices]:
-        more[DRAFT_SPEEDUP] = sum(row["speedup"] * n for row, n in zip(choices, counts, strict=True)) / max(1, sum(counts))
+        more[DRAFT_SPEEDUP] = sum(
+            row["speedup"] * n for row, n in zip(choices, counts, strict=True)
+        ) / max(1, sum(counts))
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
         more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
     staleness = rollouts.policy_version - (serving.policy_version if serving else 0)
-    return more | {HEADS_VERSION: rollouts.heads_version, STALENESS: staleness} | counter_figures(rollouts)
+    return (
+        more
+        | {HEADS_VERSION: rollouts.heads_version, STALENESS: staleness}
+        | counter_figures(rollouts)
+    )
 
 
 def companion_figures(status: CompanionStatus, upper_seen: int = 0) -> dict[str, Any]:

@@ -100,7 +100,11 @@ class MedusaPlugin:
         self._collector: BatchCollector | None = None
         self._tables: Tables | None = None
         self._tables_sent = True
-        self.account = None if passes is None or companion is None else Account(passes, shared=companion.shared)
+        self.account = (
+            None
+            if passes is None or companion is None
+            else Account(passes, shared=companion.shared)
+        )
         self._decision = Decision()
         self._step = _Step()
         self._train_s_before = self._worked_s_before = 0.0
@@ -120,7 +124,13 @@ class MedusaPlugin:
 
     @classmethod
     def start(
-        cls, config: RunConfig, model: Actor, engine: RolloutEngine, run_dir: str | Path, *, resume_from: str | Path = ""
+        cls,
+        config: RunConfig,
+        model: Actor,
+        engine: RolloutEngine,
+        run_dir: str | Path,
+        *,
+        resume_from: str | Path = "",
     ) -> MedusaPlugin:
         """Start the companion (if wanted) with the same heads that `prepare_heads` wrote for the engine.
 
@@ -132,7 +142,9 @@ class MedusaPlugin:
             resume_from: folder that `save` wrote; empty: begin anew.
         """
         heads = initial_heads(config, model)
-        return cls.start_from_tables(config, heads, _tables(model, heads.config), engine, run_dir, resume_from=resume_from)
+        return cls.start_from_tables(
+            config, heads, _tables(model, heads.config), engine, run_dir, resume_from=resume_from
+        )
 
     @classmethod
     def start_from_tables(
@@ -164,7 +176,15 @@ class MedusaPlugin:
         settings = config.companion
         passes = float(settings.epochs) if config.must_pay else None
         wait, on_error, choices = settings.wait, settings.on_error, config.engine.choose_drafts
-        plugin = cls(engine, companion, wait=wait, on_error=on_error, heads=heads, passes=passes, choices=choices)
+        plugin = cls(
+            engine,
+            companion,
+            wait=wait,
+            on_error=on_error,
+            heads=heads,
+            passes=passes,
+            choices=choices,
+        )
         plugin._tables = tables_VD
         return plugin
 
@@ -182,7 +202,9 @@ class MedusaPlugin:
             if self._companion is not None:
                 if back and self._heads is not None:
                     heads, _ = self.installer.heads_to_save(lambda: None)
-                    self._companion.go_on_from(self.installer.known_version, heads.trainable_state())
+                    self._companion.go_on_from(
+                        self.installer.known_version, heads.trainable_state()
+                    )
                 published = self._ask_for_heads(self._companion)
                 if published is not None:
                     self.installer.install(published)
@@ -194,7 +216,9 @@ class MedusaPlugin:
         began = self._clock()
         if self._wait and not companion.drain(DRAIN_TIMEOUT_S):
             logger.warning("The companion did not finish its batches; the serving heads stay.")
-        published = companion.newest(self.installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S)
+        published = companion.newest(
+            self.installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S
+        )
         self._step.waited_s += self._clock() - began
         return published
 
@@ -203,7 +227,10 @@ class MedusaPlugin:
         with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
-            self._step.serving, self._step.choices = self.installer.installed, self._engine.choices() if self._asks_choices else []
+            self._step.serving, self._step.choices = (
+                self.installer.installed,
+                self._engine.choices() if self._asks_choices else [],
+            )
             self.installer.judge(rollouts)
             if self._companion is not None:
                 self._decision = self.account.decide() if self.account else Decision()
@@ -217,7 +244,12 @@ class MedusaPlugin:
         return self.account is None or self._decision.passes > 0
 
     @contextlib.contextmanager
-    def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None] | torch.Tensor) -> Iterator[None]:
+    def actor_forward(
+        self,
+        model: Actor,
+        response_mask_BT: torch.Tensor,
+        sequences: Sequence[int | None] | torch.Tensor,
+    ) -> Iterator[None]:
         """Context around one forward pass of the actor that the loop makes anyway. Any micro-batches, any order of rows, any padding.
 
         When every response has been seen, the batch goes to the companion, so that it trains while the loop updates.
@@ -254,7 +286,9 @@ class MedusaPlugin:
         Args:
             model: the actor; None: its tables are what they were (adapters that leave them alone, say), and are not sent again.
         """
-        tables = None if model is None else _tables(model, self._heads.config if self._heads else None)
+        tables = (
+            None if model is None else _tables(model, self._heads.config if self._heads else None)
+        )
         self.tables_updated(tables, policy_version)
 
     def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
@@ -271,7 +305,10 @@ class MedusaPlugin:
         with self._exposed():
             status = self._companion.status() if self._companion is not None else None
         step, self._step = self._step, _Step()
-        values: dict[str, Any] = {names.PLUGIN_EXPOSED_S: step.exposed_s, names.SWAP_S: self.installer.take_seconds()}
+        values: dict[str, Any] = {
+            names.PLUGIN_EXPOSED_S: step.exposed_s,
+            names.SWAP_S: self.installer.take_seconds(),
+        }
         if step.rollouts is not None:
             values |= serving_figures(step.rollouts, step.serving, step.choices)
         if status is not None:
@@ -288,13 +325,28 @@ class MedusaPlugin:
 
     def _book(self, account: Account, step: _Step, status: CompanionStatus) -> dict[str, Any]:
         assert step.rollouts is not None
-        worked_s, self._worked_s_before = max(0.0, status.worked_s - self._worked_s_before), status.worked_s
+        worked_s, self._worked_s_before = (
+            max(0.0, status.worked_s - self._worked_s_before),
+            status.worked_s,
+        )
         step_s = self._clock() - step.began
-        took_s, tokens, length = step.rollouts.seconds, step.rollouts.generated_tokens, step.rollouts.counters.mean_acceptance_length
+        took_s, tokens, length = (
+            step.rollouts.seconds,
+            step.rollouts.generated_tokens,
+            step.rollouts.counters.mean_acceptance_length,
+        )
         versions = status.versions_published, step.rollouts.heads_version
         took = took_s, max(0.0, step_s - took_s), step.exposed_s, tokens, length, worked_s
-        account.step(StepSeen(*took, status.judged, status.gain, *versions, waiting=status.queue_bytes > 0))
-        return dict(zip(names.ACCOUNT, (account.last.passes, account.last.reason, account.saved_s, account.lost_s), strict=True))
+        account.step(
+            StepSeen(*took, status.judged, status.gain, *versions, waiting=status.queue_bytes > 0)
+        )
+        return dict(
+            zip(
+                names.ACCOUNT,
+                (account.last.passes, account.last.reason, account.saved_s, account.lost_s),
+                strict=True,
+            )
+        )
 
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> bool:
         """Wait until the companion has trained all it was given, outside of any step. False when it did not in time."""
@@ -316,10 +368,19 @@ class MedusaPlugin:
             DataError: the plugin was made without the heads that the engine started with.
         """
         if self._heads is None:
-            raise DataError("There are no heads to save.", given="heads=None", expected="the engine's heads", do="Use MedusaPlugin.start.")
+            raise DataError(
+                "There are no heads to save.",
+                given="heads=None",
+                expected="the engine's heads",
+                do="Use MedusaPlugin.start.",
+            )
         companion = self._companion
-        heads, version = self.installer.heads_to_save(lambda: companion.newest(0) if companion is not None else None)
-        save_heads(folder, heads, lm_head_VD=self._tables[0] if self._tables else None, version=version)
+        heads, version = self.installer.heads_to_save(
+            lambda: companion.newest(0) if companion is not None else None
+        )
+        save_heads(
+            folder, heads, lm_head_VD=self._tables[0] if self._tables else None, version=version
+        )
         return Path(folder)
 
     def close(self) -> None:
@@ -336,22 +397,33 @@ class MedusaPlugin:
         if collector is None or self._companion is None:
             return
         if not collector.seen and not collector.complete:
-            logger.warning("No response of the last rollouts was scored inside plugin.actor_forward; the companion gets nothing.")
+            logger.warning(
+                "No response of the last rollouts was scored inside plugin.actor_forward; the companion gets nothing."
+            )
             return
         self._submit(collector.batch())
 
     def _submit(self, batch: RolloutBatch) -> None:
         assert self._companion is not None
         self._send_tables(batch.policy_version)  # Those that stayed here while nothing was trained.
-        self._companion.submit(dataclasses.replace(batch, passes=self._decision.passes) if self.account else batch)
+        self._companion.submit(
+            dataclasses.replace(batch, passes=self._decision.passes) if self.account else batch
+        )
 
     def _send_tables(self, policy_version: int) -> None:
         """The actor's tables to the companion, once after each update."""
-        if self._tables_sent or self._tables is None or self._companion is None or self._heads is None:
+        if (
+            self._tables_sent
+            or self._tables is None
+            or self._companion is None
+            or self._heads is None
+        ):
             return
         self._tables_sent, embedding_VD = True, _embedding(self._tables, self._heads.config)
         if self._heads.config.lm_head == "shared" or embedding_VD is not None:
-            self._companion.update_lm_head(self._tables[0].detach(), policy_version, embedding_VD=embedding_VD)
+            self._companion.update_lm_head(
+                self._tables[0].detach(), policy_version, embedding_VD=embedding_VD
+            )
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:
@@ -395,4 +467,7 @@ def _embedding(tables_VD: Tables, config: HeadsConfig) -> torch.Tensor | None:
 def _tables(model: Actor, config: HeadsConfig | None) -> Tables:
     """The embedding only where it is needed: a Megatron actor collects it from its ranks."""
     view = as_view(model)
-    return view.lm_head_VD, view.embedding_VD if config is not None and config.needs_embedding else None
+    return (
+        view.lm_head_VD,
+        view.embedding_VD if config is not None and config.needs_embedding else None,
+    )

@@ -130,39 +130,96 @@ def ppo_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]
     if ppo.advantages != "gae":
         keys = ("ppo.advantages", "sampling.responses_per_prompt")
         if config.sampling.responses_per_prompt < 2:
-            yield "One response has no others to be compared with.", keys, "at least 2 responses to each prompt", "Raise the second."
-        keys, do = ("ppo.advantages", "ppo.step_separator", "model.critic_path"), "Set ppo.advantages=gae, or the others to null."
+            yield (
+                "One response has no others to be compared with.",
+                keys,
+                "at least 2 responses to each prompt",
+                "Raise the second.",
+            )
+        keys, do = (
+            ("ppo.advantages", "ppo.step_separator", "model.critic_path"),
+            "Set ppo.advantages=gae, or the others to null.",
+        )
         if ppo.step_separator or config.model.critic_path:
-            yield "Without a critic there are no rewards of single steps.", keys, "ppo.advantages=gae", do
+            yield (
+                "Without a critic there are no rewards of single steps.",
+                keys,
+                "ppo.advantages=gae",
+                do,
+            )
     yield from _stale_contradictions(config)
     yield from _place_contradictions(config)
     yield from _image_contradictions(config)
     if ppo.piece_prompts:
-        keys, do = ("ppo.piece_prompts", "ppo.prompts_per_step"), "Set a smaller ppo.piece_prompts, or null."
+        keys, do = (
+            ("ppo.piece_prompts", "ppo.prompts_per_step"),
+            "Set a smaller ppo.piece_prompts, or null.",
+        )
         if ppo.piece_prompts > ppo.prompts_per_step:
             yield "A piece is larger than the batch.", keys, f"at most {ppo.prompts_per_step}", do
         keys, do = ("ppo.piece_prompts", "engine.sleep_level"), "Set one of the two to null."
         if config.engine.sleep_level:
-            yield "An engine that gives its memory to the scoring can't write meanwhile.", keys, "one of the two", do
+            yield (
+                "An engine that gives its memory to the scoring can't write meanwhile.",
+                keys,
+                "one of the two",
+                do,
+            )
     if ppo.kl_in_loss and ppo.kl_estimator == "k1":
-        keys, do = ("ppo.kl_in_loss", "ppo.kl_estimator"), "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false."
-        yield "As a term of the loss k1 has no gradient on average.", keys, "ppo.kl_estimator=k2 or k3", do
+        keys, do = (
+            ("ppo.kl_in_loss", "ppo.kl_estimator"),
+            "Set ppo.kl_estimator=k3, or ppo.kl_in_loss=false.",
+        )
+        yield (
+            "As a term of the loss k1 has no gradient on average.",
+            keys,
+            "ppo.kl_estimator=k2 or k3",
+            do,
+        )
     if ppo.kl_goal and not ppo.kl_coefficient:
         keys = ("ppo.kl_goal", "ppo.kl_coefficient")
-        yield "A coefficient of 0 stays 0, whatever it is multiplied by.", keys, "ppo.kl_coefficient above 0", "Set the second."
+        yield (
+            "A coefficient of 0 stays 0, whatever it is multiplied by.",
+            keys,
+            "ppo.kl_coefficient above 0",
+            "Set the second.",
+        )
     if bool(ppo.ptx_coefficient) != bool(data.ptx_path):
         keys = ("ppo.ptx_coefficient", "data.ptx_path")
-        yield "Texts beside PPO need a weight, and a weight needs texts.", keys, "both or none", "Set both, or none."
+        yield (
+            "Texts beside PPO need a weight, and a weight needs texts.",
+            keys,
+            "both or none",
+            "Set both, or none.",
+        )
     if ppo.eval_every and data.eval_path in (None, data.path) and data.eval_split == data.split:
         keys = ("data.split", "data.eval_path", "data.eval_split")
-        yield "The evaluation would be on the prompts of the training.", keys, "other prompts", "Set data.eval_path or data.eval_split."
+        yield (
+            "The evaluation would be on the prompts of the training.",
+            keys,
+            "other prompts",
+            "Set data.eval_path or data.eval_split.",
+        )
     if config.actor.backend == "megatron" and (ppo.ptx_coefficient or ppo.kl_stop):
         keys = ("actor.backend", "ppo.ptx_coefficient", "ppo.kl_stop")
         do = "Set actor.backend=transformers, or the other two to null."
-        yield "The ranks of a Megatron actor know neither texts beside PPO nor an early end.", keys, "actor.backend=transformers", do
+        yield (
+            "The ranks of a Megatron actor know neither texts beside PPO nor an early end.",
+            keys,
+            "actor.backend=transformers",
+            do,
+        )
     if config.actor.backend == "transformers" and ppo.recompute == ATTENTION:
-        keys, do = ("actor.backend", "ppo.recompute"), "Set ppo.recompute=true, or actor.backend=megatron."
-        yield "transformers' attention keeps nothing that could be made again.", keys, "ppo.recompute=true or false", do
+        keys, do = (
+            ("actor.backend", "ppo.recompute"),
+            "Set ppo.recompute=true, or actor.backend=megatron.",
+        )
+        yield (
+            "transformers' attention keeps nothing that could be made again.",
+            keys,
+            "ppo.recompute=true or false",
+            do,
+        )
 
 
 def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
@@ -172,57 +229,135 @@ def _stale_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
         keys = ("ppo.staleness", "ppo.importance_bound")
         if ppo.importance_bound is None:
             do = "Set ppo.importance_bound=2, or ppo.staleness=0."
-            yield "An older actor's tokens need importance weights.", keys, "ppo.importance_bound above 0", do
+            yield (
+                "An older actor's tokens need importance weights.",
+                keys,
+                "ppo.importance_bound above 0",
+                do,
+            )
         beside = ["ppo.piece_prompts", "report.speed_every", "report.compare_pairs"]
         for key in beside + ["ppo.eval_every", "engine.sleep_level"] * (ppo.steps_ahead > 0):
             section, name = key.split(".")
             if getattr(getattr(config, section), name) is not None:
-                keys, do = ("ppo.staleness", key), "Set one of the two to null (ppo.staleness to 0)."
-                yield "While the engine writes for later steps it does nothing else.", keys, "one of the two", do
+                keys, do = (
+                    ("ppo.staleness", key),
+                    "Set one of the two to null (ppo.staleness to 0).",
+                )
+                yield (
+                    "While the engine writes for later steps it does nothing else.",
+                    keys,
+                    "one of the two",
+                    do,
+                )
         if ppo.steps_ahead > 1 and engine.choose_drafts:
-            keys, do = ("ppo.staleness", "engine.choose_drafts"), "Set ppo.staleness=1, or engine.choose_drafts=false."
+            keys, do = (
+                ("ppo.staleness", "engine.choose_drafts"),
+                "Set ppo.staleness=1, or engine.choose_drafts=false.",
+            )
             yield "An engine that never rests can't say what it chose.", keys, "one of the two", do
     if ppo.carry_after is None:
         return
-    keys, do = ("ppo.carry_after", "ppo.staleness"), "Set ppo.staleness=1 or more, or ppo.carry_after=null."
+    keys, do = (
+        ("ppo.carry_after", "ppo.staleness"),
+        "Set ppo.staleness=1 or more, or ppo.carry_after=null.",
+    )
     if not ppo.staleness:
         yield "What is carried over was begun by an older actor.", keys, "ppo.staleness above 0", do
     keys = ("ppo.carry_after", "engine.backend", "engine.replicas", "data.images")
     if engine.backend != "colocated" or engine.replicas > 1 or config.data.images:
         do = "Set ppo.carry_after=null, or the others to their defaults."
-        yield "Only one colocated engine stops responses half-way, of prompts without images.", keys, "one of the two", do
+        yield (
+            "Only one colocated engine stops responses half-way, of prompts without images.",
+            keys,
+            "one of the two",
+            do,
+        )
 
 
 def _place_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """The same for where it all happens: processes for rewards, roles that take turns on one device."""
-    engine, ppo, ranks = config.engine, config.ppo, int(config.engine.extra.get("tensor_parallel_size", 1))
+    engine, ppo, ranks = (
+        config.engine,
+        config.ppo,
+        int(config.engine.extra.get("tensor_parallel_size", 1)),
+    )
     keys: tuple[str, ...]
     if ppo.reward_timeout_s is not None and ppo.reward_processes is None:
-        keys, do = ("ppo.reward_timeout_s", "ppo.reward_processes"), "Set ppo.reward_processes=1 or more."
+        keys, do = (
+            ("ppo.reward_timeout_s", "ppo.reward_processes"),
+            "Set ppo.reward_processes=1 or more.",
+        )
         yield "Only a process can be ended when its time is over.", keys, "ppo.reward_processes", do
     if ppo.reward_processes is not None and ":" not in ppo.reward:
         keys, do = ("ppo.reward_processes", "ppo.reward"), "Set ppo.reward_processes=null."
-        yield "A reward model is computed by the loop, not in processes.", keys, "a reward module:function", do
+        yield (
+            "A reward model is computed by the loop, not in processes.",
+            keys,
+            "a reward module:function",
+            do,
+        )
     if ppo.side_by_side and (ppo.placement == "shared" or config.actor.backend == "megatron"):
-        keys, do = ("ppo.side_by_side", "ppo.placement", "actor.backend"), "Set ppo.side_by_side=false."
-        yield "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.", keys, "two of them at their defaults", do
+        keys, do = (
+            ("ppo.side_by_side", "ppo.placement", "actor.backend"),
+            "Set ppo.side_by_side=false.",
+        )
+        yield (
+            "Roles that take turns can't work at once; a Megatron actor's ranks do anyway.",
+            keys,
+            "two of them at their defaults",
+            do,
+        )
     if ppo.placement == "separate":
         return
     if engine.sleep_level is None:
-        keys, do = ("ppo.placement", "engine.sleep_level"), "Set engine.sleep_level=1, or ppo.placement=separate."
-        yield "An engine that stays awake leaves no memory to the others.", keys, "engine.sleep_level=1 or 2", do
+        keys, do = (
+            ("ppo.placement", "engine.sleep_level"),
+            "Set engine.sleep_level=1, or ppo.placement=separate.",
+        )
+        yield (
+            "An engine that stays awake leaves no memory to the others.",
+            keys,
+            "engine.sleep_level=1 or 2",
+            do,
+        )
     if config.actor.backend == "megatron":
-        keys, do = ("ppo.placement", "actor.backend"), "Set ppo.placement=separate, or actor.backend=transformers."
-        yield "The ranks of a Megatron actor keep their places.", keys, "actor.backend=transformers", do
+        keys, do = (
+            ("ppo.placement", "actor.backend"),
+            "Set ppo.placement=separate, or actor.backend=transformers.",
+        )
+        yield (
+            "The ranks of a Megatron actor keep their places.",
+            keys,
+            "actor.backend=transformers",
+            do,
+        )
     if engine.replicas > 1 or ranks > 1:
-        keys, do = ("ppo.placement", "engine.replicas", "engine.extra"), "Set ppo.placement=separate, or one engine of one rank."
-        yield "The loop's process has one device, and engines have more.", keys, "one engine of one rank", do
+        keys, do = (
+            ("ppo.placement", "engine.replicas", "engine.extra"),
+            "Set ppo.placement=separate, or one engine of one rank.",
+        )
+        yield (
+            "The loop's process has one device, and engines have more.",
+            keys,
+            "one engine of one rank",
+            do,
+        )
     if engine.transfer == "broadcast":
         keys, do = ("ppo.placement", "engine.transfer"), "Set engine.transfer=file."
-        yield "Two processes on one device can't broadcast to each other.", keys, "engine.transfer=file", do
+        yield (
+            "Two processes on one device can't broadcast to each other.",
+            keys,
+            "engine.transfer=file",
+            do,
+        )
     if config.report.compare_pairs:
         keys, do = ("ppo.placement", "report.compare_pairs"), "Set one of the two to its default."
-        yield "The engine of a comparison would stand beside the run's own.", keys, "one of the two", do
+        yield (
+            "The engine of a comparison would stand beside the run's own.",
+            keys,
+            "one of the two",
+            do,
+        )
 
 
 def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
@@ -233,7 +368,11 @@ def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
         ("actor.backend", "transformers", "The ranks of a Megatron actor have no vision tower."),
         ("engine.backend", "colocated", "Images travel to colocated engines only."),
         ("engine.runner", "v1", "Images never ran on vLLM's V2 model runner with draft heads."),
-        ("model.critic_path", None, "Another critic would have a tower of its own, and the features are the actor's."),
+        (
+            "model.critic_path",
+            None,
+            "Another critic would have a tower of its own, and the features are the actor's.",
+        ),
         ("ppo.placement", "separate", "The vision tower takes no turns."),
         ("ppo.piece_prompts", None, "Prompts with images are asked for as a whole batch."),
         ("report.keep_rollouts", None, "Files of rollouts hold no images."),
@@ -242,4 +381,9 @@ def _image_contradictions(config: RunConfig) -> Iterator[tuple[str, tuple[str, .
         section, name = key.split(".")
         if getattr(getattr(config, section), name) != possible:
             said = "null" if possible is None else possible
-            yield problem, ("data.images", key), f"{key}={said}", f"Set {key}={said}, or data.images=null."
+            yield (
+                problem,
+                ("data.images", key),
+                f"{key}={said}",
+                f"Set {key}={said}, or data.images=null.",
+            )

@@ -35,10 +35,13 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_free_objects_period_milliseconds": "100",  # Batches that nobody holds leave shared memory at once, not after a second.
 }
-OWN_RAY_ENVIRONMENT = RAY_ENVIRONMENT | {
-    "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
-    "RAY_worker_niceness": "0",  # Ray's own 15 and the companion's 5 are 19 together: beside a busy loop it would get next to nothing.
-}
+OWN_RAY_ENVIRONMENT = (
+    RAY_ENVIRONMENT
+    | {
+        "RAY_task_events_report_interval_ms": "0",  # Else Ray's server keeps the last 100,000 calls for a dashboard that nobody started.
+        "RAY_worker_niceness": "0",  # Ray's own 15 and the companion's 5 are 19 together: beside a busy loop it would get next to nothing.
+    }
+)
 
 
 def quiet_libraries() -> None:
@@ -93,7 +96,9 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
 
     Whoever Ray listens to runs code in it: here that is this machine alone, and on it only who has this process's token.
     """
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Else Ray writes one into the home folder.
+    os.environ.setdefault(
+        "RAY_AUTH_TOKEN", secrets.token_hex(32)
+    )  # Else Ray writes one into the home folder.
     for left in reversed(range(START_ATTEMPTS)):
         try:
             with _on_loopback():
@@ -112,7 +117,9 @@ def _start(folder: Path, cpus: int, store_bytes: int) -> None:
             if not left:
                 given = f"{type(error).__name__}: {error}"
                 do = "Free memory or cores and try again; Ray's logs say more."
-                raise RunError("Ray did not start.", given=given, expected="a local Ray within 30 s", do=do) from error
+                raise RunError(
+                    "Ray did not start.", given=given, expected="a local Ray within 30 s", do=do
+                ) from error
             logger.warning("Ray did not start; trying once more: %s", error)
 
 
@@ -164,7 +171,9 @@ class StopSignals:
 
     def _handle(self, number: int, frame: object) -> None:
         if self.stopping:
-            logger.warning("Stopping already; a moment, please: engine and companion are being closed.")
+            logger.warning(
+                "Stopping already; a moment, please: engine and companion are being closed."
+            )
             return
         self.stopping = True
         raise KeyboardInterrupt
@@ -178,8 +187,18 @@ def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
     except RayError as error:
         if isinstance(error, RayTaskError) and isinstance(error.cause, MedusaError):
             raise error.cause from None
-        what = "did not answer in time" if isinstance(error, GetTimeoutError) else "died" if isinstance(error, RayActorError) else "failed"
-        given = repr(error.cause) if isinstance(error, RayTaskError) else (str(error).strip().splitlines() or [repr(error)])[-1]
+        what = (
+            "did not answer in time"
+            if isinstance(error, GetTimeoutError)
+            else "died"
+            if isinstance(error, RayActorError)
+            else "failed"
+        )
+        given = (
+            repr(error.cause)
+            if isinstance(error, RayTaskError)
+            else (str(error).strip().splitlines() or [repr(error)])[-1]
+        )
         raise kind(f"{who} {what}.", given=given, expected="a running process", do=do) from error
 
 
@@ -193,7 +212,9 @@ def bundle(gpus: float, resource: str | None) -> dict[str, float]:
     return asked or {"CPU": TOKEN}
 
 
-def reserve(bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S) -> PlacementGroup:
+def reserve(
+    bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S
+) -> PlacementGroup:
     """Reserve room for all bundles. `ray.init` is the caller's; so is `release`.
 
     Args:
@@ -223,11 +244,19 @@ def release(group: PlacementGroup | None) -> None:
 
 def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
     """Options of the Ray actor that has a place of the group; none without a group."""
-    return {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+    return (
+        {}
+        if group is None
+        else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+    )
 
 
 def _free() -> str:
-    free = {name: amount for name, amount in ray.available_resources().items() if not name.startswith(("node:", "memory", "object_store"))}
+    free = {
+        name: amount
+        for name, amount in ray.available_resources().items()
+        if not name.startswith(("node:", "memory", "object_store"))
+    }
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(free.items())) or "nothing"
 
 

@@ -50,7 +50,9 @@ class ImagePrompt(tuple[int, ...]):
     images: tuple[bytes, ...]
     short_ids: tuple[int, ...]
 
-    def __new__(cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()) -> ImagePrompt:
+    def __new__(
+        cls, ids: Iterable[int], images: tuple[bytes, ...] = (), short_ids: tuple[int, ...] = ()
+    ) -> ImagePrompt:
         prompt = super().__new__(cls, ids)
         prompt.images, prompt.short_ids = images, short_ids
         return prompt
@@ -142,7 +144,9 @@ class EngineShare:
         return replace(
             self,
             pieces=self.pieces + 1,
-            tokens=self.tokens + part.generated_tokens + sum(len(prompt) for prompt in part.prompts),
+            tokens=self.tokens
+            + part.generated_tokens
+            + sum(len(prompt) for prompt in part.prompts),
             generated_tokens=self.generated_tokens + part.generated_tokens,
             seconds=self.seconds + part.seconds,
             counters=self.counters + part.counters,
@@ -167,7 +171,11 @@ class Rollouts:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(len(r.token_ids) for r in self.responses) if self.written_tokens is None else self.written_tokens
+        return (
+            sum(len(r.token_ids) for r in self.responses)
+            if self.written_tokens is None
+            else self.written_tokens
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -210,9 +218,18 @@ class RolloutBatch:
     embedding_VD: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows, states, total = self.response_ids_M.shape[0], self.hidden_MD.shape[0], int(self.lengths_S.sum())
+        rows, states, total = (
+            self.response_ids_M.shape[0],
+            self.hidden_MD.shape[0],
+            int(self.lengths_S.sum()),
+        )
         if rows == 0:
-            raise DataError("The rollout batch holds no response token.", given="0 rows", expected="at least one", do="Skip empty batches.")
+            raise DataError(
+                "The rollout batch holds no response token.",
+                given="0 rows",
+                expected="at least one",
+                do="Skip empty batches.",
+            )
         weighted = None if self.weights_M is None else int((self.weights_M >= 0).sum())
         if not rows == self.logprobs_M.shape[0] == total or states not in (rows, weighted):
             raise DataError(
@@ -232,7 +249,15 @@ class RolloutBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.hidden_MD, self.response_ids_M, self.logprobs_M, self.lengths_S, self.weights_M, self.lm_head_VD, self.embedding_VD)
+        parts = (
+            self.hidden_MD,
+            self.response_ids_M,
+            self.logprobs_M,
+            self.lengths_S,
+            self.weights_M,
+            self.lm_head_VD,
+            self.embedding_VD,
+        )
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
 
     @property
@@ -247,7 +272,10 @@ class RolloutBatch:
     def select(self, sequences_S: torch.Tensor) -> RolloutBatch:
         """The batch of the given sequences (int64 indices), in that order."""
         ends = self.lengths_S.cumsum(0)
-        spans = [torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s])) for s in sequences_S.tolist()]
+        spans = [
+            torch.arange(int(ends[s] - self.lengths_S[s]), int(ends[s]))
+            for s in sequences_S.tolist()
+        ]
         rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         states = self.state_rows_M[rows]
         chosen = self._picked(rows, "response_ids_M", "logprobs_M", "weights_M")
@@ -260,10 +288,16 @@ class RolloutBatch:
         Returns:
             (training, holdout); the holdout is None where there is one prompt only.
         """
-        held_S = held_out(self.lengths_S, self.prompts_S, fraction, seed) if self.held_S is None else self.held_S
+        held_S = (
+            held_out(self.lengths_S, self.prompts_S, fraction, seed)
+            if self.held_S is None
+            else self.held_S
+        )
         if not 0 < int(held_S.sum()) < held_S.numel():
             return self, None
-        training, holdout = (self.select(chosen_S.nonzero()[:, 0]) for chosen_S in (~held_S, held_S))
+        training, holdout = (
+            self.select(chosen_S.nonzero()[:, 0]) for chosen_S in (~held_S, held_S)
+        )
         return replace(training, held_S=None), replace(holdout, weights_M=None, held_S=None)
 
     @staticmethod
@@ -275,7 +309,15 @@ class RolloutBatch:
         if len(parts) == 1:
             return parts[0]
         joined: dict[str, Any] = {}
-        for name in ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S", "weights_M", "held_S"):
+        for name in (
+            "hidden_MD",
+            "response_ids_M",
+            "logprobs_M",
+            "lengths_S",
+            "prompts_S",
+            "weights_M",
+            "held_S",
+        ):
             found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
             joined[name] = torch.cat(found) if len(found) == len(parts) else None
         return replace(parts[0], **joined)
@@ -285,7 +327,9 @@ class RolloutBatch:
         return {name: value[index] for name in names if (value := getattr(self, name)) is not None}
 
 
-def held_out(lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int) -> torch.Tensor:
+def held_out(
+    lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: float, seed: int
+) -> torch.Tensor:
     """Which sequences heads are judged on, bool: all answers to a part of the prompts; none where there is one prompt only.
 
     Where that is fewer than HOLDOUT_PROMPTS, up to FEW_PROMPTS_SHARE times as many. The first of them always, the next ones as long as
@@ -300,7 +344,11 @@ def held_out(lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, fraction: 
         held = min(HOLDOUT_PROMPTS, round(FEW_PROMPTS_SHARE * fraction * groups.numel()))
     held = min(max(1, held), groups.numel() - 1)
     order = torch.randperm(groups.numel(), generator=torch.Generator().manual_seed(seed))[:held]
-    tokens = torch.zeros(groups.numel(), dtype=torch.int64).index_add_(0, group_S, lengths_S)[order].cumsum(0)
+    tokens = (
+        torch.zeros(groups.numel(), dtype=torch.int64)
+        .index_add_(0, group_S, lengths_S)[order]
+        .cumsum(0)
+    )
     fits = tokens <= HOLDOUT_TOKENS
     fits[0] = True
     return torch.isin(group_S, order[fits])

@@ -56,7 +56,14 @@ def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     end = tokenizer.eos_token_id
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end, tie_word_embeddings=False)
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            **sizes,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=end,
+            tie_word_embeddings=False,
+        )
     )
     embedding = torch.nn.functional.normalize(torch.randn(len(tokenizer), CHAIN_WIDTH), dim=1)
     with torch.no_grad():
@@ -68,7 +75,14 @@ def chain_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-IMAGE_WORDS = ["<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+IMAGE_WORDS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
     "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}"
@@ -96,9 +110,21 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=IMAGE_WORDS[0], additional_special_tokens=IMAGE_WORDS[1:])
+    letters = Tokenizer(
+        models.BPE(
+            vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+            merges=[],
+        )
+    )
+    letters.pre_tokenizer, letters.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=letters,
+        eos_token=IMAGE_WORDS[0],
+        additional_special_tokens=IMAGE_WORDS[1:],
+    )
     tokenizer.chat_template = CHAT
     end, _, start, stop, image, video = tokenizer.convert_tokens_to_ids(IMAGE_WORDS)
     patch = 16 if family == "qwen3_vl" else 14
@@ -118,7 +144,13 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
     }
     if family == "qwen3_vl":
         text["head_dim"] = CHAIN_WIDTH // 2
-    vision = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     vision |= {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": CHAIN_WIDTH, "mlp_ratio": 2},
         "qwen2_5_vl": {
@@ -136,8 +168,15 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
             "deepstack_visual_indexes": [0],
         },
     }[family]
-    ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": stop}
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    ids = {
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": stop,
+    }
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
+    )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).float()
     embedding = torch.nn.functional.normalize(torch.randn(text["vocab_size"], CHAIN_WIDTH), dim=1)
@@ -148,7 +187,9 @@ def _save_vision_actor(folder: Path, family: str) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     side = 2 * patch
-    Qwen2VLImageProcessorPil(min_pixels=side * side, max_pixels=9 * side * side, patch_size=patch).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        min_pixels=side * side, max_pixels=9 * side * side, patch_size=patch
+    ).save_pretrained(folder)
     return folder
 
 
@@ -195,12 +236,19 @@ def _run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 120
     deadline = time.monotonic() + timeout_s
     try:
         # One rank that fails leaves the others waiting for it: the first failure ends all.
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes) and time.monotonic() < deadline:
+        while (
+            any(p.poll() is None for p in processes)
+            and not any(p.poll() for p in processes)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
     finally:
         codes = [p.poll() for p in processes]
         for process in processes:
             process.kill()
-        words = "\n".join(f"rank {i} ({code}):\n{p.communicate()[0]}" for i, (p, code) in enumerate(zip(processes, codes, strict=True)))
+        words = "\n".join(
+            f"rank {i} ({code}):\n{p.communicate()[0]}"
+            for i, (p, code) in enumerate(zip(processes, codes, strict=True))
+        )
     assert not any(code is None or code for code in codes), words
     return words

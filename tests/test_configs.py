@@ -30,7 +30,9 @@ def test_it_parses(path: Path):
 def test_its_header_names_hardware_time_and_figure(path: Path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for word in HEADER:
-        assert any(line.startswith(word) and len(line) > len(word) + 5 for line in head), f"{path.name} lacks '{word} ...'"
+        assert any(line.startswith(word) and len(line) > len(word) + 5 for line in head), (
+            f"{path.name} lacks '{word} ...'"
+        )
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
@@ -41,7 +43,9 @@ def test_it_holds_only_what_differs_from_what_it_extends(path: Path):
     for section, values in own.items():
         if isinstance(values, dict):
             same = [key for key, value in values.items() if below[section][key] == value]
-            assert not same, f"{path.name}: {section}.{', '.join(same)} say what {base or 'the default'} says"
+            assert not same, (
+                f"{path.name}: {section}.{', '.join(same)} say what {base or 'the default'} says"
+            )
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)

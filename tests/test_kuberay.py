@@ -78,12 +78,23 @@ def test_its_nodes_are_what_the_preset_asks_for(manifest: dict[str, Any]) -> Non
         (container,) = node["template"]["spec"]["containers"]
         count = node.get("replicas", 1)
         gpus += count * int(container["resources"]["limits"]["nvidia.com/gpu"])
-        for name, amount in json.loads(json.loads(node["rayStartParams"].get("resources", '"{}"'))).items():
+        for name, amount in json.loads(
+            json.loads(node["rayStartParams"].get("resources", '"{}"'))
+        ).items():
             offered[name] = offered.get(name, 0) + count * amount
         mounts = {mount["name"] for mount in container["volumeMounts"]}
         assert mounts == {volume["name"] for volume in node["template"]["spec"]["volumes"]}
-    assert {config.engine.resource, config.companion.resource} <= offered.keys() and held.keys() <= offered.keys()
-    wanted = manifest["spec"]["entrypointNumGpus"] + config.engine.replicas + config.companion.num_gpus
+    assert {
+        config.engine.resource,
+        config.companion.resource,
+    } <= offered.keys() and held.keys() <= offered.keys()
+    wanted = (
+        manifest["spec"]["entrypointNumGpus"] + config.engine.replicas + config.companion.num_gpus
+    )
     assert gpus >= wanted
-    pinned = next(line for line in (ROOT / "requirements-cuda.txt").read_text().splitlines() if line.startswith("ray=="))
+    pinned = next(
+        line
+        for line in (ROOT / "requirements-cuda.txt").read_text().splitlines()
+        if line.startswith("ray==")
+    )
     assert pinned == f"ray=={manifest['spec']['rayClusterSpec']['rayVersion']}"

@@ -19,7 +19,9 @@ from medusa_ppo.config import known_keys
 from medusa_ppo.metrics import describe
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS: list[dict[str, Any]] = yaml.safe_load((ROOT / "docs" / "site" / "public_api.yaml").read_text())
+GROUPS: list[dict[str, Any]] = yaml.safe_load(
+    (ROOT / "docs" / "site" / "public_api.yaml").read_text()
+)
 NAMES = [(group["module"], name) for group in GROUPS for name in group["names"]]
 # Modules whose foreign library not every machine has (or takes half a minute to load): imported by the slow tests alone.
 OPTIONAL = ("medusa_ppo.actors.megatron", "medusa_ppo.loops.trl", "medusa_ppo.loops.trl_ppo")
@@ -38,7 +40,11 @@ def check_texts(module: str, name: str) -> None:
     # A dataclass without a docstring gets its own signature as one.
     assert text and not text.startswith(f"{name}("), f"{module}.{name} has no docstring"
     if inspect.isclass(value):
-        routines = [key for key, member in vars(value).items() if not key.startswith("_") and inspect.isroutine(member)]
+        routines = [
+            key
+            for key, member in vars(value).items()
+            if not key.startswith("_") and inspect.isroutine(member)
+        ]
         # inspect.getdoc: a method may inherit the text of the one that it overrides.
         silent = [key for key in routines if not inspect.getdoc(getattr(value, key))]
         assert not silent, f"{module}.{name}: no docstring: {', '.join(silent)}"
@@ -65,12 +71,16 @@ def test_no_name_stands_twice() -> None:
 
 
 def test_what_the_package_names_itself_is_public() -> None:
-    assert {("medusa_ppo", name) for name in medusa_ppo.__all__ if not name.startswith("__")} <= set(NAMES)
+    assert {
+        ("medusa_ppo", name) for name in medusa_ppo.__all__ if not name.startswith("__")
+    } <= set(NAMES)
 
 
 def imports(code: str) -> Iterator[tuple[str, str]]:
     """What a piece of Python, or of a diff, imports from our packages."""
-    for match in re.finditer(r"^[+ ]?from ((?:heads|medusa_ppo)[\w.]*) import ([\w, ]+)$", code, re.MULTILINE):
+    for match in re.finditer(
+        r"^[+ ]?from ((?:heads|medusa_ppo)[\w.]*) import ([\w, ]+)$", code, re.MULTILINE
+    ):
         for name in match[2].split(","):
             yield match[1], name.strip()
 
@@ -83,21 +93,45 @@ def test_what_documents_and_examples_import_is_public() -> None:
     assert not missing, f"shown to users but not in docs/site/public_api.yaml: {sorted(missing)}"
 
 
-@pytest.mark.parametrize(("module", "name"), [pair for pair in NAMES if pair[0] != "medusa_ppo"], ids=lambda part: part)
+@pytest.mark.parametrize(
+    ("module", "name"), [pair for pair in NAMES if pair[0] != "medusa_ppo"], ids=lambda part: part
+)
 def test_names_are_defined_where_they_are_imported_from(module: str, name: str) -> None:
     """The site reads sources and imports nothing; so this holds for optional modules too."""
     path = ROOT / module.replace(".", "/")
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    defined = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    assert name in defined and ast.get_docstring(defined[name]), f"{module} does not define {name}, or without a docstring"
+    tree = ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(
+            encoding="utf-8"
+        )
+    )
+    defined = {
+        node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    assert name in defined and ast.get_docstring(defined[name]), (
+        f"{module} does not define {name}, or without a docstring"
+    )
 
 
 def test_public_names_use_the_words_of_the_glossary() -> None:
     """docs/glossary.md names, beside each word, others for the same thing: none of those stands in a public name, a key or a metric."""
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]*) \|$", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
-    unused = {word.strip(): row[0] for row in rows[1:] for word in row[1].split(",") if word.strip()}
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| ([^|]*) \|$",
+        (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    unused = {
+        word.strip(): row[0] for row in rows[1:] for word in row[1].split(",") if word.strip()
+    }
     assert len(unused) > 20, "the table was not found"
     public = [name for _, name in NAMES] + known_keys() + list(describe())
-    parts = [(name, "_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", name).lower() + "_") for name in public]
-    wrong = {name: f"say {good}" for word, good in unused.items() for name, text in parts if f"_{word}_" in text}
+    parts = [
+        (name, "_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", name).lower() + "_")
+        for name in public
+    ]
+    wrong = {
+        name: f"say {good}"
+        for word, good in unused.items()
+        for name, text in parts
+        if f"_{word}_" in text
+    }
     assert not wrong

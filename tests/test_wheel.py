@@ -24,7 +24,9 @@ OLD_RUN = ROOT / "tests" / "medusa_ppo" / "ppo" / "old_run.tar.gz"
 
 
 def tracked() -> list[str]:
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return [name for name in listed if (ROOT / name).is_file()]
 
 
@@ -38,7 +40,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.startswith(("heads/", "medusa_ppo/", "configs/")) or "/" not in name:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=copy, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(out)], cwd=copy, check=True, capture_output=True
+    )
     return next(out.glob("*.whl"))
 
 
@@ -61,7 +65,9 @@ def test_its_commands_run_outside_of_a_checkout(wheel: Path, tmp_path: Path) -> 
         packed.extractall(site)
     data = site / f"medusa_ppo-{__version__}.data" / "data" / "share"
     data.rename(home / "share")
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch and the others, behind the wheel's own.
+    (site / "others.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # torch and the others, behind the wheel's own.
     run_dir = tmp_path / "run"
     with tarfile.open(OLD_RUN) as archive:
         archive.extractall(run_dir, filter="data")
@@ -70,14 +76,21 @@ def test_its_commands_run_outside_of_a_checkout(wheel: Path, tmp_path: Path) -> 
     def run(*words: str) -> str:
         code = "import medusa_ppo, sys; sys.stderr.write(medusa_ppo.__file__); from medusa_ppo.cli import main; main()"
         done = subprocess.run(
-            [home / "bin" / "python", "-c", code, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+            [home / "bin" / "python", "-c", code, *words],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0 and str(site) in done.stderr, done.stdout + done.stderr
         return done.stdout
 
     assert __version__ in run("--version")
     assert "engine" in run("plan", "--config", "demo")
-    assert "Report" in run("report", str(run_dir)) and "<svg" in (run_dir / "report.html").read_text()
+    assert (
+        "Report" in run("report", str(run_dir)) and "<svg" in (run_dir / "report.html").read_text()
+    )
 
 
 def test_the_version_stands_in_the_changelog() -> None:
@@ -90,5 +103,10 @@ def test_the_audit_reads_each_packages_licence(tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
     lock.write_text("# a comment\nnumpy==2.3.0\nhttpx==0.28.1\nno-such-package==1\n")
     by_licence, missing = audit["licences"](audit["pinned"](lock))
-    assert missing == ["no-such-package"] and sorted(itertools.chain(*by_licence.values())) == ["httpx", "numpy"]
-    assert audit["to_look_at"]({"AGPL-3.0": ["x"], "MIT": ["y"], "unknown": ["z"], "BSD License": ["w"]}) == ["AGPL-3.0", "unknown"]
+    assert missing == ["no-such-package"] and sorted(itertools.chain(*by_licence.values())) == [
+        "httpx",
+        "numpy",
+    ]
+    assert audit["to_look_at"](
+        {"AGPL-3.0": ["x"], "MIT": ["y"], "unknown": ["z"], "BSD License": ["w"]}
+    ) == ["AGPL-3.0", "unknown"]

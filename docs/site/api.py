@@ -20,7 +20,9 @@ K heads, S sequences, M packed response tokens, N rows.
 def public_names() -> dict[str, list[str]]:
     """Title of a group -> its names, `module.name`."""
     groups: list[dict[str, Any]] = yaml.safe_load(LIST.read_text(encoding="utf-8"))
-    return {group["title"]: [f"{group['module']}.{name}" for name in group["names"]] for group in groups}
+    return {
+        group["title"]: [f"{group['module']}.{name}" for name in group["names"]] for group in groups
+    }
 
 
 def import_line(names: list[str]) -> str:

@@ -76,11 +76,18 @@ def linked(text: str, source: str) -> str:
             return match.group(0)
         file = (ROOT / source).parent / path
         if not file.exists():
-            raise UsageError("A link leads nowhere.", given=f"{source}: {target}", expected="a file of the repository", do="Correct it.")
+            raise UsageError(
+                "A link leads nowhere.",
+                given=f"{source}: {target}",
+                expected="a file of the repository",
+                do="Correct it.",
+            )
         name = file.resolve().relative_to(ROOT).as_posix()
         if name in WRITTEN:
             return f"[{words}]({WRITTEN[name]}{'#' + anchor if anchor else ''})"
-        return f"{words} (`{name}`)" if name not in words else words if "`" in words else f"`{name}`"
+        return (
+            f"{words} (`{name}`)" if name not in words else words if "`" in words else f"`{name}`"
+        )
 
     parts = CODE.split(text)
     # Odd parts are code, where brackets are no links.
@@ -121,11 +128,18 @@ def build(out: Path) -> None:
     """Write all pages and the configuration of mkdocs into `out`, which is emptied first if it was made by this program."""
     mark = out / ".medusa-ppo-docs"
     if out.exists() and any(out.iterdir()) and not mark.exists():
-        raise UsageError("The folder holds something else.", given=out, expected="a new folder, or an earlier build", do="Name another.")
+        raise UsageError(
+            "The folder holds something else.",
+            given=out,
+            expected="a new folder, or an earlier build",
+            do="Name another.",
+        )
     shutil.rmtree(out, ignore_errors=True)
     pages = {target: written_page(source) for source, target in WRITTEN.items()}
     pages |= {page_of(name): command_page(name) for name in command_names()}
-    pages[f"{COMMANDS}/index.md"] = commands_page({name: Path(page_of(name)).name for name in command_names()})
+    pages[f"{COMMANDS}/index.md"] = commands_page(
+        {name: Path(page_of(name)).name for name in command_names()}
+    )
     pages[CONFIGURATION] = configuration_page()
     pages[API] = api_page()
     pages[TREE] = linked(tree_page(), "docs/where.md")
@@ -135,7 +149,10 @@ def build(out: Path) -> None:
         file.write_text(text, encoding="utf-8")
     shutil.copy(HERE / "extra.css", out / "pages" / "extra.css")
     config = settings()
-    config["docs_dir"], config["site_dir"] = str(out.resolve() / "pages"), str(out.resolve().parent / "site")
+    config["docs_dir"], config["site_dir"] = (
+        str(out.resolve() / "pages"),
+        str(out.resolve().parent / "site"),
+    )
     config["hooks"] = [str(HERE / "mathematics.py")]
     config["plugins"][1]["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT)]
     # JSON is YAML.

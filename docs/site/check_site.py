@@ -8,7 +8,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 # Attributes that a browser fetches by itself; a link that a reader may click is none of them.
-FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "link": "href"}
+FETCHED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "link": "href",
+}
 NOT_FETCHED_LINKS = ("canonical", "alternate", "prev", "next")
 
 
@@ -43,4 +51,6 @@ def foreign(site: Path) -> Iterator[tuple[str, str]]:
 if __name__ == "__main__":
     found = list(foreign(Path(sys.argv[1])))
     if found:
-        sys.exit("\n".join(f"The site is not offline: {page} loads {address}" for page, address in found))
+        sys.exit(
+            "\n".join(f"The site is not offline: {page} loads {address}" for page, address in found)
+        )

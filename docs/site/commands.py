@@ -23,10 +23,15 @@ KINDS = {"int": "NUMBER", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
 def leaves() -> dict[str, Callable[..., None]]:
     """Every command that can be run, by its words without the program's name ("bench rollout")."""
 
-    def walk(group: typer.Typer, words: tuple[str, ...]) -> Iterator[tuple[str, Callable[..., None]]]:
+    def walk(
+        group: typer.Typer, words: tuple[str, ...]
+    ) -> Iterator[tuple[str, Callable[..., None]]]:
         for command in group.registered_commands:
             if command.callback is not None and not command.hidden:
-                yield " ".join((*words, command.name or command.callback.__name__.replace("_", "-"))), command.callback
+                yield (
+                    " ".join((*words, command.name or command.callback.__name__.replace("_", "-"))),
+                    command.callback,
+                )
         for child in group.registered_groups:
             if child.typer_instance is not None:
                 yield from walk(child.typer_instance, (*words, str(child.name)))
@@ -71,7 +76,9 @@ def command_page(name: str) -> str:
     """The page of one command."""
     words, example = help_text(name)
     rows = parameters(name)
-    usage = " ".join([PROGRAM, name, *(row["name"] for row in rows if row["kind"] == "argument"), "[OPTIONS]"])
+    usage = " ".join(
+        [PROGRAM, name, *(row["name"] for row in rows if row["kind"] == "argument"), "[OPTIONS]"]
+    )
     lines = [f"# {PROGRAM} {name}", "", escape(words), "", "```", usage, "```", ""]
     if example:
         lines += ["For example:", "", "```", example, "```", ""]
@@ -79,7 +86,10 @@ def command_page(name: str) -> str:
         part = [row for row in rows if row["kind"] == kind]
         if part:
             lines += [f"## {title}", "", f"| {kind} | default | what it is |", "|---|---|---|"]
-            lines += [f"| `{row['name']}` | {default_cell(row['default'])} | {cell(escape(row['help']))} |" for row in part]
+            lines += [
+                f"| `{row['name']}` | {default_cell(row['default'])} | {cell(escape(row['help']))} |"
+                for row in part
+            ]
             lines.append("")
     return "\n".join(lines)
 
@@ -105,7 +115,11 @@ def _option(key: str, kind: Any, info: Any) -> str:
     """An option as one types it, with what goes behind it."""
     plain, words = _without_none(kind), key.replace("_", "-")
     # Inside Annotated the first name stands where a default would (typer puts it right when it builds the parser).
-    names = " ".join(str(name) for name in (info.default, *(info.param_decls or ())) if isinstance(name, str) and name.startswith("-"))
+    names = " ".join(
+        str(name)
+        for name in (info.default, *(info.param_decls or ()))
+        if isinstance(name, str) and name.startswith("-")
+    )
     if plain is bool:
         return (names or f"--{words}/--no-{words}").replace("/", " / ")
     if typing.get_origin(plain) is Literal:
@@ -140,9 +154,15 @@ def default_cell(value: str) -> str:
 def cell(text: str) -> str:
     """Text in a cell of a table; inside of code a bar does no harm, and a backslash would show."""
     parts = re.split(r"(`[^`]*`)", text.replace("\n", " "))
-    return "".join(part if index % 2 else part.replace("|", "&#124;") for index, part in enumerate(parts))
+    return "".join(
+        part if index % 2 else part.replace("|", "&#124;") for index, part in enumerate(parts)
+    )
 
 
 def escape(text: str) -> str:
     """Plain text in Markdown: what would be read as HTML or a mark is not."""
-    return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_") if "`" not in text else text.replace("<", "&lt;")
+    return (
+        text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+        if "`" not in text
+        else text.replace("<", "&lt;")
+    )

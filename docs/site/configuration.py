@@ -56,10 +56,17 @@ def configuration_page() -> str:
     lines = [HEAD]
     for section, fields in sections().items():
         name = f": `{section}`" if section else ""
-        lines += [f"## {TITLES.get(section, section)}{name}", "", "| key | type | default | what it is |", "|---|---|---|---|"]
+        lines += [
+            f"## {TITLES.get(section, section)}{name}",
+            "",
+            "| key | type | default | what it is |",
+            "|---|---|---|---|",
+        ]
         for key, field in fields:
             dotted = f"{section}.{key}" if section else key
-            lines.append(f"| `{dotted}` | {cell(type_words(field))} | `{default_words(field)}` | {cell(escape(field.description or ''))} |")
+            lines.append(
+                f"| `{dotted}` | {cell(type_words(field))} | `{default_words(field)}` | {cell(escape(field.description or ''))} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -75,7 +82,11 @@ def default_words(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, tuple):
         value = list(value)
-    return str(yaml.safe_dump(value, default_flow_style=True, width=1000)).removesuffix("...\n").strip()
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, width=1000))
+        .removesuffix("...\n")
+        .strip()
+    )
 
 
 def _name(kind: Any) -> str:
@@ -89,9 +100,20 @@ def _name(kind: Any) -> str:
         return ", or ".join(_name(part) for part in parts)
     if isinstance(kind, types.GenericAlias):
         return "list of " + _name(parts[0]) if origin is tuple else "mapping"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "NoneType": "null"}[kind.__name__]
+    return {
+        "str": "text",
+        "int": "whole number",
+        "float": "number",
+        "bool": "true or false",
+        "NoneType": "null",
+    }[kind.__name__]
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    bounds = [f"{sign} {getattr(part, name)}" for part in metadata for name, sign in BOUNDS.items() if hasattr(part, name)]
+    bounds = [
+        f"{sign} {getattr(part, name)}"
+        for part in metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(part, name)
+    ]
     return ", ".join(bounds).replace("<", "&lt;")

@@ -30,7 +30,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if match["code"] is not None:
             return match.group(0)
         block = match["block"] is not None
-        formula = convert((match["block"] or match["inline"]).strip(), display="block" if block else "inline")
+        formula = convert(
+            (match["block"] or match["inline"]).strip(), display="block" if block else "inline"
+        )
         _formulas.append(formula)
         return MARK.format(len(_formulas) - 1)
 

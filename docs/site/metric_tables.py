@@ -17,7 +17,14 @@ MARKERS = {
     "metrics": ("<!-- begin: metrics -->", "<!-- end: metrics -->"),
     "summary": ("<!-- begin: summary -->", "<!-- end: summary -->"),
 }
-UNITS = {"_s": "seconds", "_frac": "share, 0 to 1", "_tokens": "tokens", "_tokens_per_s": "tokens/s", "_gib": "GiB", "_bytes": "bytes"}
+UNITS = {
+    "_s": "seconds",
+    "_frac": "share, 0 to 1",
+    "_tokens": "tokens",
+    "_tokens_per_s": "tokens/s",
+    "_gib": "GiB",
+    "_bytes": "bytes",
+}
 
 
 def metrics_table() -> str:
@@ -44,7 +51,10 @@ def fill(text: str) -> str:
         begin, end = MARKERS[name]
         if text.count(begin) != 1 or text.count(end) != 1:
             raise UsageError(
-                "The page lacks the place of a table.", given=name, expected=f"{begin} and {end}, once each", do="Put the markers back."
+                "The page lacks the place of a table.",
+                given=name,
+                expected=f"{begin} and {end}, once each",
+                do="Put the markers back.",
             )
         text = text[: text.index(begin) + len(begin)] + f"\n{table}\n" + text[text.index(end) :]
     return text

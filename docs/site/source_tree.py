@@ -22,8 +22,17 @@ def tree_page() -> str:
     for place in PLACES:
         said = sources(place)
         for folder in sorted({file.parent for file in said}):
-            lines += [f"## {folder.relative_to(ROOT).as_posix()}/", "", "| file | what it is for |", "|---|---|"]
-            lines += [f"| `{file.name}` | {cell(escape(text))} |" for file, text in said.items() if file.parent == folder]
+            lines += [
+                f"## {folder.relative_to(ROOT).as_posix()}/",
+                "",
+                "| file | what it is for |",
+                "|---|---|",
+            ]
+            lines += [
+                f"| `{file.name}` | {cell(escape(text))} |"
+                for file, text in said.items()
+                if file.parent == folder
+            ]
             lines.append("")
     return "\n".join(lines)
 

@@ -22,7 +22,12 @@ from transformers import PreTrainedModel
 
 from heads.errors import ModelError
 
-BEYOND_LM_HEAD = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}
+BEYOND_LM_HEAD = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "lm_head_multiplier": 1,
+}
 """What some families do to the product of lm_head (Gemma-2, Cohere, Granite, Falcon-H1), by its name in their config, and the value that
 does nothing. The engine does it; training, the gate and replay would not."""
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -49,7 +54,11 @@ def plain_model(model: nn.Module) -> Any:
 
 def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
     """Which of PEFT's adapters a forward pass goes through; the same pass without them is another policy's."""
-    layers: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool)]
+    layers: list[Any] = [
+        part
+        for part in model.modules()
+        if isinstance(getattr(part, "disable_adapters", None), bool)
+    ]
     return (layers[0].disable_adapters, tuple(layers[0].active_adapters)) if layers else ()
 
 
@@ -81,12 +90,16 @@ class Table:
             raise self._unusable("none")
         self._adapters = _lora_adapters(module) if base is not module else []
         if base is not module and not hasattr(module, "get_delta_weight"):
-            raise self._unusable(f"{type(module).__name__}, an adapter whose product is not a table")
+            raise self._unusable(
+                f"{type(module).__name__}, an adapter whose product is not a table"
+            )
         self._base = base
         self._unit = _unit_of(base, FSDP, model)
         self._sharding = _unit_of(base, FSDPModule, model)
         self.whole = (
-            self._unit is None and self._sharding is None and not any(isinstance(p, DTensor) or _by_zero(p) for p in self.parameters)
+            self._unit is None
+            and self._sharding is None
+            and not any(isinstance(p, DTensor) or _by_zero(p) for p in self.parameters)
         )
         if self.whole:
             self._checked(base.weight)
@@ -121,7 +134,9 @@ class Table:
 
     def is_that_of(self, other: Table) -> bool:
         """Both are one parameter, and the same adapters work on it."""
-        return self._base.weight is other._base.weight and not self._adapters and not other._adapters
+        return (
+            self._base.weight is other._base.weight and not self._adapters and not other._adapters
+        )
 
     @torch.no_grad()
     def gather(self, *, keep: bool) -> tuple[torch.Tensor | None, int]:
@@ -147,7 +162,9 @@ class Table:
     def _merged(self) -> torch.Tensor:
         weight_VD = _full(self._base.weight)
         if self._adapters and not self._module.merged and not self._module.disable_adapters:
-            return weight_VD + sum(_full(self._module.get_delta_weight(adapter)) for adapter in self._adapters)
+            return weight_VD + sum(
+                _full(self._module.get_delta_weight(adapter)) for adapter in self._adapters
+            )
         return weight_VD
 
     def _chosen(self, module: Any) -> Any:
@@ -156,12 +173,22 @@ class Table:
         if copies is None:
             return module
         active = [name for name in module.active_adapters if name in copies]
-        return copies[active[0]] if active and not module.disable_adapters else module.original_module
+        return (
+            copies[active[0]] if active and not module.disable_adapters else module.original_module
+        )
 
     def _checked(self, weight: torch.Tensor) -> torch.Tensor:
-        rows = getattr(self._base, "out_features", None) or getattr(self._base, "num_embeddings", None)
-        if weight.dim() != 2 or not weight.is_floating_point() or rows not in (None, weight.shape[0]):
-            raise self._unusable(f"{type(self._base).__name__} with a weight of {weight.dtype} {tuple(weight.shape)}")
+        rows = getattr(self._base, "out_features", None) or getattr(
+            self._base, "num_embeddings", None
+        )
+        if (
+            weight.dim() != 2
+            or not weight.is_floating_point()
+            or rows not in (None, weight.shape[0])
+        ):
+            raise self._unusable(
+                f"{type(self._base).__name__} with a weight of {weight.dtype} {tuple(weight.shape)}"
+            )
         return weight
 
     def _unusable(self, found: str) -> ModelError:
@@ -177,8 +204,14 @@ def beyond_lm_head(model: Any, lm_head: Any) -> list[str]:
     """What makes the model's logits more than lm_head's product, by name."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = [f"{name}={value}" for name, plain in BEYOND_LM_HEAD.items() if (value := getattr(config, name, None)) not in (None, plain)]
-    if isinstance(bias := getattr(lm_head, "bias", None), torch.Tensor) and bool(bias.detach().any()):
+    found = [
+        f"{name}={value}"
+        for name, plain in BEYOND_LM_HEAD.items()
+        if (value := getattr(config, name, None)) not in (None, plain)
+    ]
+    if isinstance(bias := getattr(lm_head, "bias", None), torch.Tensor) and bool(
+        bias.detach().any()
+    ):
         found.append("a bias of lm_head")
     return found
 
@@ -201,7 +234,11 @@ def _lora_adapters(module: Any) -> list[str]:
 
 def _unit_of(module: nn.Module, kind: type[Any], model: nn.Module) -> Any:
     """The innermost module of this kind that holds this one; with FSDP1 and 2 what is gathered together, and its rank has a piece of."""
-    units = [unit for unit in model.modules() if isinstance(unit, kind) and any(part is module for part in unit.modules())]
+    units = [
+        unit
+        for unit in model.modules()
+        if isinstance(unit, kind) and any(part is module for part in unit.modules())
+    ]
     return units[-1] if units else None
 
 
@@ -225,10 +262,14 @@ def _local(part: torch.Tensor) -> torch.Tensor:
 def _full(weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, DTensor):
         return weight
-    here: Any = weight.to(weight.device_mesh.device_type)  # Weights may wait on the CPU; ranks meet on their GPUs all the same.
+    here: Any = weight.to(
+        weight.device_mesh.device_type
+    )  # Weights may wait on the CPU; ranks meet on their GPUs all the same.
     return here.full_tensor()
 
 
 def _bits(values: torch.Tensor) -> int:
-    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        values.element_size()
+    ]
     return int(values.contiguous().view(whole_numbers).sum(dtype=torch.int64))

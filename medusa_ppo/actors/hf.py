@@ -41,7 +41,9 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32") -> PreTrainedModel:
+def load_actor(
+    path: str | os.PathLike[str], dtype: str | torch.dtype = "float32"
+) -> PreTrainedModel:
     """Load a causal LM, or a vision-language model, from a folder or by its hub name; nothing is ever unpickled and no remote code runs.
 
     Args:
@@ -54,8 +56,14 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
     """
     name, torch_dtype, kind = os.fspath(path), _dtype(dtype), _auto_class(actor_config(path))
     with _loading(name, "The actor can't be loaded."):
-        safe: dict[str, Any] = {"use_safetensors": _use_safetensors(name), "weights_only": True, "trust_remote_code": False}
-        loaded: Any = kind.from_pretrained(name, dtype=torch_dtype, output_loading_info=True, **safe)
+        safe: dict[str, Any] = {
+            "use_safetensors": _use_safetensors(name),
+            "weights_only": True,
+            "trust_remote_code": False,
+        }
+        loaded: Any = kind.from_pretrained(
+            name, dtype=torch_dtype, output_loading_info=True, **safe
+        )
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -67,7 +75,9 @@ def load_actor(path: str | os.PathLike[str], dtype: str | torch.dtype = "float32
         )
     # Drafting stays lossless, but shared heads compute plain lm_head(h) and draft a little worse than they could.
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        logger.warning("The actor's lm_head has a bias, which draft heads with a shared lm_head leave out.")
+        logger.warning(
+            "The actor's lm_head has a bias, which draft heads with a shared lm_head leave out."
+        )
     return model.eval()
 
 
@@ -96,7 +106,9 @@ def table_names(path: str | os.PathLike[str]) -> tuple[str, str]:
     with torch.device("meta"):
         model = _auto_class(config).from_config(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return names[id(model.get_output_embeddings().weight)], names[id(model.get_input_embeddings().weight)]
+    return names[id(model.get_output_embeddings().weight)], names[
+        id(model.get_input_embeddings().weight)
+    ]
 
 
 def lm_head_weight(model: nn.Module) -> torch.Tensor:
@@ -154,7 +166,12 @@ class HiddenTap:
         self._hook.reset(open_=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -202,7 +219,9 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.open:
-            self.hidden_BTD = (output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]).detach()
+            self.hidden_BTD = (
+                output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+            ).detach()
             self.calls += 1
 
 
@@ -211,7 +230,9 @@ _TRACED: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary
 
 def _is_compiled(*modules: nn.Module) -> bool:
     """By torch.compile, from these or further out."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in modules)
+    return any(
+        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in modules
+    )
 
 
 def _traced_hook(base: nn.Module) -> _Hook:
@@ -233,7 +254,12 @@ class HFActor(ActorView):
     """
 
     def __init__(
-        self, model: nn.Module, *, reports: bool = True, with_embedding: bool = True, group: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        *,
+        reports: bool = True,
+        with_embedding: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         Args:
@@ -266,7 +292,10 @@ class HFActor(ActorView):
             return False
         if all(table.whole for table in tables.values()):
             return self._changed_here(tables)
-        changed = torch.tensor([int(self._changed_here(tables))], device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        changed = torch.tensor(
+            [int(self._changed_here(tables))],
+            device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu",
+        )
         dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         if not changed.item():
             return False
@@ -280,7 +309,10 @@ class HFActor(ActorView):
         return True
 
     def _changed_here(self, tables: dict[str, Table]) -> bool:
-        before, self._bits = self._bits, {name: table.print_of_bits() for name, table in tables.items()}
+        before, self._bits = (
+            self._bits,
+            {name: table.print_of_bits() for name, table in tables.items()},
+        )
         return before != self._bits
 
     @property
@@ -320,13 +352,23 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise ConfigError("Unknown dtype.", given=dtype, expected=" | ".join(DTYPES), do="Set model.dtype to one of these.")
+        raise ConfigError(
+            "Unknown dtype.",
+            given=dtype,
+            expected=" | ".join(DTYPES),
+            do="Set model.dtype to one of these.",
+        )
     return DTYPES[dtype]
 
 
 def _is_folder_like(name: str) -> bool:
     """A hub name is `name` or `owner/name`; all else, and whatever exists, is meant as a folder."""
-    return Path(name).exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name.strip()
+    return (
+        Path(name).exists()
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+        or not name.strip()
+    )
 
 
 def _check_exists(name: str) -> None:
@@ -334,7 +376,10 @@ def _check_exists(name: str) -> None:
         return
     if not Path(name).is_dir():
         raise ModelError(
-            "There is no such model folder.", given=name, expected="an existing folder, or a hub name", do="Correct model.path."
+            "There is no such model folder.",
+            given=name,
+            expected="an existing folder, or a hub name",
+            do="Correct model.path.",
         )
     if not (Path(name) / "config.json").is_file():
         raise ModelError(
@@ -351,7 +396,9 @@ def actor_config(path: str | os.PathLike[str]) -> Any:
     _check_exists(name)
     with _loading(name, "The model's configuration can't be read."):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        config, "is_decoder", False
+    )
     if masked_lm or getattr(config, "is_encoder_decoder", False) or _auto_class(config) is None:
         raise ModelError(
             "The model is not a decoder-only causal LM.",
@@ -396,5 +443,8 @@ def _loading(name: str, problem: str) -> Iterator[None]:
         do = "Check the spelling and the network, or download the model first and give its folder."
         if _is_folder_like(name):
             do = "Check that the folder was written completely by save_pretrained, and by a transformers version that is not newer."
-        given, expected = f"{name} ({type(error).__name__}: {reason})", "a transformers causal LM in a folder or on the hub"
+        given, expected = (
+            f"{name} ({type(error).__name__}: {reason})",
+            "a transformers causal LM in a folder or on the hub",
+        )
         raise ModelError(problem, given=given, expected=expected, do=do) from error

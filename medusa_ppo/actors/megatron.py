@@ -30,7 +30,15 @@ from torch import nn
 from heads.errors import DataError, ModelError
 from heads.parallel import ShardedVocabulary
 from medusa_ppo.actors import ActorView
-from medusa_ppo.actors.megatron_layout import Gathering, Groups, Packing, gather_rows, join_context, rank_of, size_of
+from medusa_ppo.actors.megatron_layout import (
+    Gathering,
+    Groups,
+    Packing,
+    gather_rows,
+    join_context,
+    rank_of,
+    size_of,
+)
 
 
 class MegatronActor(ActorView):
@@ -43,7 +51,12 @@ class MegatronActor(ActorView):
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], vocab_size: int, *, groups: Groups | None = None, with_embedding: bool = False
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        vocab_size: int,
+        *,
+        groups: Groups | None = None,
+        with_embedding: bool = False,
     ) -> None:
         """
         Args:
@@ -70,18 +83,34 @@ class MegatronActor(ActorView):
     def vocabulary(self) -> ShardedVocabulary:
         """For `heads.parallel`: the vocabulary as the output layer is cut. Last stage only."""
         if self.groups.tensor is None:
-            raise ModelError("Nothing is cut.", given="no tensor-parallel group", expected="a group", do="Use heads.modules as they are.")
-        return ShardedVocabulary(self._vocab_size, self.groups.tensor, rows_per_rank=self.output_weight.shape[0])
+            raise ModelError(
+                "Nothing is cut.",
+                given="no tensor-parallel group",
+                expected="a group",
+                do="Use heads.modules as they are.",
+            )
+        return ShardedVocabulary(
+            self._vocab_size, self.groups.tensor, rows_per_rank=self.output_weight.shape[0]
+        )
 
     @property
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer, padding included; live, not a copy."""
         tied = self.model.share_embeddings_and_output_weights
-        return cast(torch.Tensor, self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight)
+        return cast(
+            torch.Tensor,
+            self.model.shared_embedding_or_output_weight()
+            if tied
+            else self.model.output_layer.weight,
+        )
 
     def refresh(self) -> None:
         """Bring the whole tables to the ranks that report. Every rank calls it, before the first use and after the weights changed."""
-        table = gather_rows(self.output_weight, self.groups.tensor, self._vocab_size) if self.model.post_process else None
+        table = (
+            gather_rows(self.output_weight, self.groups.tensor, self._vocab_size)
+            if self.model.post_process
+            else None
+        )
         if table is not None:
             self._tables["lm_head"] = table
         if self._with_embedding:
@@ -122,7 +151,9 @@ class MegatronActor(ActorView):
             return None
         if rank_of(group) == stages - 1:
             weight = self.output_weight
-            received_VD = torch.empty(self._vocab_size, weight.shape[1], dtype=weight.dtype, device=device)
+            received_VD = torch.empty(
+                self._vocab_size, weight.shape[1], dtype=weight.dtype, device=device
+            )
             dist.recv(received_VD, group=group, group_src=0)
             return received_VD.cpu()
         return None
@@ -152,7 +183,12 @@ class MegatronTap:
             ]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -186,7 +222,9 @@ class MegatronTap:
             parts = gathering.wait()
             if not parts:
                 continue
-            hidden_TBD = join_context(torch.cat(parts) if len(parts) > 1 else parts[0], self._groups, packing)
+            hidden_TBD = join_context(
+                torch.cat(parts) if len(parts) > 1 else parts[0], self._groups, packing
+            )
             if hidden_TBD is not None:
                 rows.append(packing.unpack(hidden_TBD) if packing else hidden_TBD.transpose(0, 1))
         self._passes = []

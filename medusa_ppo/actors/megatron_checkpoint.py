@@ -25,10 +25,21 @@ from torch.serialization import _get_layout
 
 from heads.errors import ModelError
 from heads.tensorfile import StateWriter, file_inside
-from medusa_ppo.actors.megatron_layout import Cutter, Entry, LlamaSizes, checkpoint_shapes, key_table
+from medusa_ppo.actors.megatron_layout import (
+    Cutter,
+    Entry,
+    LlamaSizes,
+    checkpoint_shapes,
+    key_table,
+)
 from medusa_ppo.files import write_atomic
 
-TRACKER, INDEX, CONFIG, SOURCE = "latest_checkpointed_iteration.txt", ".metadata", "config.json", "megatron_source.txt"
+TRACKER, INDEX, CONFIG, SOURCE = (
+    "latest_checkpointed_iteration.txt",
+    ".metadata",
+    "config.json",
+    "megatron_source.txt",
+)
 MAX_INDEX_BYTES = 256 << 20
 OF_TRANSFORMERS = ("*.json", "*.txt", "*.model", "*.jinja")
 NOT_OF_TRANSFORMERS = (TRACKER, "metadata.json")
@@ -64,7 +75,11 @@ def folder_of(path: str) -> Path | None:
     word = (folder / TRACKER).read_text(encoding="utf-8").strip()[:40]
     inside = folder / (f"iter_{int(word):07d}" if word.isdigit() else "release")
     if not (inside / INDEX).is_file():
-        raise _unusable(f"{folder / TRACKER} says {word!r}", f"{inside / INDEX}", "Save it anew with --ckpt-format torch_dist.")
+        raise _unusable(
+            f"{folder / TRACKER} says {word!r}",
+            f"{inside / INDEX}",
+            "Save it anew with --ckpt-format torch_dist.",
+        )
     return inside
 
 
@@ -77,7 +92,9 @@ def described_by(path: str) -> str:
         if (home / CONFIG).is_file():
             return str(home)
     do = "Copy config.json and the tokenizer's files of the model that it was trained from into the folder."
-    raise _unusable(f"{folder} without {CONFIG}", "config.json and a tokenizer, as transformers has them", do)
+    raise _unusable(
+        f"{folder} without {CONFIG}", "config.json and a tokenizer, as transformers has them", do
+    )
 
 
 def as_transformers(path: str, out: Path) -> str:
@@ -104,7 +121,9 @@ def as_transformers(path: str, out: Path) -> str:
         for name, entry in key_table(sizes).items():
             if sizes.tied and name == "output_layer.weight":
                 continue  # The embedding again.
-            for target, tensor in cutter.join(entry, [_fitting(name, entry, stored.whole(name))]).items():
+            for target, tensor in cutter.join(
+                entry, [_fitting(name, entry, stored.whole(name))]
+            ).items():
                 writer.put(target, tensor)
     for pattern in OF_TRANSFORMERS:
         for file in home.glob(pattern):
@@ -121,13 +140,29 @@ class Stored:
         self._folder = folder
         index = folder / INDEX
         if index.stat().st_size > MAX_INDEX_BYTES:
-            raise _unusable(f"{index} of {index.stat().st_size} bytes", f"at most {MAX_INDEX_BYTES}", "Check the path.")
+            raise _unusable(
+                f"{index} of {index.stat().st_size} bytes",
+                f"at most {MAX_INDEX_BYTES}",
+                "Check the path.",
+            )
         try:
             with index.open("rb") as file:
                 found: Any = _Records(file).load()
             self._tensors, self._places = dict(found.state_dict_metadata), dict(found.storage_data)
-        except (pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, IndexError, KeyError) as error:
-            raise _unusable(f"{index}: {error!s:.100}", "an index as torch.distributed.checkpoint writes it", "Copy it again.") from error
+        except (
+            pickle.UnpicklingError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            EOFError,
+            IndexError,
+            KeyError,
+        ) as error:
+            raise _unusable(
+                f"{index}: {error!s:.100}",
+                "an index as torch.distributed.checkpoint writes it",
+                "Copy it again.",
+            ) from error
 
     def dtype(self, name: str) -> torch.dtype:
         found: torch.dtype = self._find(name)[0].properties.dtype
@@ -136,7 +171,9 @@ class Stored:
     def whole(self, name: str) -> torch.Tensor:
         """One tensor, put together from its parts. ModelError when one lacks."""
         about, key, layer = self._find(name)
-        skipped = 0 if layer is None else 1  # Layers that are alike stand in one tensor, one behind the other.
+        skipped = (
+            0 if layer is None else 1
+        )  # Layers that are alike stand in one tensor, one behind the other.
         whole, filled = torch.empty(tuple(about.size)[skipped:], dtype=about.properties.dtype), 0
         for chunk in about.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -145,34 +182,65 @@ class Stored:
             part = self._read(key, chunk, about.properties.dtype)
             if layer is not None:
                 part = part[layer - offsets[0]]
-            whole[tuple(slice(start, start + size) for start, size in zip(offsets[skipped:], sizes[skipped:], strict=True))] = part
+            whole[
+                tuple(
+                    slice(start, start + size)
+                    for start, size in zip(offsets[skipped:], sizes[skipped:], strict=True)
+                )
+            ] = part
             filled += part.numel()
         if filled != whole.numel():
-            raise _unusable(f"{self._folder}: {key} with {filled} of {whole.numel()} numbers", "all of them", "Copy it again.")
+            raise _unusable(
+                f"{self._folder}: {key} with {filled} of {whole.numel()} numbers",
+                "all of them",
+                "Copy it again.",
+            )
         return whole
 
     def _find(self, name: str) -> tuple[Any, str, int | None]:
         """What is said of a tensor, its name in the file, and which of the layers in it is meant."""
         for key, layer in _names_in_file(name):
             about = self._tensors.get(key)
-            if isinstance(about, metadata.TensorStorageMetadata) and (layer is None or layer < about.size[0]):
+            if isinstance(about, metadata.TensorStorageMetadata) and (
+                layer is None or layer < about.size[0]
+            ):
                 return about, key, layer
-        raise _unusable(f"{self._folder} without {name}", "a GPTModel as config.json says", "Give the config.json that belongs to it.")
+        raise _unusable(
+            f"{self._folder} without {name}",
+            "a GPTModel as config.json says",
+            "Give the config.json that belongs to it.",
+        )
 
     def _read(self, key: str, chunk: Any, dtype: torch.dtype) -> torch.Tensor:
         place = self._places[metadata.MetadataIndex(key, chunk.offsets)]
         if getattr(place, "transform_descriptors", None):
-            raise _unusable(f"{key} compressed by {place.transform_descriptors}", "parts as they are", "Save it without extensions.")
+            raise _unusable(
+                f"{key} compressed by {place.transform_descriptors}",
+                "parts as they are",
+                "Save it without extensions.",
+            )
         with file_inside(self._folder, str(place.relative_path)).open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)
         try:
             part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises RuntimeError, UnpicklingError, ... for what it can't read
-            raise _unusable(f"{place.relative_path}: {type(error).__name__} at {key}", "a part of a tensor", "Copy it again.") from error
-        if not isinstance(part, torch.Tensor) or part.dtype != dtype or tuple(part.shape) != tuple(chunk.sizes):
+        except (
+            Exception
+        ) as error:  # torch raises RuntimeError, UnpicklingError, ... for what it can't read
             raise _unusable(
-                f"{place.relative_path}: {key} {getattr(part, 'shape', None)}", f"{tuple(chunk.sizes)} {dtype}", "Copy it again."
+                f"{place.relative_path}: {type(error).__name__} at {key}",
+                "a part of a tensor",
+                "Copy it again.",
+            ) from error
+        if (
+            not isinstance(part, torch.Tensor)
+            or part.dtype != dtype
+            or tuple(part.shape) != tuple(chunk.sizes)
+        ):
+            raise _unusable(
+                f"{place.relative_path}: {key} {getattr(part, 'shape', None)}",
+                f"{tuple(chunk.sizes)} {dtype}",
+                "Copy it again.",
             )
         return part
 
@@ -220,13 +288,19 @@ def _fitting(name: str, entry: Entry, whole: torch.Tensor) -> torch.Tensor:
     dim = int(entry.how == "columns")
     rows = sum(shape[dim] for shape in entry.shapes)
     expected = list(entry.shapes[0])
-    expected[dim] = whole.shape[dim] if entry.how == "vocabulary" and whole.shape[dim] >= rows else rows
+    expected[dim] = (
+        whole.shape[dim] if entry.how == "vocabulary" and whole.shape[dim] >= rows else rows
+    )
     if list(whole.shape) != expected:
         raise _unusable(
-            f"{name} {tuple(whole.shape)}", f"{tuple(expected)}, as config.json says", "Give the config.json that belongs to it."
+            f"{name} {tuple(whole.shape)}",
+            f"{tuple(expected)}, as config.json says",
+            "Give the config.json that belongs to it.",
         )
     return whole
 
 
 def _unusable(given: str, expected: str, do: str) -> ModelError:
-    return ModelError("The Megatron checkpoint can't be read.", given=given, expected=expected, do=do)
+    return ModelError(
+        "The Megatron checkpoint can't be read.", given=given, expected=expected, do=do
+    )

@@ -15,7 +15,11 @@ from transformers import AutoConfig
 from heads.errors import ConfigError, DataError, ModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """What megatron-core has built in for rope_type llama3."""
 ROWS_MULTIPLE = 8
 """A rank's rows of the vocabulary are a multiple of it, as fast products on GPUs want them."""
@@ -65,7 +69,8 @@ class LlamaSizes:
             ffn=config.intermediate_size,
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
             norm_epsilon=config.rms_norm_eps,
             rope_theta=float(rope["rope_theta"]),
@@ -79,7 +84,11 @@ class LlamaSizes:
     def check_cut(self, tensor_parallel: int, pipeline_parallel: int) -> None:
         """ConfigError where the model can't be cut so."""
         given = {"query groups": self.groups, "rows of the MLP": self.ffn}
-        faults = [f"{count} {what} on {tensor_parallel} ranks" for what, count in given.items() if count % tensor_parallel]
+        faults = [
+            f"{count} {what} on {tensor_parallel} ranks"
+            for what, count in given.items()
+            if count % tensor_parallel
+        ]
         if self.layers % pipeline_parallel:
             faults.append(f"{self.layers} layers in {pipeline_parallel} stages")
         if faults:
@@ -99,13 +108,19 @@ def _unknown(config: Any) -> list[str]:
     """What the table does not know of a configuration."""
     if config.model_type not in FAMILIES:
         return [f"model_type {config.model_type}"]
-    faults = [f"{key} is on" for key in ("attention_bias", "mlp_bias", "use_sliding_window") if getattr(config, key, False)]
+    faults = [
+        f"{key} is on"
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window")
+        if getattr(config, key, False)
+    ]
     if config.hidden_act != "silu":
         faults.append(f"hidden_act {config.hidden_act}")
     if config.model_type == "mistral" and config.sliding_window:
         faults.append(f"sliding_window {config.sliding_window}")
     rope = config.rope_parameters
-    llama3 = rope["rope_type"] == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items())
+    llama3 = rope["rope_type"] == "llama3" and all(
+        rope.get(key) == value for key, value in LLAMA3_ROPE.items()
+    )
     if rope["rope_type"] != "default" and not llama3:
         faults.append(f"rotary positions {rope}")
     return faults
@@ -127,33 +142,55 @@ def key_table(sizes: LlamaSizes) -> dict[str, Entry]:
         "embedding.word_embeddings.weight": Entry((EMBEDDING,), ((sizes.vocab, d),), "vocabulary"),
         "decoder.final_layernorm.weight": Entry(("model.norm.weight",), ((d,),), "whole"),
         # Of tied tables the checkpoint has the embedding only; Megatron's last stage has a copy of its own.
-        "output_layer.weight": Entry((EMBEDDING if sizes.tied else LM_HEAD,), ((sizes.vocab, d),), "vocabulary"),
+        "output_layer.weight": Entry(
+            (EMBEDDING if sizes.tied else LM_HEAD,), ((sizes.vocab, d),), "vocabulary"
+        ),
     }
     for i in range(sizes.layers):
         theirs, ours = f"model.layers.{i}.", f"decoder.layers.{i}."
         attention = tuple(f"{theirs}self_attn.{name}_proj." for name in "qkv")
         table |= {
-            ours + "self_attention.linear_qkv.weight": Entry(tuple(n + "weight" for n in attention), ((q, d), (kv, d), (kv, d)), "qkv"),
-            ours + "self_attention.linear_proj.weight": Entry((f"{theirs}self_attn.o_proj.weight",), ((d, q),), "columns"),
-            ours + "mlp.linear_fc1.weight": Entry(
-                (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"), ((sizes.ffn, d),) * 2, "gate_up"
+            ours + "self_attention.linear_qkv.weight": Entry(
+                tuple(n + "weight" for n in attention), ((q, d), (kv, d), (kv, d)), "qkv"
             ),
-            ours + "mlp.linear_fc2.weight": Entry((f"{theirs}mlp.down_proj.weight",), ((d, sizes.ffn),), "columns"),
-            ours + "input_layernorm.weight": Entry((f"{theirs}input_layernorm.weight",), ((d,),), "whole"),
-            ours + "pre_mlp_layernorm.weight": Entry((f"{theirs}post_attention_layernorm.weight",), ((d,),), "whole"),
+            ours + "self_attention.linear_proj.weight": Entry(
+                (f"{theirs}self_attn.o_proj.weight",), ((d, q),), "columns"
+            ),
+            ours + "mlp.linear_fc1.weight": Entry(
+                (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"),
+                ((sizes.ffn, d),) * 2,
+                "gate_up",
+            ),
+            ours + "mlp.linear_fc2.weight": Entry(
+                (f"{theirs}mlp.down_proj.weight",), ((d, sizes.ffn),), "columns"
+            ),
+            ours + "input_layernorm.weight": Entry(
+                (f"{theirs}input_layernorm.weight",), ((d,),), "whole"
+            ),
+            ours + "pre_mlp_layernorm.weight": Entry(
+                (f"{theirs}post_attention_layernorm.weight",), ((d,),), "whole"
+            ),
         }
         if sizes.qkv_bias:
-            table[ours + "self_attention.linear_qkv.bias"] = Entry(tuple(n + "bias" for n in attention), ((q,), (kv,), (kv,)), "qkv")
+            table[ours + "self_attention.linear_qkv.bias"] = Entry(
+                tuple(n + "bias" for n in attention), ((q,), (kv,), (kv,)), "qkv"
+            )
         if sizes.qk_norm:
             for name in "qk":
-                norm = Entry((f"{theirs}self_attn.{name}_norm.weight",), ((sizes.head_dim,),), "whole")
+                norm = Entry(
+                    (f"{theirs}self_attn.{name}_norm.weight",), ((sizes.head_dim,),), "whole"
+                )
                 table[f"{ours}self_attention.{name}_layernorm.weight"] = norm
     return table
 
 
 def checkpoint_shapes(sizes: LlamaSizes) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint, once each."""
-    return {name: shape for entry in key_table(sizes).values() for name, shape in zip(entry.sources, entry.shapes, strict=True)}
+    return {
+        name: shape
+        for entry in key_table(sizes).values()
+        for name, shape in zip(entry.sources, entry.shapes, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -169,7 +206,11 @@ class Cutter:
         if entry.how == "whole":
             return ()
         shape, dim = entry.shapes[index], int(entry.how == "columns")
-        held = self.sizes.vocab_rows(self.ranks) if entry.how == "vocabulary" else shape[dim] // self.ranks
+        held = (
+            self.sizes.vocab_rows(self.ranks)
+            if entry.how == "vocabulary"
+            else shape[dim] // self.ranks
+        )
         # The last rank's rows of the vocabulary may be padding.
         start, stop = (min(number * held, shape[dim]) for number in (self.rank, self.rank + 1))
         return (slice(None),) * dim + (slice(start, stop),)
@@ -178,7 +219,9 @@ class Cutter:
         """This rank's shard from its slices of the entry's sources."""
         if entry.how == "qkv":
             groups = self.sizes.groups // self.ranks
-            return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(0, 1)
+            return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(
+                0, 1
+            )
         if entry.how == "vocabulary":
             missing = self.sizes.vocab_rows(self.ranks) - pieces[0].shape[0]
             return F.pad(pieces[0], (0, 0, 0, missing))
@@ -191,7 +234,10 @@ class Cutter:
         parts = [self._split(entry, shard) for shard in shards]
         dim = int(entry.how == "columns")
         joined = [torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True)]
-        return {name: tensor[: shape[0]] for name, shape, tensor in zip(entry.sources, entry.shapes, joined, strict=True)}
+        return {
+            name: tensor[: shape[0]]
+            for name, shape, tensor in zip(entry.sources, entry.shapes, joined, strict=True)
+        }
 
     def _split(self, entry: Entry, shard: torch.Tensor) -> list[torch.Tensor]:
         if entry.how == "gate_up":
@@ -200,7 +246,12 @@ class Cutter:
             return [shard]
         groups, width = self.sizes.groups // self.ranks, self.sizes.head_dim
         grouped = shard.unflatten(0, (groups, -1))
-        return [piece.flatten(0, 1) for piece in grouped.split([self.sizes.heads // self.sizes.groups * width, width, width], dim=1)]
+        return [
+            piece.flatten(0, 1)
+            for piece in grouped.split(
+                [self.sizes.heads // self.sizes.groups * width, width, width], dim=1
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -242,7 +293,9 @@ class Packing:
         lengths = [b - a for a, b in pairwise(ends)]
         # A last pseudo-sequence of padding has no token of its own.
         kept = [i for i, length in enumerate(lengths) if length]
-        return cls(tuple(bounds[:-1]), tuple(bounds[i] for i in kept), tuple(lengths[i] for i in kept))
+        return cls(
+            tuple(bounds[:-1]), tuple(bounds[i] for i in kept), tuple(lengths[i] for i in kept)
+        )
 
     def unpack(self, hidden_T1D: torch.Tensor) -> torch.Tensor:
         """One row for each sequence, zeros behind its end: `BTD`."""
@@ -260,7 +313,9 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def context_positions(rank: int, ranks: int, total: int, bounds: tuple[int, ...] = ()) -> torch.Tensor:
+def context_positions(
+    rank: int, ranks: int, total: int, bounds: tuple[int, ...] = ()
+) -> torch.Tensor:
     """Positions `P` (of T) of the rows that a context-parallel rank holds, in the order in which it holds them.
 
     Args:
@@ -298,8 +353,16 @@ class Gathering:
         self._work: Any = None
         if size_of(group) > 1:
             leads = rank_of(group) == 0
-            self._parts = [torch.empty_like(self._values) for _ in range(size_of(group))] if leads else []
-            self._work = dist.gather(self._values, self._parts if leads else None, group=group, group_dst=0, async_op=True)
+            self._parts = (
+                [torch.empty_like(self._values) for _ in range(size_of(group))] if leads else []
+            )
+            self._work = dist.gather(
+                self._values,
+                self._parts if leads else None,
+                group=group,
+                group_dst=0,
+                async_op=True,
+            )
 
     def wait(self) -> list[torch.Tensor]:
         """All parts in the order of ranks; empty on ranks that are not the first."""
@@ -308,13 +371,17 @@ class Gathering:
         return self._parts
 
 
-def gather_rows(rows_VD: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int) -> torch.Tensor | None:
+def gather_rows(
+    rows_VD: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int
+) -> torch.Tensor | None:
     """A whole table without its padding on the group's first rank, on the CPU; None elsewhere. Every rank of the group must call it."""
     parts = Gathering(rows_VD.detach(), group).wait()
     return torch.cat([part.cpu() for part in parts])[:vocab_size] if parts else None
 
 
-def join_context(local_PBD: torch.Tensor, groups: Groups, packing: Packing | None) -> torch.Tensor | None:
+def join_context(
+    local_PBD: torch.Tensor, groups: Groups, packing: Packing | None
+) -> torch.Tensor | None:
     """All tokens of a micro-batch `TBD` from context-parallel ranks that hold `PBD`, on the first rank; None elsewhere."""
     ranks = size_of(groups.context)
     parts = Gathering(local_PBD, groups.context).wait()
@@ -324,6 +391,8 @@ def join_context(local_PBD: torch.Tensor, groups: Groups, packing: Packing | Non
         return parts[0]
     whole_TBD = local_PBD.new_empty(ranks * local_PBD.shape[0], *local_PBD.shape[1:])
     for rank, part in enumerate(parts):
-        positions_P = context_positions(rank, ranks, whole_TBD.shape[0], packing.bounds if packing else ())
+        positions_P = context_positions(
+            rank, ranks, whole_TBD.shape[0], packing.bounds if packing else ()
+        )
         whole_TBD[positions_P.to(part.device)] = part
     return whole_TBD

@@ -16,7 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -26,7 +30,13 @@ from safetensors import safe_open
 from torch import nn
 
 from heads.errors import ModelError
-from medusa_ppo.actors.megatron_layout import Cutter, Gathering, LlamaSizes, context_positions, key_table
+from medusa_ppo.actors.megatron_layout import (
+    Cutter,
+    Gathering,
+    LlamaSizes,
+    context_positions,
+    key_table,
+)
 from medusa_ppo.config import ActorConfig
 from medusa_ppo.meeting import Meeting
 from medusa_ppo.ppo_config import ATTENTION
@@ -41,9 +51,13 @@ OnOutput = Callable[[int, torch.Tensor], torch.Tensor | None]
 def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
     """Meet the other ranks and form Megatron's groups, which are torch's global ones; what is left of the ranks is data parallel."""
     backend, place = "nccl" if torch.cuda.is_available() else "gloo", meeting.place
-    dist.init_process_group(backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout)
+    dist.init_process_group(
+        backend, store=meeting.store, rank=place.rank, world_size=place.size, timeout=place.timeout
+    )
     parallel_state.initialize_model_parallel(
-        section.tensor_parallel, section.pipeline_parallel, context_parallel_size=section.context_parallel
+        section.tensor_parallel,
+        section.pipeline_parallel,
+        context_parallel_size=section.context_parallel,
     )
 
 
@@ -90,27 +104,44 @@ class RankModel:
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._context = parallel_state.get_context_parallel_group()
         self.sizes, self.device = sizes, device
-        self.replica, self.replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.replica, self.replicas = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
         self.first = self.replica == 0 and dist.get_rank(self._context) == 0
         self._table = key_table(sizes)
         self._cutter = Cutter(sizes, dist.get_rank(self._group), section.tensor_parallel)
         sizes.check_cut(section.tensor_parallel, section.pipeline_parallel)
-        self._first_layer = sizes.layers // section.pipeline_parallel * parallel_state.get_pipeline_model_parallel_rank()
+        self._first_layer = (
+            sizes.layers
+            // section.pipeline_parallel
+            * parallel_state.get_pipeline_model_parallel_rank()
+        )
         # A sequence's tokens are cut into equal parts: two for each context-parallel rank, and for sequence parallelism each part again.
         self._multiple = section.tensor_parallel if section.sequence_parallel else 1
         self._multiple *= 2 * section.context_parallel if section.context_parallel > 1 else 1
-        model = _build(sizes, _settings(sizes, section, dtype, recompute if trained else False), section)
+        model = _build(
+            sizes, _settings(sizes, section, dtype, recompute if trained else False), section
+        )
         # Dropout is 0: train mode only lets Megatron recompute.
         self.model = model.to(device).requires_grad_(trained).train(trained)
         for name, parameter in self.parameters().items():
-            parameter.tensor_model_parallel = self._table[name].how != "whole"  # Who counts it in the norm; Megatron says so as it draws.
+            parameter.tensor_model_parallel = (
+                self._table[name].how != "whole"
+            )  # Who counts it in the norm; Megatron says so as it draws.
         self.load(path)
-        shared = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer)
-        self.ddp = DistributedDataParallel(self.model.config, shared, self.model) if trained else None
+        shared = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=section.distributed_optimizer
+        )
+        self.ddp = (
+            DistributedDataParallel(self.model.config, shared, self.model) if trained else None
+        )
 
     def parameters(self) -> dict[str, Any]:
         """This rank's parameters by their names in the whole model."""
-        return {self._whole_name(name): parameter for name, parameter in self.model.named_parameters()}
+        return {
+            self._whole_name(name): parameter for name, parameter in self.model.named_parameters()
+        }
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +152,9 @@ class RankModel:
             with torch.no_grad():
                 parameters[name].copy_(shard)
 
-    def read_shards(self, path: str | Path, names: list[str], suffix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    def read_shards(
+        self, path: str | Path, names: list[str], suffix: str = ""
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards of the given parameters; only their bytes are read.
 
         Args:
@@ -134,7 +167,11 @@ class RankModel:
             entry = self._table[name]
             pieces = []
             for index, (source, shape) in enumerate(zip(entry.sources, entry.shapes, strict=True)):
-                held = where[source + suffix].get_slice(source + suffix) if source + suffix in where else None
+                held = (
+                    where[source + suffix].get_slice(source + suffix)
+                    if source + suffix in where
+                    else None
+                )
                 if held is None or tuple(held.get_shape()) != shape:
                     given = "no such tensor" if held is None else tuple(held.get_shape())
                     raise ModelError(
@@ -165,7 +202,9 @@ class RankModel:
             parts = Gathering(torch.cat(values), self._group).wait()
             if not parts:
                 continue
-            pieces = [part.cpu().split([parameters[name].numel() for name in bucket]) for part in parts]
+            pieces = [
+                part.cpu().split([parameters[name].numel() for name in bucket]) for part in parts
+            ]
             joined: dict[str, torch.Tensor] = {}
             for index, name in enumerate(bucket):
                 own = [piece[index].view(parameters[name].shape) for piece in pieces]
@@ -174,7 +213,11 @@ class RankModel:
 
     def given_out(self) -> dict[str, Any]:
         """The parameters of this stage that the checkpoint has; not the last stage's copy of a tied embedding."""
-        return {name: parameter for name, parameter in self.parameters().items() if not getattr(parameter, "shared", False)}
+        return {
+            name: parameter
+            for name, parameter in self.parameters().items()
+            if not getattr(parameter, "shared", False)
+        }
 
     def _whole_name(self, name: str) -> str:
         return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + self._first_layer}.", name)
@@ -184,20 +227,26 @@ class RankModel:
     def columns(self, width: int) -> torch.Tensor:
         """Which of a micro-batch's tokens this rank holds, in the order in which it holds them (P); those from `width` on are padding."""
         padded = -(-width // self._multiple) * self._multiple
-        return context_positions(dist.get_rank(self._context), dist.get_world_size(self._context), padded).to(self.device)
+        return context_positions(
+            dist.get_rank(self._context), dist.get_world_size(self._context), padded
+        ).to(self.device)
 
     def inputs(self, input_ids_BT: torch.Tensor) -> Inputs:
         """This rank's part of a micro-batch, padded on the right, as a GPTModel takes it: plain positions, a causal mask."""
         (rows, width), columns_P = input_ids_BT.shape, self.columns(input_ids_BT.shape[1])
         padded_BT = F.pad(input_ids_BT, (0, max(0, int(columns_P.max()) + 1 - width), 0, 0))
-        hidden = torch.ones(1, 1, len(columns_P), len(columns_P), dtype=torch.bool, device=self.device).triu(diagonal=1)
+        hidden = torch.ones(
+            1, 1, len(columns_P), len(columns_P), dtype=torch.bool, device=self.device
+        ).triu(diagonal=1)
         return {
             "input_ids": padded_BT[:, columns_P],
             "position_ids": columns_P.expand(rows, -1).contiguous(),
             "attention_mask": hidden,  # `ContextAttention` has its own.
         }
 
-    def of_all_columns(self, values_P: torch.Tensor, places_P: torch.Tensor, total: int) -> torch.Tensor:
+    def of_all_columns(
+        self, values_P: torch.Tensor, places_P: torch.Tensor, total: int
+    ) -> torch.Tensor:
         """Numbers that context-parallel ranks have for rows of their own, on all of them: M. Gradients go back to one's own rows."""
         if dist.get_world_size(self._context) == 1:
             return values_P
@@ -208,13 +257,17 @@ class RankModel:
         if not micros:
             return
 
-        def forward_step(numbers: Iterator[int], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def forward_step(
+            numbers: Iterator[int], model: Any
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
             number = next(numbers)
 
             def finish(logits_BTV: torch.Tensor, non_loss_data: bool = False) -> Any:
                 loss = on_output(number, logits_BTV)
                 # Three values: with calculate_per_token_loss Megatron takes the loss as it is.
-                return None if loss is None else (loss, torch.ones_like(loss, dtype=torch.int), None)
+                return (
+                    None if loss is None else (loss, torch.ones_like(loss, dtype=torch.int), None)
+                )
 
             return model(**micros[number]), finish
 
@@ -241,7 +294,9 @@ class RankModel:
         finalize_model_grads([self.ddp])
 
 
-def _buckets(shards: Mapping[str, nn.Parameter], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
+def _buckets(
+    shards: Mapping[str, nn.Parameter], dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[list[str]]:
     bucket: list[str] = []
     filled = 0
     for name, shard in shards.items():
@@ -255,12 +310,20 @@ def _buckets(shards: Mapping[str, nn.Parameter], dtype: torch.dtype, bucket_byte
         yield bucket
 
 
-def _settings(sizes: LlamaSizes, section: ActorConfig, dtype: torch.dtype, recompute: bool | str) -> TransformerConfig:
+def _settings(
+    sizes: LlamaSizes, section: ActorConfig, dtype: torch.dtype, recompute: bool | str
+) -> TransformerConfig:
     again: dict[str, Any] = {}
     if recompute:
-        again = {"recompute_granularity": "selective"}  # Of Megatron's modules the attention's core.
+        again = {
+            "recompute_granularity": "selective"
+        }  # Of Megatron's modules the attention's core.
         if recompute != ATTENTION:
-            again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            again = {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
     return TransformerConfig(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
@@ -311,7 +374,9 @@ def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig)
         attention.core_attention = ContextAttention
     return GPTModel(
         settings,
-        TransformerBlockSubmodules([layer] * (sizes.layers // section.pipeline_parallel), SharedNorm),
+        TransformerBlockSubmodules(
+            [layer] * (sizes.layers // section.pipeline_parallel), SharedNorm
+        ),
         vocab_size=sizes.vocab_rows(section.tensor_parallel) * section.tensor_parallel,
         max_sequence_length=sizes.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -327,7 +392,9 @@ def _build(sizes: LlamaSizes, settings: TransformerConfig, section: ActorConfig)
 class SharedNorm(nn.RMSNorm):
     """A norm that all tensor-parallel ranks have. With sequence parallelism each sees some tokens, and Megatron adds the gradients up."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -344,8 +411,15 @@ class ContextAttention(nn.Module):
         places = [context_positions(rank, ranks, ranks * share) for rank in range(ranks)]
         allowed = torch.cat(places) <= places[dist.get_rank(self._group)][:, None]
         repeats = query_PBNW.shape[2] // key.shape[2]
-        keys, values = (_AllTokens.apply(part, self._group).repeat_interleave(repeats, dim=2).permute(1, 2, 0, 3) for part in (key, value))
-        out_BNPW = F.scaled_dot_product_attention(query_PBNW.permute(1, 2, 0, 3), keys, values, allowed.to(query_PBNW.device))
+        keys, values = (
+            _AllTokens.apply(part, self._group)
+            .repeat_interleave(repeats, dim=2)
+            .permute(1, 2, 0, 3)
+            for part in (key, value)
+        )
+        out_BNPW = F.scaled_dot_product_attention(
+            query_PBNW.permute(1, 2, 0, 3), keys, values, allowed.to(query_PBNW.device)
+        )
         return out_BNPW.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -355,13 +429,18 @@ class _AllTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        parts = [
+            torch.empty_like(values, memory_format=torch.contiguous_format)
+            for _ in range(dist.get_world_size(group))
+        ]
         dist.all_gather(parts, values.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        own = torch.empty_like(grad.chunk(dist.get_world_size(ctx.group))[0], memory_format=torch.contiguous_format)
+        own = torch.empty_like(
+            grad.chunk(dist.get_world_size(ctx.group))[0], memory_format=torch.contiguous_format
+        )
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
 
@@ -370,7 +449,13 @@ class _AllRows(torch.autograd.Function):
     """As `RankModel.of_all_columns`."""
 
     @staticmethod
-    def forward(ctx: Any, values_P: torch.Tensor, places_P: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        values_P: torch.Tensor,
+        places_P: torch.Tensor,
+        total: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
         ctx.save_for_backward(places_P)
         whole_M = values_P.new_zeros(total)
         whole_M[places_P] = values_P

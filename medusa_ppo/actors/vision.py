@@ -82,9 +82,13 @@ def spare_torchvision() -> None:
     transformers 5.19 has image processors for Pillow as well, but loads a processor whole, and its part for videos needs torchvision. vLLM
     0.32 imports a function of the other kind's module; Pillow's has it too.
     """
-    if importlib.util.find_spec("torchvision") is None and hasattr(ProcessorMixin, "get_attributes"):
+    if importlib.util.find_spec("torchvision") is None and hasattr(
+        ProcessorMixin, "get_attributes"
+    ):
         mixin, attributes = cast(Any, ProcessorMixin), ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
-        mixin.get_attributes = classmethod(lambda cls: [name for name in attributes(cls) if name != "video_processor"])
+        mixin.get_attributes = classmethod(
+            lambda cls: [name for name in attributes(cls) if name != "video_processor"]
+        )
         mixin.video_processor = _ImageProcessor()
         stand_in: Any = ModuleType(TORCHVISION_MODULE)
         stand_in.__getattr__ = lambda name: getattr(importlib.import_module(PILLOW_MODULE), name)
@@ -120,7 +124,9 @@ class ImageReader:
             )
         try:
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # OSError, ValueError, ImportError, KeyError, ...: one sentence for all
+        except (
+            Exception
+        ) as error:  # OSError, ValueError, ImportError, KeyError, ...: one sentence for all
             reason = (str(error).strip().splitlines() or ["no message"])[0]
             raise ModelError(
                 "The actor's image processor can't be loaded.",
@@ -130,12 +136,21 @@ class ImageReader:
             ) from error
         return cls(tokenizer, processor, int(config.image_token_id))
 
-    def prompts(self, texts: Sequence[str], images: Sequence[tuple[bytes, ...]]) -> list[tuple[int, ...]]:
+    def prompts(
+        self, texts: Sequence[str], images: Sequence[tuple[bytes, ...]]
+    ) -> list[tuple[int, ...]]:
         """One prompt for each row. Raises DataError: an image can't be read, or the template does not place the row's images."""
-        return [self._prompt(row, text, files) for row, (text, files) in enumerate(zip(texts, images, strict=True))]
+        return [
+            self._prompt(row, text, files)
+            for row, (text, files) in enumerate(zip(texts, images, strict=True))
+        ]
 
     def _prompt(self, row: int, text: str, images: tuple[bytes, ...]) -> tuple[int, ...]:
-        short = tuple(self._tokenizer(self._rendered(text, len(images)), add_special_tokens=False)["input_ids"])
+        short = tuple(
+            self._tokenizer(self._rendered(text, len(images)), add_special_tokens=False)[
+                "input_ids"
+            ]
+        )
         if short.count(self.image_id) != len(images):
             raise DataError(
                 "The prompt does not hold the row's images.",
@@ -146,7 +161,9 @@ class ImageReader:
         if not images:
             return short
         counts = iter([self.count(image, row) for image in images])
-        ids = [i for token in short for i in [token] * (next(counts) if token == self.image_id else 1)]
+        ids = [
+            i for token in short for i in [token] * (next(counts) if token == self.image_id else 1)
+        ]
         return ImagePrompt(ids, images, short)
 
     def _rendered(self, text: str, images: int) -> str:
@@ -156,7 +173,11 @@ class ImageReader:
         content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
         messages: Any = [{"role": "user", "content": content}]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            )
         except Exception as error:  # No template, or whatever jinja raises.
             raise DataError(
                 "The actor's chat template can't be used.",
@@ -205,7 +226,12 @@ def features_of(actor: PreTrainedModel, reader: ImageReader, image: bytes) -> Fe
     return Features(torch.cat([level[0] for level in levels], dim=1).cpu(), grid_I3[0])
 
 
-def spread(images: Sequence[bytes], sizes: Sequence[int], compute: Callable[[bytes], Features], group: dist.ProcessGroup) -> list[Features]:
+def spread(
+    images: Sequence[bytes],
+    sizes: Sequence[int],
+    compute: Callable[[bytes], Features],
+    group: dist.ProcessGroup,
+) -> list[Features]:
     """The features of all images on every rank of a group, each image computed by one of them: data parallel, whatever the ranks share
     otherwise. All ranks call it with the same images; each next largest image goes to whoever has least to do.
 
@@ -227,21 +253,41 @@ def spread(images: Sequence[bytes], sizes: Sequence[int], compute: Callable[[byt
     except Exception as error:  # Raised below, when the others know of it.
         failure = error
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    width_failed = torch.tensor([max((part.rows_NX.shape[1] for part in own.values()), default=0), int(failure is not None)], device=device)
+    width_failed = torch.tensor(
+        [
+            max((part.rows_NX.shape[1] for part in own.values()), default=0),
+            int(failure is not None),
+        ],
+        device=device,
+    )
     dist.all_reduce(width_failed, dist.ReduceOp.MAX, group=group)
     width, failed = width_failed.tolist()
     if failure is not None:
         raise failure
     if failed:
-        raise RunError("The vision tower failed on another rank.", given=f"rank {rank} waits", expected="features", do="Read its message.")
-    rows_NX, grids_I3 = torch.zeros((sum(sizes), width), device=device), torch.zeros((len(images), 3), dtype=torch.int64, device=device)
+        raise RunError(
+            "The vision tower failed on another rank.",
+            given=f"rank {rank} waits",
+            expected="features",
+            do="Read its message.",
+        )
+    rows_NX, grids_I3 = (
+        torch.zeros((sum(sizes), width), device=device),
+        torch.zeros((len(images), 3), dtype=torch.int64, device=device),
+    )
     parts_NX = rows_NX.split(list(sizes))
     for place, part in own.items():
         parts_NX[place].copy_(part.rows_NX)
         grids_I3[place] = part.grid_3.to(device)
-    for shared in (rows_NX, grids_I3):  # Only one rank has more than zeros of an image: the sum is exact.
+    for shared in (
+        rows_NX,
+        grids_I3,
+    ):  # Only one rank has more than zeros of an image: the sum is exact.
         dist.all_reduce(shared, group=group)
-    return [Features(part_NX.cpu().clone(), grid_3.cpu()) for part_NX, grid_3 in zip(parts_NX, grids_I3, strict=True)]
+    return [
+        Features(part_NX.cpu().clone(), grid_3.cpu())
+        for part_NX, grid_3 in zip(parts_NX, grids_I3, strict=True)
+    ]
 
 
 class FeatureStore:
@@ -252,7 +298,12 @@ class FeatureStore:
     """
 
     def __init__(
-        self, actor: PreTrainedModel, reader: ImageReader, *, most_bytes: int = FEATURE_BYTES, group: dist.ProcessGroup | None = None
+        self,
+        actor: PreTrainedModel,
+        reader: ImageReader,
+        *,
+        most_bytes: int = FEATURE_BYTES,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         Args:
@@ -273,7 +324,9 @@ class FeatureStore:
         self.reader = reader
         self._actor, self._most_bytes, self._group = actor, most_bytes, group
         # torch's number of threads is one of each thread's own.
-        self._thread = ThreadPoolExecutor(1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),))
+        self._thread = ThreadPoolExecutor(
+            1, "medusa-ppo-vision", torch.set_num_threads, (torch.get_num_threads(),)
+        )
         self._kept: OrderedDict[bytes, Features] = OrderedDict()
         self._asked: set[bytes] = set()
         self._runs, self._seconds, self._told = 0, 0.0, (0, 0.0)
@@ -293,14 +346,26 @@ class FeatureStore:
         keys = {image: key for key, image in different.items()}
         features = [found[keys[image]] for image in images]
         prompt_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=input_ids_BT.device)
-        token_BT, columns_T = input_ids_BT == self.reader.image_id, torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        token_BT, columns_T = (
+            input_ids_BT == self.reader.image_id,
+            torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device),
+        )
         other_id = 0 if self.reader.image_id else 1
-        return Seen(features, token_BT & (columns_T < prompt_B1), token_BT & (columns_T >= prompt_B1), other_id)
+        return Seen(
+            features,
+            token_BT & (columns_T < prompt_B1),
+            token_BT & (columns_T >= prompt_B1),
+            other_id,
+        )
 
     def figures(self) -> dict[str, float]:
         """Different images that were looked at since the last call, and runs and seconds of the tower, which may be ahead of them."""
         (runs, seconds), now = self._told, (self._runs, self._seconds)
-        found = {names.IMAGES: len(self._asked), names.TOWER_RUNS: now[0] - runs, names.TOWER_S: now[1] - seconds}
+        found = {
+            names.IMAGES: len(self._asked),
+            names.TOWER_RUNS: now[0] - runs,
+            names.TOWER_S: now[1] - seconds,
+        }
         self._asked, self._told = set(), now
         return found
 
@@ -315,7 +380,10 @@ class FeatureStore:
             self._kept |= found  # Asked for last, so forgotten last.
         self._seconds += time.perf_counter() - began
         self._runs += len(missing)
-        while len(self._kept) > 1 and sum(part.rows_NX.nbytes for part in self._kept.values()) > self._most_bytes:
+        while (
+            len(self._kept) > 1
+            and sum(part.rows_NX.nbytes for part in self._kept.values()) > self._most_bytes
+        ):
             self._kept.popitem(last=False)
         return found
 
@@ -328,7 +396,9 @@ class FeatureStore:
 
 def images_of(prompts: Iterable[Sequence[int]]) -> list[bytes]:
     """The images of prompts, one after the other."""
-    return [image for prompt in prompts if isinstance(prompt, ImagePrompt) for image in prompt.images]
+    return [
+        image for prompt in prompts if isinstance(prompt, ImagePrompt) for image in prompt.images
+    ]
 
 
 def by_content(images: Iterable[bytes]) -> dict[bytes, bytes]:
@@ -355,10 +425,16 @@ class Seen:
     def arguments(self, embedding_VD: Tensor) -> dict[str, Any]:
         """What the forward pass of a model with these token embeddings takes in the place of pixels."""
         rows = [part.rows_NX.to(embedding_VD.device, embedding_VD.dtype) for part in self.features]
-        levels = list(zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True))
+        levels = list(
+            zip(*(part_NX.split(embedding_VD.shape[1], dim=1) for part_NX in rows), strict=True)
+        )
         found = SimpleNamespace(pooler_output=levels[0], deepstack_features=levels[1:])
         grids_I3 = torch.stack([part.grid_3 for part in self.features]).to(embedding_VD.device)
-        return {FEATURES_KEY: {"image": found}, "image_grid_thw": grids_I3, "mm_token_type_ids": self.placed_BT.int()}
+        return {
+            FEATURES_KEY: {"image": found},
+            "image_grid_thw": grids_I3,
+            "mm_token_type_ids": self.placed_BT.int(),
+        }
 
 
 def forward(model: Any, input_ids_BT: Tensor, seen: Seen | None, **more: Any) -> Any:
@@ -371,7 +447,11 @@ def forward(model: Any, input_ids_BT: Tensor, seen: Seen | None, **more: Any) ->
         return model(input_ids=input_ids_BT, use_cache=False, **more)
     table = model.get_input_embeddings()
     hidden_BT = input_ids_BT.masked_fill(seen.written_BT, seen.other_id)
-    handle = table.register_forward_pre_hook(lambda module, given: (input_ids_BT,)) if bool(seen.written_BT.any()) else None
+    handle = (
+        table.register_forward_pre_hook(lambda module, given: (input_ids_BT,))
+        if bool(seen.written_BT.any())
+        else None
+    )
     try:
         return model(input_ids=hidden_BT, use_cache=False, **seen.arguments(table.weight), **more)
     finally:

@@ -36,22 +36,50 @@ class RolloutBench:
     heads: Heads
     data: Data
     template: Template
-    stock_heads: Annotated[str, Option(help="Heads of kind medusa for vLLM's own Medusa; empty: without that arm.")] = ""
-    batches: Annotated[tuple[int, ...], Option(help="Numbers of running sequences.")] = (1, 4, 16, 64)
+    stock_heads: Annotated[
+        str, Option(help="Heads of kind medusa for vLLM's own Medusa; empty: without that arm.")
+    ] = ""
+    batches: Annotated[tuple[int, ...], Option(help="Numbers of running sequences.")] = (
+        1,
+        4,
+        16,
+        64,
+    )
     rounds: Annotated[int, Option(min=1, help="Rounds that every arm takes part in.")] = 6
     max_new_tokens: NewTokens = 96
     temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
-    draft_temperature: Annotated[float, Option(help="Draft temperature of our heads; 0: one-hot drafts.")] = 1.0
+    draft_temperature: Annotated[
+        float, Option(help="Draft temperature of our heads; 0: one-hot drafts.")
+    ] = 1.0
     draft_vocab: Annotated[
-        int, Option(min=-1, help="Draft from so many of the most frequent tokens; 0: from all; -1: as a run would.")
+        int,
+        Option(
+            min=-1,
+            help="Draft from so many of the most frequent tokens; 0: from all; -1: as a run would.",
+        ),
     ] = -1
-    fixed: Annotated[tuple[int, ...], Option(min=0, help="Numbers of drafts that are arms of their own; 0: ours, drafting nothing.")] = ()
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")] = "float32"
-    eager: Annotated[bool, Option("--eager", help="Without torch.compile: starts sooner, and is not vLLM's default.")] = False
+    fixed: Annotated[
+        tuple[int, ...],
+        Option(
+            min=0, help="Numbers of drafts that are arms of their own; 0: ours, drafting nothing."
+        ),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")
+    ] = "float32"
+    eager: Annotated[
+        bool,
+        Option("--eager", help="Without torch.compile: starts sooner, and is not vLLM's default."),
+    ] = False
     others: Annotated[
-        tuple[str, ...], Option(help="vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference), none.")
+        tuple[str, ...],
+        Option(
+            help="vLLM's own ways to draft that get arms: ngram, suffix (needs arctic-inference), none."
+        ),
     ] = ("ngram",)
-    memory_bytes: Annotated[int, Option(min=0, help="Our memory of earlier responses; 0: heads alone.")] = 0
+    memory_bytes: Annotated[
+        int, Option(min=0, help="Our memory of earlier responses; 0: heads alone.")
+    ] = 0
     threads: Annotated[int, Option(min=1, help="CPU threads of each engine.")] = 2
     seed: Seed = 0
 
@@ -66,13 +94,21 @@ class HeadsBench:
     train_tokens: Annotated[int, Option(min=1, help="Response tokens to train on.")] = 100_000
     epochs: Annotated[int, Option(min=1, help="Passes over the tokens.")] = 4
     num_heads: Annotated[int, Option(min=1, help="K, the number of heads.")] = 4
-    kinds: Annotated[tuple[str, ...], Option(help="Kinds of heads to compare; hydra:N has a context of N pairs.")] = (
+    kinds: Annotated[
+        tuple[str, ...], Option(help="Kinds of heads to compare; hydra:N has a context of N pairs.")
+    ] = (
         "medusa",
         "markov",
         "hydra:0",
         "hydra:16",
     )
-    losses: Annotated[tuple[str, ...], Option(help="Losses to compare.")] = ("ce", "tv", "ce_tv", "kl", "kl_tv")
+    losses: Annotated[tuple[str, ...], Option(help="Losses to compare.")] = (
+        "ce",
+        "tv",
+        "ce_tv",
+        "kl",
+        "kl_tv",
+    )
     max_new_tokens: NewTokens = 96
     learning_rate: float = 2e-3
     batch_positions: int = 512
@@ -96,9 +132,15 @@ class CompanionBench:
     model: Model
     data: Data
     template: Template
-    kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = "hydra"
-    rounds: Annotated[int, Option(min=1, help="Pairs of PPO steps with and without the companion.")] = 8
-    prompts_per_step: Annotated[int, Option(min=1, help="Prompts of a PPO step, 4 responses each.")] = 16
+    kind: Annotated[Literal["medusa", "markov", "hydra"], Option(help="Kind of the heads.")] = (
+        "hydra"
+    )
+    rounds: Annotated[
+        int, Option(min=1, help="Pairs of PPO steps with and without the companion.")
+    ] = 8
+    prompts_per_step: Annotated[
+        int, Option(min=1, help="Prompts of a PPO step, 4 responses each.")
+    ] = 16
     max_new_tokens: NewTokens = 64
     seed: Seed = 0
 
@@ -116,7 +158,9 @@ class PairedRates:
     rates: Mapping[str, tuple[float, ...]]
 
     def ratios(self, arm: str) -> tuple[float, ...]:
-        return tuple(own / base for own, base in zip(self.rates[arm], self.rates[self.base], strict=True))
+        return tuple(
+            own / base for own, base in zip(self.rates[arm], self.rates[self.base], strict=True)
+        )
 
     def median_ratio(self, arm: str) -> float:
         return statistics.median(self.ratios(arm))
@@ -134,7 +178,9 @@ class PairedRates:
         return statistics.median(self.rates[arm])
 
 
-def run_rounds(arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1) -> PairedRates:
+def run_rounds(
+    arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1
+) -> PairedRates:
     """Run every arm once per round; the order rotates, so that no arm always finds the machine as another left it.
 
     Args:
@@ -158,12 +204,23 @@ def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> T
     """Header and rows for people. `columns`: title -> format of the row's figures; a cell whose figure is None stays empty."""
 
     def cell(form: str, row: Mapping[str, Any]) -> str:
-        return "" if any(name and row[name] is None for _, name, _, _ in Formatter().parse(form)) else form.format(**row)
+        return (
+            ""
+            if any(name and row[name] is None for _, name, _, _ in Formatter().parse(form))
+            else form.format(**row)
+        )
 
     return [list(columns), *([cell(form, row) for form in columns.values()] for row in rows)]
 
 
-def write_bench(out: Path, settings: Any, result: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str = "") -> list[Path]:
+def write_bench(
+    out: Path,
+    settings: Any,
+    result: Mapping[str, Any],
+    table: Table,
+    verdict: Sequence[str],
+    plot: str = "",
+) -> list[Path]:
     """Write `OUT` (JSON) and, beside it, the same name with .md and, with a plot, .svg.
 
     Args:
@@ -171,8 +228,16 @@ def write_bench(out: Path, settings: Any, result: Mapping[str, Any], table: Tabl
         table: header and rows.
         verdict: sentences that stand above the table.
     """
-    conditions = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(settings).items()}
-    record = {**result, "settings": conditions, "hardware": hardware(), "versions": package_versions()}
+    conditions = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in asdict(settings).items()
+    }
+    record = {
+        **result,
+        "settings": conditions,
+        "hardware": hardware(),
+        "versions": package_versions(),
+    }
     files = [out, out.with_suffix(".md")]
     write_atomic(files[0], json.dumps(record, indent=1) + "\n")
     write_atomic(files[1], _markdown(out.stem, record, table, verdict, plot))
@@ -182,7 +247,9 @@ def write_bench(out: Path, settings: Any, result: Mapping[str, Any], table: Tabl
     return files
 
 
-def _markdown(name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str) -> str:
+def _markdown(
+    name: str, record: Mapping[str, Any], table: Table, verdict: Sequence[str], plot: str
+) -> str:
     header, *rows = table
     machine, versions = record["hardware"], record["versions"]
     lines = [f"# {name}", "", *verdict, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
@@ -190,13 +257,24 @@ def _markdown(name: str, record: Mapping[str, Any], table: Table, verdict: Seque
     if plot:
         lines += ["", f"![ratios]({name}.svg)"]
     gpus = ", ".join(machine["gpus"]) or "none"
-    settings = ", ".join(f"{key}={value}" for key, value in record["settings"].items() if value != "")
-    lines += ["", f"Machine: {machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB, GPUs: {gpus}."]
-    lines += [f"Versions: {', '.join(f'{key} {value}' for key, value in versions.items())}.", f"Settings: {settings}.", ""]
+    settings = ", ".join(
+        f"{key}={value}" for key, value in record["settings"].items() if value != ""
+    )
+    lines += [
+        "",
+        f"Machine: {machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB, GPUs: {gpus}.",
+    ]
+    lines += [
+        f"Versions: {', '.join(f'{key} {value}' for key, value in versions.items())}.",
+        f"Settings: {settings}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
-def draw_ratios(title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]], unit: str) -> str:
+def draw_ratios(
+    title: str, groups: Sequence[str], series: Mapping[str, Sequence[float]], unit: str
+) -> str:
     """Grouped bars of ratios around the line at 1, as an SVG file of its own.
 
     Args:
@@ -217,10 +295,21 @@ def draw_ratios(title: str, groups: Sequence[str], series: Mapping[str, Sequence
         for place, (colour, values) in enumerate(zip(COLOURS, series.values(), strict=False)):
             x, above = left + place * BAR, y(values[index])
             parts.append(_box(x, above, BAR - 3, MARGIN + PLOT_HEIGHT - above, colour))
-            parts.append(_text(x + BAR / 2 - 2, above - 4, f"{values[index]:.2f}", ' text-anchor="middle" font-size="8"'))
+            parts.append(
+                _text(
+                    x + BAR / 2 - 2,
+                    above - 4,
+                    f"{values[index]:.2f}",
+                    ' text-anchor="middle" font-size="8"',
+                )
+            )
         middle = left + len(series) * BAR / 2
-        parts.append(_text(middle, MARGIN + PLOT_HEIGHT + 16, f"{group} {unit}", ' text-anchor="middle"'))
-    parts.append(f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#333" stroke-dasharray="4 3"/>')
+        parts.append(
+            _text(middle, MARGIN + PLOT_HEIGHT + 16, f"{group} {unit}", ' text-anchor="middle"')
+        )
+    parts.append(
+        f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#333" stroke-dasharray="4 3"/>'
+    )
     for place, (colour, name) in enumerate(zip(COLOURS, series, strict=False)):
         x, row = MARGIN + (place % 3) * 130, MARGIN + PLOT_HEIGHT + 36 + (place // 3) * 16
         parts += [_box(x, row - 9, 10, 10, colour), _text(x + 15, row, name)]
@@ -229,7 +318,9 @@ def draw_ratios(title: str, groups: Sequence[str], series: Mapping[str, Sequence
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>'
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>'
+    )
 
 
 def _text(x: float, y: float, text: str, attributes: str = "") -> str:

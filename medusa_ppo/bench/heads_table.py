@@ -105,17 +105,29 @@ def race(
         "epochs": EPOCHS,
         "tokens_per_s": {arm: rates.median_rate(arm) for arm in works},
         **rates.ratio_figures(OURS),
-        "ratio_to_shared": statistics.median(own / other for own, other in zip(rates.rates[OURS], rates.rates[SHARED], strict=True)),
+        "ratio_to_shared": statistics.median(
+            own / other for own, other in zip(rates.rates[OURS], rates.rates[SHARED], strict=True)
+        ),
     }
 
 
-def train_ours(actor: PreTrainedModel, samples: Sequence[Sample], num_heads: int, batch_positions: int, seed: int) -> MedusaHeads:
+def train_ours(
+    actor: PreTrainedModel,
+    samples: Sequence[Sample],
+    num_heads: int,
+    batch_positions: int,
+    seed: int,
+) -> MedusaHeads:
     """Hidden states once, then all epochs on them."""
     batch = read_all(HiddenReader(actor, 1.0), samples, lambda *_: None)
     lm_head_VD = lm_head_weight(actor).detach()
     heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads))
-    config = CompanionConfig(loss="ce", learning_rate=LEARNING_RATE, batch_positions=batch_positions, epochs=EPOCHS)
-    HeadsTrainer(heads, lm_head_VD, config, seed, embedding_VD=embedding_weight(actor).detach()).train_batch(batch)
+    config = CompanionConfig(
+        loss="ce", learning_rate=LEARNING_RATE, batch_positions=batch_positions, epochs=EPOCHS
+    )
+    HeadsTrainer(
+        heads, lm_head_VD, config, seed, embedding_VD=embedding_weight(actor).detach()
+    ).train_batch(batch)
     return heads
 
 
@@ -129,11 +141,15 @@ def train_originally(
 ) -> MedusaHeads:
     """The original recipe; batches hold about `batch_positions` written tokens, so that both recipes take as many optimizer steps."""
     lm_head_VD = lm_head_weight(actor).detach()
-    heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head))
+    heads = MedusaHeads(
+        HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head)
+    )
     if lm_head == "own":
         heads.init_own_lm_heads(lm_head_VD)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE)
-    per_batch = max(1, round(batch_positions * len(samples) / sum(sample.written for sample in samples)))
+    per_batch = max(
+        1, round(batch_positions * len(samples) / sum(sample.written for sample in samples))
+    )
     generator = torch.Generator().manual_seed(seed)
     for _ in range(EPOCHS):
         for part in torch.randperm(len(samples), generator=generator).split(per_batch):
@@ -144,7 +160,9 @@ def train_originally(
     return heads
 
 
-def original_loss(actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+def original_loss(
+    actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.Tensor, samples: Sequence[Sample]
+) -> torch.Tensor:
     """Sum over heads of the mean cross-entropy on written tokens, from the full logits of every position."""
     width = max(len(sample.ids) for sample in samples)
     ids_BT = torch.zeros(len(samples), width, dtype=torch.int64)
@@ -156,13 +174,17 @@ def original_loss(actor: PreTrainedModel, heads: MedusaHeads, lm_head_VD: torch.
         for first, end in sample.spans:
             labels_BT[b, first:end] = ids_BT[b, first:end]
     with torch.no_grad():
-        hidden_BTD = actor.base_model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False).last_hidden_state
+        hidden_BTD = actor.base_model(
+            input_ids=ids_BT, attention_mask=attention_BT, use_cache=False
+        ).last_hidden_state
     logits_BTKV = heads(hidden_BTD, None if heads.config.lm_head == "own" else lm_head_VD)
     loss = hidden_BTD.new_zeros(())
     for k in range(heads.config.num_heads):
         ahead = k + 2  # lm_head predicts the token 1 further on, head 1 the one after it.
         logits_NV = logits_BTKV[:, :-ahead, k].flatten(0, 1)
-        loss = loss + F.cross_entropy(logits_NV, labels_BT[:, ahead:].flatten(), ignore_index=IGNORED)
+        loss = loss + F.cross_entropy(
+            logits_NV, labels_BT[:, ahead:].flatten(), ignore_index=IGNORED
+        )
     return loss
 
 
@@ -193,18 +215,29 @@ def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
     setting = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens)
     held_tokens = HELD_OUT_RESPONSES * bench.max_new_tokens
     wanted = bench.train_tokens + held_tokens
-    with running_engine(bench.model, "", engine_config(setting.prompts, bench.max_new_tokens), bench.seed) as engine:
+    with running_engine(
+        bench.model, "", engine_config(setting.prompts, bench.max_new_tokens), bench.seed
+    ) as engine:
         with progress.phase("Writing responses", wanted) as advance:
             sampling = Sampling(max_new_tokens=bench.max_new_tokens, seed=bench.seed)
             rounds = list(response_rounds(engine, setting.prompts, sampling, wanted, advance))
     samples = samples_of(rounds)
-    training, held = split_samples(samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed)
+    training, held = split_samples(
+        samples, HELD_OUT_RESPONSES / len(samples), held_tokens, bench.seed
+    )
     training = first_tokens(training, bench.train_tokens)
     actor = load_actor(bench.model)
     with progress.phase("Hidden states", len(training) + len(held)) as advance:
         reader = HiddenReader(actor, 1.0)
         train, holdout = (read_all(reader, part, advance) for part in (training, held))
-    return Collected(actor, training, train, holdout, lm_head_weight(actor).detach().float(), embedding_weight(actor).detach().float())
+    return Collected(
+        actor,
+        training,
+        train,
+        holdout,
+        lm_head_weight(actor).detach().float(),
+        embedding_weight(actor).detach().float(),
+    )
 
 
 def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
@@ -222,7 +255,9 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
         "held_out_tokens": found.holdout.response_ids_M.numel(),
         "epochs": bench.epochs,
         "rows": rows,
-        "throughput": race(found.actor, found.samples, bench.num_heads, bench.batch_positions, bench.seed, progress),
+        "throughput": race(
+            found.actor, found.samples, bench.num_heads, bench.batch_positions, bench.seed, progress
+        ),
     }
 
 
@@ -234,7 +269,10 @@ def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig
         section = HeadsSection.model_validate(given)
     except ValidationError as error:
         raise ConfigError(
-            "Unknown kind of heads.", given=kind, expected=f"{', '.join(KINDS)}, or hydra:N with N pairs", do="Correct --kinds."
+            "Unknown kind of heads.",
+            given=kind,
+            expected=f"{', '.join(KINDS)}, or hydra:N with N pairs",
+            do="Correct --kinds.",
         ) from error
     return section.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])
 
@@ -243,14 +281,32 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
     torch.manual_seed(bench.seed)
     lm_head_VD, embedding_VD = found.lm_head_VD, found.embedding_VD
     heads = MedusaHeads(sizes_of(kind, bench.num_heads, lm_head_VD))
-    config = CompanionConfig(loss=loss, learning_rate=bench.learning_rate, epochs=bench.epochs, batch_positions=bench.batch_positions)
+    config = CompanionConfig(
+        loss=loss,
+        learning_rate=bench.learning_rate,
+        epochs=bench.epochs,
+        batch_positions=bench.batch_positions,
+    )
     steps = bench.epochs * -(-found.train.response_ids_M.numel() // bench.batch_positions)
-    trainer = HeadsTrainer(heads, lm_head_VD, config, bench.seed, embedding_VD=embedding_VD, schedule=cosine_schedule(steps))
+    trainer = HeadsTrainer(
+        heads,
+        lm_head_VD,
+        config,
+        bench.seed,
+        embedding_VD=embedding_VD,
+        schedule=cosine_schedule(steps),
+    )
     started = time.monotonic()
     report = trainer.train_batch(found.train)
     seconds = time.monotonic() - started
     one_hot, *sampled = (
-        replay(heads, found.holdout, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature).mean_acceptance_length
+        replay(
+            heads,
+            found.holdout,
+            lm_head_VD,
+            embedding_VD=embedding_VD,
+            draft_temperature=temperature,
+        ).mean_acceptance_length
         for temperature in (0.0, *DRAFT_TEMPERATURES)
     )
     best, temperature = max(zip(sampled, DRAFT_TEMPERATURES, strict=True))
@@ -267,7 +323,9 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
 
 def table(result: Mapping[str, Any]) -> Table:
     """Header and rows for people."""
-    return table_of(COLUMNS, [{**row, "parameters_m": row["parameters"] / 1e6} for row in result["rows"]])
+    return table_of(
+        COLUMNS, [{**row, "parameters_m": row["parameters"] / 1e6} for row in result["rows"]]
+    )
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
@@ -275,5 +333,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     sentences = [throughput_sentence(result["throughput"])]
     for drafts, key in (("one-hot", "one_hot"), ("sampled", "sampled")):
         best = max(result["rows"], key=lambda row: row[key])
-        sentences.append(f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step.")
+        sentences.append(
+            f"Best with {drafts} drafts: {best['kind']} with {best['loss']}, {best[key]:.3f} tokens a step."
+        )
     return sentences

@@ -66,14 +66,20 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
     actor = load_actor(bench.model)
     pad_id = load_tokenizer(bench.model).pad_token_id or 0
     learner = Learner(actor, Critic(actor), config.ppo, seed=bench.seed)
-    with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as name, local_ray(cpus=2, queue_bytes=config.companion.queue_bytes):
+    with (
+        tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as name,
+        local_ray(cpus=2, queue_bytes=config.companion.queue_bytes),
+    ):
         heads = MedusaPlugin.prepare_heads(config, actor, Path(name) / "heads")
         with make_engine(bench.model, heads, config.engine, bench.seed) as engine:
             progress.say("Writing the rollouts ...")
             steps = [engine.generate(part, sampling) for part, sampling in _parts(bench, prompts)]
             timed = _Timed(learner, MedusaPlugin.start(config, actor, engine, name), steps, pad_id)
             try:
-                with _pinned(cores[:1]), progress.phase("Pairs of PPO steps", bench.rounds) as advance:
+                with (
+                    _pinned(cores[:1]),
+                    progress.phase("Pairs of PPO steps", bench.rounds) as advance,
+                ):
                     rates = timed.take_turns(bench.rounds, advance)
             finally:
                 timed.plugin.close()
@@ -94,7 +100,9 @@ def run_companion(bench: CompanionBench, progress: OfflineProgress) -> dict[str,
 class _Timed:
     """The two arms, and what the plugin says about the one with it."""
 
-    def __init__(self, learner: Learner, plugin: MedusaPlugin, steps: Sequence[Rollouts], pad_id: int) -> None:
+    def __init__(
+        self, learner: Learner, plugin: MedusaPlugin, steps: Sequence[Rollouts], pad_id: int
+    ) -> None:
         self.learner, self.plugin, self.steps, self.pad_id = learner, plugin, steps, pad_id
         self.exposed_s = 0.0
         self.trained_s = 0.0
@@ -111,7 +119,9 @@ class _Timed:
             self.plugin.drain(DRAIN_S)
             if number >= 0:
                 self.exposed_s += values[names.PLUGIN_EXPOSED_S]
-                self.trained_s += self.plugin.metrics()[names.COMPANION_TRAIN_S] + values[names.COMPANION_TRAIN_S]
+                self.trained_s += (
+                    self.plugin.metrics()[names.COMPANION_TRAIN_S] + values[names.COMPANION_TRAIN_S]
+                )
             advance(number >= 0, f"{seconds:.2f} s with, {self.exposed_s:.2f} s exposed so far")
             return 1 / seconds
 
@@ -131,7 +141,9 @@ class _Timed:
         self.learner.update(batch, scores, rollouts.sampling, number)
 
 
-def _config(bench: CompanionBench, longest_prompt: int, companion_cores: Sequence[int]) -> RunConfig:
+def _config(
+    bench: CompanionBench, longest_prompt: int, companion_cores: Sequence[int]
+) -> RunConfig:
     length = longest_prompt + bench.max_new_tokens
     return build_config(
         {
@@ -146,12 +158,21 @@ def _config(bench: CompanionBench, longest_prompt: int, companion_cores: Sequenc
     )
 
 
-def _parts(bench: CompanionBench, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[Sequence[int]], Sampling]]:
+def _parts(
+    bench: CompanionBench, prompts: Sequence[Sequence[int]]
+) -> Iterator[tuple[list[Sequence[int]], Sampling]]:
     """Prompts and sampling of each step; the last one is for the round that is not counted."""
     for step in range(bench.rounds + 1):
         start = step * bench.prompts_per_step
         picked = take_prompts(prompts, start, bench.prompts_per_step)
-        yield picked, Sampling(max_new_tokens=bench.max_new_tokens, responses_per_prompt=RESPONSES, seed=bench.seed + step)
+        yield (
+            picked,
+            Sampling(
+                max_new_tokens=bench.max_new_tokens,
+                responses_per_prompt=RESPONSES,
+                seed=bench.seed + step,
+            ),
+        )
 
 
 @contextmanager
@@ -194,11 +215,18 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
     hidden = torch.randn(64, heads.config.hidden_size, generator=generator)
     last_ids = torch.randint(heads.config.vocab_size, (64,), generator=generator).tolist()
     swaps, reads, drafts = [], [], []
-    with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="medusa-ppo-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         files = [Path(folder) / name for name in ("a.safetensors", "b.safetensors")]
         for file, state in zip(files, (first, other), strict=True):
             save_state(file, state)
-        config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=64, threads=max(1, torch.get_num_threads()))
+        config = EngineConfig(
+            dtype="float32",
+            max_num_seqs=8,
+            max_model_len=64,
+            threads=max(1, torch.get_num_threads()),
+        )
         progress.say("Starting the engine ...")
         with (
             local_ray(),
@@ -223,7 +251,9 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
         "median_s": statistics.median(swaps),
         "max_s": max(swaps),
         "read_s": statistics.median(reads),
-        "ratio_to_read": statistics.median(swap / read for swap, read in zip(swaps, reads, strict=True)),
+        "ratio_to_read": statistics.median(
+            swap / read for swap, read in zip(swaps, reads, strict=True)
+        ),
         "swaps_that_changed_the_drafts": changed,
         "swaps_compared": max(0, bench.repeats - 1),
     }
@@ -231,7 +261,9 @@ def run_swap(bench: SwapBench, progress: OfflineProgress) -> dict[str, Any]:
 
 def _disturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Other heads of the same sizes."""
-    return tensor + PROBE_SCALE * tensor.std().clamp_min(0.02) * torch.randn(tensor.shape, generator=generator)
+    return tensor + PROBE_SCALE * tensor.std().clamp_min(0.02) * torch.randn(
+        tensor.shape, generator=generator
+    )
 
 
 def swap_table(result: Mapping[str, Any]) -> Table:

@@ -27,7 +27,10 @@ from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.types import Counters, Sampling
 
 NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
-OTHERS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "suffix": {},
+}
 """vLLM's own ways to draft without a model, by their name there, and their settings."""
 MIN_SEQUENCES = 6
 """A round has at least so many sequences, so that a small batch is not judged by one response."""
@@ -90,13 +93,19 @@ def running_arms(
 
         arms = [Arm(NONE, start(plain))]
         if stock_heads:
-            arms.append(Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch))))
+            arms.append(
+                Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch)))
+            )
         for name in others:
             settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
             arms.append(Arm(name, start(_with_speculation(plain, settings))))
         engine = start(ours)
         most = ours.max_drafts
-        yield [*arms, *(Arm(FIXED.format(k), engine, k) for k in fixed or (most,)), Arm(CHOSEN, engine, most, choose=True)]
+        yield [
+            *arms,
+            *(Arm(FIXED.format(k), engine, k) for k in fixed or (most,)),
+            Arm(CHOSEN, engine, most, choose=True),
+        ]
 
 
 def _others(names: Sequence[str]) -> list[str]:
@@ -104,7 +113,10 @@ def _others(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in OTHERS:
             raise ConfigError(
-                "vLLM has no such way to draft.", given=f"others: {name}", expected=", ".join([NONE, *OTHERS]), do="Name one of them."
+                "vLLM has no such way to draft.",
+                given=f"others: {name}",
+                expected=", ".join([NONE, *OTHERS]),
+                do="Name one of them.",
             )
     if "suffix" in names and find_spec("arctic_inference") is None:
         raise ConfigError(
@@ -125,7 +137,10 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     kind = read_heads_config(stock_heads, 0, 0).kind
     if kind != "medusa":
         raise ConfigError(
-            "vLLM's own Medusa can't serve these heads.", given=f"kind {kind} in {stock_heads}", expected="medusa", do="Train some."
+            "vLLM's own Medusa can't serve these heads.",
+            given=f"kind {kind} in {stock_heads}",
+            expected="medusa",
+            do="Train some.",
         )
     folder = scratch / "stock-heads"
     shutil.copytree(stock_heads, folder)
@@ -133,7 +148,10 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     del config["medusa_ppo"]  # Then our plug-in leaves the folder to vLLM's own proposer,
     config["num_heads"] = min(config["num_heads"], drafts)  # which drafts with all heads.
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return _with_speculation(plain, {"method": "medusa", "model": str(folder), "num_speculative_tokens": config["num_heads"]})
+    return _with_speculation(
+        plain,
+        {"method": "medusa", "model": str(folder), "num_speculative_tokens": config["num_heads"]},
+    )
 
 
 def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any]:
@@ -157,31 +175,56 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as scratch, local_ray(cpus=bench.threads):
+    with (
+        tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as scratch,
+        local_ray(cpus=bench.threads),
+    ):
         with (
             running_arms(
-                bench.model, bench.heads, bench.stock_heads, config, bench.seed, Path(scratch), others=others, fixed=bench.fixed
+                bench.model,
+                bench.heads,
+                bench.stock_heads,
+                config,
+                bench.seed,
+                Path(scratch),
+                others=others,
+                fixed=bench.fixed,
             ) as arms,
-            progress.phase("Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)) as advance,
+            progress.phase(
+                "Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)
+            ) as advance,
         ):
-            if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get("draft_vocab"):
+            if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get(
+                "draft_vocab"
+            ):
                 _count_tokens(bench, arms[-1], prompts, width)
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)
     return {"rows": rows, "batches": list(bench.batches), "arms": [arm.name for arm in arms]}
 
 
-def _count_tokens(bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]], width: int) -> None:
+def _count_tokens(
+    bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]], width: int
+) -> None:
     """Let the engine see enough tokens to pick its draft vocabulary, as it has in a run after the first step."""
     counted, start = 0, 0
     while counted < MIN_TOKENS_PER_ENTRY * width:
         picked = take_prompts(prompts, start, max(bench.batches))
-        rollouts = arm.engine.generate(picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
-        counted, start = counted + rollouts.generated_tokens + sum(map(len, picked)), start + len(picked)
+        rollouts = arm.engine.generate(
+            picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens)
+        )
+        counted, start = (
+            counted + rollouts.generated_tokens + sum(map(len, picked)),
+            start + len(picked),
+        )
 
 
 def _run_batch(
-    bench: RolloutBench, batch: int, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], advance: Any
+    bench: RolloutBench,
+    batch: int,
+    arms: Sequence[Arm],
+    prompts: Sequence[Sequence[int]],
+    advance: Any,
 ) -> list[dict[str, Any]]:
     counters: dict[str, Counters] = {arm.name: Counters() for arm in arms}
     groups = -(-MIN_SEQUENCES // batch)
@@ -193,7 +236,9 @@ def _run_batch(
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):
                 start = (max(number, 0) * groups + group) * batch
                 picked = take_prompts(prompts, start, batch)
-                rollouts = arm.engine.generate(picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens))
+                rollouts = arm.engine.generate(
+                    picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens)
+                )
                 tokens, seconds = tokens + rollouts.generated_tokens, seconds + rollouts.seconds
                 if number >= 0:
                     counters[arm.name] = counters[arm.name] + rollouts.counters
@@ -219,7 +264,10 @@ def _row(batch: int, name: str, rates: PairedRates, counted: Counters) -> dict[s
 
 def table(result: Mapping[str, Any]) -> Table:
     """Header and rows for people: one row per batch and arm."""
-    return table_of(COLUMNS, [{**row, "drafts_per_step": row["drafts_per_step"] or None} for row in result["rows"]])
+    return table_of(
+        COLUMNS,
+        [{**row, "drafts_per_step": row["drafts_per_step"] or None} for row in result["rows"]],
+    )
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
@@ -227,18 +275,32 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     chosen = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == CHOSEN}
     stock = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == STOCK}
     to_none = ", ".join(f"x{ratio:.2f} at {batch}" for batch, ratio in chosen.items())
-    to_stock = ", ".join(f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items())
+    to_stock = ", ".join(
+        f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items()
+    )
     fixed = dict.fromkeys(chosen, 1.0)
     for row in result["rows"]:
         if row["arm"].startswith(FIXED.format("")):
             fixed[row["batch"]] = max(fixed[row["batch"]], row["ratio"])
-    to_fixed = ", ".join(f"x{ratio / fixed[batch]:.2f} at {batch}" for batch, ratio in chosen.items())
+    to_fixed = ", ".join(
+        f"x{ratio / fixed[batch]:.2f} at {batch}" for batch, ratio in chosen.items()
+    )
     median = f"(median over batch sizes x{statistics.median(chosen.values()):.2f})"
-    said = [f"Ours against no speculation: {to_none} sequences {median}.", f"Chosen against the best fixed number of drafts: {to_fixed}."]
+    said = [
+        f"Ours against no speculation: {to_none} sequences {median}.",
+        f"Chosen against the best fixed number of drafts: {to_fixed}.",
+    ]
     return [*said, *([f"Ours against stock Medusa: {to_stock}."] if stock else [])]
 
 
 def plot(result: Mapping[str, Any]) -> str:
     """Bars of the ratio to no speculation, by number of sequences."""
-    series = {arm: [row["ratio"] for row in result["rows"] if row["arm"] == arm] for arm in result["arms"]}
-    return draw_ratios("Tokens/s, ratio to no speculation", [str(batch) for batch in result["batches"]], series, "sequences")
+    series = {
+        arm: [row["ratio"] for row in result["rows"] if row["arm"] == arm] for arm in result["arms"]
+    }
+    return draw_ratios(
+        "Tokens/s, ratio to no speculation",
+        [str(batch) for batch in result["batches"]],
+        series,
+        "sequences",
+    )

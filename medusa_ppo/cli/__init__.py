@@ -18,8 +18,13 @@ from medusa_ppo.console import FAILED, Debug, command, console, escape, offline_
 if TYPE_CHECKING:
     from medusa_ppo.config import RunConfig
 
-Config = Annotated[Path, typer.Option(help="YAML file of the run, or the name of a preset in configs/.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file.")]
+Config = Annotated[
+    Path, typer.Option(help="YAML file of the run, or the name of a preset in configs/.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys on top of the file."),
+]
 
 app = typer.Typer(
     name="medusa-ppo",
@@ -47,7 +52,9 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
     if version:
         say(__version__)
         raise typer.Exit
@@ -57,7 +64,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 @command
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
-    steps: Annotated[int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="PPO steps; default: as in configs/demo.yaml.")
+    ] = None,
 ) -> None:
     """Run the whole job on an embedded example: about 7 minutes on two cores and 4 more on first use, nothing to prepare.
 
@@ -75,7 +84,9 @@ def demo(
     name = "demo"
     if cpu_has_bfloat16() and not find_hardware().gpus:
         name = "demo-bf16"
-        say("This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo ppo --config demo")
+        say(
+            "This CPU multiplies bfloat16 itself: configs/demo-bf16.yaml. In float32: medusa-ppo ppo --config demo"
+        )
     _ppo(load_config(preset(name), overrides), resume=False)
 
 
@@ -84,8 +95,16 @@ def demo(
 def ppo(
     config: Config,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint, with the same configuration.")] = False,
-    allow: Annotated[list[str] | None, typer.Option(metavar="KEY", help="With --resume: a key, or a section, that may differ.")] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the run's last checkpoint, with the same configuration."
+        ),
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="With --resume: a key, or a section, that may differ."),
+    ] = None,
 ) -> None:
     """Run the reference PPO loop on any model folder and any dataset.
 
@@ -94,7 +113,12 @@ def ppo(
     from medusa_ppo.config import load_config
 
     if allow and not resume:
-        raise UsageError("--allow is for a run that goes on.", given=" ".join(allow), expected="--resume with it", do="Add --resume.")
+        raise UsageError(
+            "--allow is for a run that goes on.",
+            given=" ".join(allow),
+            expected="--resume with it",
+            do="Add --resume.",
+        )
     _ppo(load_config(config, overrides or ()), resume, allow or ())
 
 
@@ -103,7 +127,10 @@ def ppo(
 def plan(
     config: Config,
     overrides: Overrides = None,
-    gpus: Annotated[bool | None, typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one.")] = None,
+    gpus: Annotated[
+        bool | None,
+        typer.Option("--gpus/--no-gpus", help="Plan for machines with GPUs; default: as this one."),
+    ] = None,
 ) -> None:
     """Print who runs where, what moves in a step and what memory it takes. Starts nothing.
 
@@ -154,8 +181,12 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/demo.")],
     compare: Annotated[Path | None, typer.Option(help="Another run to lay over this one.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Refresh the page while the run goes on.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Where to write the page; default RUN/report.html.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Refresh the page while the run goes on.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Where to write the page; default RUN/report.html.")
+    ] = None,
 ) -> None:
     """Write the report of a run that has finished, was stopped, or still goes on.
 
@@ -173,12 +204,35 @@ def report(
 @command
 def doctor(
     overrides: Overrides = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start Ray, vLLM and an engine.")] = False,
-    distribution: Annotated[bool, typer.Option("--distribution", help="Only this: are your engine's tokens samples of the model?")] = False,
-    config: Annotated[Path | None, typer.Option(help="With --distribution: a run's file, for its engine, sampling and prompts.")] = None,
-    model: Annotated[str | None, typer.Option(help="With --distribution: folder or hub name of the actor.")] = None,
-    heads: Annotated[str | None, typer.Option(help="With --distribution: native heads directory; else random heads.")] = None,
-    tokens: Annotated[int, typer.Option(min=1000, help="With --distribution: tokens to sample with drafts, and without.")] = 20_000,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Leave out the checks that start Ray, vLLM and an engine."),
+    ] = False,
+    distribution: Annotated[
+        bool,
+        typer.Option(
+            "--distribution", help="Only this: are your engine's tokens samples of the model?"
+        ),
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --distribution: a run's file, for its engine, sampling and prompts."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --distribution: folder or hub name of the actor.")
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="With --distribution: native heads directory; else random heads."),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=1000, help="With --distribution: tokens to sample with drafts, and without."
+        ),
+    ] = 20_000,
 ) -> None:
     """Check this machine: Python, packages, memory, Ray, and vLLM with our plug-in really loaded and sampling honestly.
 
@@ -200,7 +254,9 @@ def doctor(
 @command
 def check_loop(
     trainer: Annotated[str, typer.Argument(help="module:function, as in docs/hooks.md.")],
-    medusa: Annotated[Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")] = None,
+    medusa: Annotated[
+        Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")
+    ] = None,
 ) -> None:
     """Ten checks of an adapter for a loop of your own: hooks, rows, states, versions, heads in the engine, gradients to the bit.
 
@@ -217,8 +273,16 @@ def _tell(checks: Iterable[Any]) -> None:
     failed = 0
     for check in checks:
         warn = getattr(check, "warn", False)
-        mark = "[yellow]warn[/yellow]" if warn else "[green]ok  [/green]" if check.ok else "[red]FAIL[/red]"
-        console.print(f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True)
+        mark = (
+            "[yellow]warn[/yellow]"
+            if warn
+            else "[green]ok  [/green]"
+            if check.ok
+            else "[red]FAIL[/red]"
+        )
+        console.print(
+            f"{mark} {check.name:<22} {escape(check.found)}", highlight=False, soft_wrap=True
+        )
         if not check.ok:
             failed += 1
             say(f"     do this: {check.do}")
@@ -230,8 +294,12 @@ def _tell(checks: Iterable[Any]) -> None:
 @app.command("check-setup")
 @command
 def check_setup(
-    model: Annotated[str, typer.Option(help="Folder or hub name of the actor that the commands shall use.")] = "Qwen/Qwen3-0.6B",
-    data: Annotated[str, typer.Option(help="File with questions and answers, as GSM8K's.")] = "data/train.jsonl",
+    model: Annotated[
+        str, typer.Option(help="Folder or hub name of the actor that the commands shall use.")
+    ] = "Qwen/Qwen3-0.6B",
+    data: Annotated[
+        str, typer.Option(help="File with questions and answers, as GSM8K's.")
+    ] = "data/train.jsonl",
 ) -> None:
     """Print the five commands that show that a setup with GPUs works: what each needs and must print. Starts nothing.
 
@@ -243,7 +311,12 @@ def check_setup(
     lines = [f"GPUs here: {'; '.join(gpu_names()) or 'none'}"]
     for number, step in enumerate(setup_steps(model, data), 1):
         words = ", ".join(repr(word) for word in step.prints)
-        lines += ["", f"{number}. Shows that {step.shows}.", f"   needs:        {step.needs}", f"   run:          {step.command}"]
+        lines += [
+            "",
+            f"{number}. Shows that {step.shows}.",
+            f"   needs:        {step.needs}",
+            f"   run:          {step.command}",
+        ]
         lines += [f"   must print:   {words}", f"                 {step.means}"]
     for line in lines:
         say(line)

@@ -25,7 +25,9 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
     A tuple is typed with commas. What else the command is given comes from options of its own.
     """
     hints = get_type_hints(kind, include_extras=True)
-    typed = [field for field in dataclasses.fields(kind) if hasattr(hints[field.name], "__metadata__")]
+    typed = [
+        field for field in dataclasses.fields(kind) if hasattr(hints[field.name], "__metadata__")
+    ]
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -37,7 +39,10 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
             function(kind(**values), **given)
 
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        parameters = [*(_parameter(field, hints[field.name]) for field in typed), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
+        parameters = [
+            *(_parameter(field, hints[field.name]) for field in typed),
+            *(p.replace(kind=p.KEYWORD_ONLY) for p in own),
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -49,7 +54,9 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     if isinstance(default, tuple):
         hint, default = Annotated[(str, *hint.__metadata__)], ",".join(map(str, default))
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+    )
 
 
 def _parts(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ...]:
@@ -66,19 +73,34 @@ def _parts(field: dataclasses.Field[Any], text: str, hint: Any) -> tuple[Any, ..
         option = f"--{field.name.replace('_', '-')}"
         from_where = "from 0 on" if zero else "above 0"
         like = ",".join(map(str, default)) or ("0,1,4" if zero else "0.3,0.7,1.0")
-        raise ConfigError(f"{option} takes numbers {from_where}.", given=text, expected=f"like {like}", do=f"Correct {option}.")
+        raise ConfigError(
+            f"{option} takes numbers {from_where}.",
+            given=text,
+            expected=f"like {like}",
+            do=f"Correct {option}.",
+        )
     return parts
 
 
 @command
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of heads, a medusa_lm_head file, or hf://owner/name.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="Folder of heads, a medusa_lm_head file, or hf://owner/name."
+        ),
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="New folder for the heads.")],
     to: Annotated[
         Literal["native", "vllm", "fasterdecoding", "medusa-1.0", "tgi-v1", "tgi-v2", "modelopt"],
         typer.Option(help="Format to write; the source's is found out."),
     ],
-    model: Annotated[str, typer.Option(help="Folder of the base model, where its lm_head or its weights go into the target.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder of the base model, where its lm_head or its weights go into the target."
+        ),
+    ] = "",
 ) -> None:
     """Convert heads of kind medusa from any Medusa format to another. What can't be held is refused by name.
 
@@ -89,7 +111,9 @@ def convert(
 
     done = convert_heads(local_heads(source), target, to, model, say)
     sizes = done.config
-    say(f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}")
+    say(
+        f"{done.source} -> {done.target}: {sizes.num_heads} heads of {sizes.num_layers} layers, {sizes.lm_head} lm_head, in {target}"
+    )
     for note in done.notes:
         say(f"  note: {note}")
 
@@ -97,10 +121,19 @@ def convert(
 @command
 def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="Native heads directory.")],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the hub; made when it isn't there.")],
-    private: Annotated[bool, typer.Option("--private", help="Make the repository private when it is made.")] = False,
-    figures: Annotated[list[Path] | None, typer.Option("--eval", help="JSON file of `medusa-ppo eval --json`, for the model card.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the model card, push nothing.")] = False,
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="owner/name on the hub; made when it isn't there.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private when it is made.")
+    ] = False,
+    figures: Annotated[
+        list[Path] | None,
+        typer.Option("--eval", help="JSON file of `medusa-ppo eval --json`, for the model card."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the model card, push nothing.")
+    ] = False,
 ) -> None:
     """Push heads to the model hub, with a model card that says what was measured and how.
 
@@ -120,7 +153,9 @@ def push(
 @takes(TrainOptions)
 def train(
     options: TrainOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print sizes, memory and time, start nothing.")
+    ] = False,
 ) -> None:
     """Train heads for any causal LM on any dataset: the model's own responses, a PPO run's rollouts, full texts, or chats.
     Interrupted, it goes on.
@@ -146,8 +181,12 @@ def train(
 @takes(EvalOptions)
 def evaluate(
     options: EvalOptions,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write a report in Markdown to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write a report in Markdown to this file.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page of its own to this file.")] = None,
 ) -> None:
     """Measure what heads are worth: mean acceptance length, per position, with a confidence interval.
@@ -160,7 +199,9 @@ def evaluate(
     from medusa_ppo.standalone.evaluate import evaluate_heads
 
     with offline_progress() as progress:
-        result = evaluate_heads(dataclasses.replace(options, heads=str(local_heads(options.heads))), progress)
+        result = evaluate_heads(
+            dataclasses.replace(options, heads=str(local_heads(options.heads))), progress
+        )
     if json_file:
         write_atomic(json_file, json.dumps(result, indent=1) + "\n")
     if markdown:
@@ -175,9 +216,15 @@ def evaluate(
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder or hub name of the actor.")],
-    heads: Annotated[Path, typer.Option(help="Folder of the heads; made (zero start) when it does not exist.")],
-    medusa: Annotated[Path | None, typer.Option(help="YAML file; read are heads, engine and seed.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than this one need MEDUSA_PPO_TOKEN.")] = "127.0.0.1",
+    heads: Annotated[
+        Path, typer.Option(help="Folder of the heads; made (zero start) when it does not exist.")
+    ],
+    medusa: Annotated[
+        Path | None, typer.Option(help="YAML file; read are heads, engine and seed.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this one need MEDUSA_PPO_TOKEN.")
+    ] = "127.0.0.1",
 ) -> None:
     """Become a vLLM server that drafts and takes new heads, for a loop's server mode. More options are vLLM's own.
 
@@ -196,7 +243,12 @@ bench = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Out = Annotated[Path, typer.Option("--json", help="File for the figures; the table goes beside it as .md, a plot as .svg.")]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--json", help="File for the figures; the table goes beside it as .md, a plot as .svg."
+    ),
+]
 
 
 @bench.command()

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from medusa_ppo.reports.store import GIB, gpu_names
-from medusa_ppo.vllm_plugin.registration import TESTED, is_allowed, is_cpu_build, is_tested, vllm_version
+from medusa_ppo.vllm_plugin.registration import (
+    TESTED,
+    is_allowed,
+    is_cpu_build,
+    is_tested,
+    vllm_version,
+)
 
 if TYPE_CHECKING:
     from medusa_ppo.config import RunConfig
@@ -28,7 +34,12 @@ MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 2.0
 PROBE_TIMEOUT_S = 300
 # Versions the package was checked with; pyproject.toml says the same for pip.
-RANGES = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 16), (5, 20)), "ray": ((2, 55), (3, 0)), "datasets": ((5, 0), (6, 0))}
+RANGES = {
+    "torch": ((2, 11), (2, 14)),
+    "transformers": ((5, 16), (5, 20)),
+    "ray": ((2, 55), (3, 0)),
+    "datasets": ((5, 0), (6, 0)),
+}
 RAY_PROBE = """
 import ray
 from medusa_ppo.processes import local_ray
@@ -51,8 +62,21 @@ class Check:
 def run_checks(quick: bool = False) -> Iterator[Check]:
     """Yield the findings one by one, cheap ones first; `quick` leaves out those that start Ray, vLLM and an engine."""
     found = ".".join(str(part) for part in sys.version_info[:3])
-    yield Check("Python", (3, 11) <= sys.version_info[:2] < (3, 13), found, "Use Python 3.11 or 3.12: make setup PYTHON=python3.11")
-    yield from (_memory(), _shared_memory(), _disk(), *map(_package, RANGES), _vllm(), _gpus(), _entry_point())
+    yield Check(
+        "Python",
+        (3, 11) <= sys.version_info[:2] < (3, 13),
+        found,
+        "Use Python 3.11 or 3.12: make setup PYTHON=python3.11",
+    )
+    yield from (
+        _memory(),
+        _shared_memory(),
+        _disk(),
+        *map(_package, RANGES),
+        _vllm(),
+        _gpus(),
+        _entry_point(),
+    )
     if not quick:
         yield _ray()
         yield from _hooks()
@@ -61,20 +85,37 @@ def run_checks(quick: bool = False) -> Iterator[Check]:
 
 def _memory() -> Check:
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}, {os.cpu_count()} cores"
-    return Check("Memory", memory.available / GIB >= MIN_MEMORY_GIB, found, f"Free at least {MIN_MEMORY_GIB:.0f} GiB: end other programs.")
+    found = (
+        f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}, {os.cpu_count()} cores"
+    )
+    return Check(
+        "Memory",
+        memory.available / GIB >= MIN_MEMORY_GIB,
+        found,
+        f"Free at least {MIN_MEMORY_GIB:.0f} GiB: end other programs.",
+    )
 
 
 def _shared_memory() -> Check:
     if not os.path.isdir("/dev/shm"):
         return Check("Shared memory", True, "no /dev/shm here; temporary files are used instead")
     free = shutil.disk_usage("/dev/shm").free / GIB
-    return Check("Shared memory", free >= MIN_SHM_GIB, f"{free:.1f} GiB free in /dev/shm", "Enlarge /dev/shm (docker run --shm-size=8g).")
+    return Check(
+        "Shared memory",
+        free >= MIN_SHM_GIB,
+        f"{free:.1f} GiB free in /dev/shm",
+        "Enlarge /dev/shm (docker run --shm-size=8g).",
+    )
 
 
 def _disk() -> Check:
     free = shutil.disk_usage(".").free / GIB
-    return Check("Disk", free >= MIN_DISK_GIB, f"{free:.1f} GiB free here", f"Free at least {MIN_DISK_GIB:.0f} GiB.")
+    return Check(
+        "Disk",
+        free >= MIN_DISK_GIB,
+        f"{free:.1f} GiB free here",
+        f"Free at least {MIN_DISK_GIB:.0f} GiB.",
+    )
 
 
 def _package(name: str) -> Check:
@@ -84,12 +125,19 @@ def _package(name: str) -> Check:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Check(name, False, "not installed", do)
-    return Check(name, low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high, version, do)
+    return Check(
+        name,
+        low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high,
+        version,
+        do,
+    )
 
 
 def _vllm() -> Check:
     version = vllm_version()
-    found = f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)" if version else "not installed"
+    found = (
+        f"{version} ({'CPU' if is_cpu_build() else 'GPU'} build)" if version else "not installed"
+    )
     do = f"Install vLLM {' or '.join(TESTED)}: make setup VLLM={TESTED[-1]} (it picks the CPU or the CUDA build)"
     if version and is_allowed(version) and not is_tested(version):
         return Check("vLLM", True, f"{found}, not tested; tested: {', '.join(TESTED)}", warn=True)
@@ -112,20 +160,35 @@ def _hooks() -> Iterator[Check]:
 def _gpus() -> Check:
     names = gpu_names()
     found = "; ".join(names) or "none, everything runs on the CPU"
-    return Check("GPUs", not (names and is_cpu_build()), found, "vLLM's CPU build leaves them idle: make setup STACK=cuda")
+    return Check(
+        "GPUs",
+        not (names and is_cpu_build()),
+        found,
+        "vLLM's CPU build leaves them idle: make setup STACK=cuda",
+    )
 
 
 def _entry_point() -> Check:
     names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
     ok = "medusa_ppo" in names
     found = "registered" if ok else f"not among {names or 'none'}"
-    return Check("Plug-in registered", ok, found, "Install this package (make setup): vLLM finds the plug-in by its entry point.")
+    return Check(
+        "Plug-in registered",
+        ok,
+        found,
+        "Install this package (make setup): vLLM finds the plug-in by its entry point.",
+    )
 
 
 def _ray() -> Check:
     ok, answer = _python("-c", RAY_PROBE, environment={"RAY_ADDRESS": ""})
     ok = ok and answer.endswith("42")
-    return Check("Ray starts", ok, "a local cluster ran a task" if ok else answer, "Look for left-over Ray processes: ray status, ray stop")
+    return Check(
+        "Ray starts",
+        ok,
+        "a local cluster ran a task" if ok else answer,
+        "Look for left-over Ray processes: ray status, ray stop",
+    )
 
 
 def _engine() -> Iterator[Check]:
@@ -138,7 +201,9 @@ def _engine() -> Iterator[Check]:
     report = json.loads(answer)
     yield Check("Engine starts", True, f"vLLM {report['vllm']}, worker process {report['pid']}")
     mends = f"mends: {', '.join(report['mends']) or 'none needed'}"
-    yield Check("Plug-in loaded", report["active"], mends, "Unset VLLM_PLUGINS, or let it name medusa_ppo.")
+    yield Check(
+        "Plug-in loaded", report["active"], mends, "Unset VLLM_PLUGINS, or let it name medusa_ppo."
+    )
     yield Check(
         "Honest sampling",
         abs(report["z"]) < report["limit"],
@@ -147,7 +212,9 @@ def _engine() -> Iterator[Check]:
     )
 
 
-def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress, *, data: bool) -> Iterator[Check]:
+def check_distribution(
+    config: RunConfig, tokens: int, progress: OfflineProgress, *, data: bool
+) -> Iterator[Check]:
     """Sample with a run's model, heads, engine and sampling settings, and compare with the model's own distribution (randomised PIT).
 
     Args:
@@ -169,22 +236,37 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
     progress.say(f"Loading {path} ...")
     path = str(ensure_demo_actor(recipe=RECIPES[path])) if path in RECIPES else path
     model = load_actor(path, "float32")  # The reference.
-    sampling = Sampling(asked.temperature, asked.top_p, asked.top_k or 0, asked.max_new_tokens, asked.responses_per_prompt)
+    sampling = Sampling(
+        asked.temperature,
+        asked.top_p,
+        asked.top_k or 0,
+        asked.max_new_tokens,
+        asked.responses_per_prompt,
+    )
     prompts = probe.beginnings(model.config)
     if data:
         prompts = [
-            list(p.token_ids) for p in PromptStream.load(config.data, load_tokenizer(path), seed=config.seed).batch(0, probe.PROMPTS)
+            list(p.token_ids)
+            for p in PromptStream.load(config.data, load_tokenizer(path), seed=config.seed).batch(
+                0, probe.PROMPTS
+            )
         ]
     engine_config = settled(config).engine
-    if not data and config.engine.max_model_len is None:  # These prompts are short, and so may the model's longest text be.
-        engine_config = engine_config.model_copy(update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens})
+    if (
+        not data and config.engine.max_model_len is None
+    ):  # These prompts are short, and so may the model's longest text be.
+        engine_config = engine_config.model_copy(
+            update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens}
+        )
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
         heads = initial_heads(config, model)
         if heads.untrained:
             probe.stir(heads)
         save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_weight(model).detach())
         progress.say("Starting the engine ...")
-        with running_engine(path, str(Path(folder) / "heads"), engine_config, config.seed) as engine:
+        with running_engine(
+            path, str(Path(folder) / "heads"), engine_config, config.seed
+        ) as engine:
             with progress.phase("Tokens", 2 * tokens) as advance:
                 runs = probe.sample(engine, prompts, sampling, tokens, advance)
     with progress.phase("Judging", 2 * tokens) as advance:
@@ -192,11 +274,16 @@ def check_distribution(config: RunConfig, tokens: int, progress: OfflineProgress
     for name, test in (("With drafts", drafting), ("Without", plain)):
         if test is not None:
             figures = f"p = {test.chi_square_p:.3g} and {test.kolmogorov_p:.3g}, z = {test.z:+.2f}, {test.outside} outside of the support"
-            yield Check(name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict.")
+            yield Check(
+                name, test.honest, f"{test.tokens:,} tokens: {figures}", "Read the verdict."
+            )
     accepted = sum((rollouts.counters for rollouts in runs[0][1:]), runs[0][0].counters)
     found = f"{sentence(drafting, plain)} (tokens a step: {accepted.mean_acceptance_length:.2f})"
     yield Check(
-        "Distribution", drafting.honest, found, "Run `medusa-ppo doctor`, and the same with another --tokens; then report all of it."
+        "Distribution",
+        drafting.honest,
+        found,
+        "Run `medusa-ppo doctor`, and the same with another --tokens; then report all of it.",
     )
 
 
@@ -241,7 +328,9 @@ def setup_steps(model: str, data: str) -> tuple[Step, ...]:
     """The five commands, in the order in which they should be run: each relies on those before."""
     given = f"model.path={model} data.path={data}"
     # A job of Ray's starts where Ray was started.
-    there = "model.path={} data.path={}".format(*(os.path.abspath(name) if os.path.exists(name) else name for name in (model, data)))
+    there = "model.path={} data.path={}".format(
+        *(os.path.abspath(name) if os.path.exists(name) else name for name in (model, data))
+    )
     return (
         Step(
             "the packages fit the machine, vLLM loads our plug-in, and drafts do not change what is sampled",

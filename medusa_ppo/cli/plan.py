@@ -37,7 +37,10 @@ def hidden_bytes(model: ModelSizes, tokens: int, element: int = FLOAT32) -> int:
     return tokens * (model.hidden * element + TOKEN_BYTES)
 
 
-TRANSFERS = {"file": "as a file in shared memory or Ray's store", "broadcast": "broadcast in buckets"}
+TRANSFERS = {
+    "file": "as a file in shared memory or Ray's store",
+    "broadcast": "broadcast in buckets",
+}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -121,10 +124,33 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
     heads = config.heads.sizes(model.hidden, model.vocab)
     drafting, *plain = _engines(config, model, heads, raw, gpus)
     companion = [_companion(config, model, heads, gpus)] if config.companion.enabled else []
-    processes = [_ppo(config, model, gpus), *_ranks(config, model, gpus), drafting, *companion, *plain]
-    tokens = config.ppo.prompts_per_step * config.sampling.responses_per_prompt * config.sampling.max_new_tokens
-    moves, warnings = tuple(_moves(config, model, heads, tokens)), tuple(_warnings(config, model, tokens))
-    return Plan(model, heads, tuple(processes), moves, tokens, hardware, decided, phase_peaks(config, model, gpus), warnings)
+    processes = [
+        _ppo(config, model, gpus),
+        *_ranks(config, model, gpus),
+        drafting,
+        *companion,
+        *plain,
+    ]
+    tokens = (
+        config.ppo.prompts_per_step
+        * config.sampling.responses_per_prompt
+        * config.sampling.max_new_tokens
+    )
+    moves, warnings = (
+        tuple(_moves(config, model, heads, tokens)),
+        tuple(_warnings(config, model, tokens)),
+    )
+    return Plan(
+        model,
+        heads,
+        tuple(processes),
+        moves,
+        tokens,
+        hardware,
+        decided,
+        phase_peaks(config, model, gpus),
+        warnings,
+    )
 
 
 def model_config(path: str) -> dict[str, Any]:
@@ -148,19 +174,33 @@ def model_config(path: str) -> dict[str, Any]:
 
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     critic = _critic(config, model)
-    parts = {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
+    parts = (
+        {"critic and its optimizer": ADAM_COPIES * FLOAT32 * critic.parameters} if critic else {}
+    )
     if config.actor.backend == "transformers":
         parts |= _actor_parts(config, model)
         parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
         parts["logits of a chunk, and what is made of them"] = _chunk_bytes(config, model, gpus)
-    parts["actor's file in shared memory, for engines that come late or again"] = _element(config) * model.parameters
-    return Process("PPO loop", 1, "the process that is started, on its node", float(gpus), parts | _remembered(config))
+    parts["actor's file in shared memory, for engines that come late or again"] = (
+        _element(config) * model.parameters
+    )
+    return Process(
+        "PPO loop",
+        1,
+        "the process that is started, on its node",
+        float(gpus),
+        parts | _remembered(config),
+    )
 
 
 def _critic(config: RunConfig, model: ModelSizes) -> ModelSizes | None:
     if config.ppo.advantages != "gae":
         return None
-    return ModelSizes.from_config(model_config(config.model.critic_path)) if config.model.critic_path else model
+    return (
+        ModelSizes.from_config(model_config(config.model.critic_path))
+        if config.model.critic_path
+        else model
+    )
 
 
 def _actor_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
@@ -182,14 +222,23 @@ def _micro_tokens(config: RunConfig) -> int:
 def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
     """Of a micro-batch, for the backward pass; with ppo.recompute the inputs of all layers and one layer that is made again."""
     each, ends = model.layer_bytes(config.model.dtype == "bfloat16"), 4 * FLOAT32 * model.hidden
-    layers = model.layers * FLOAT32 * model.hidden + each if config.ppo.recompute else model.layers * each
+    layers = (
+        model.layers * FLOAT32 * model.hidden + each
+        if config.ppo.recompute
+        else model.layers * each
+    )
     return _micro_tokens(config) * (layers + ends)
 
 
 def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
     """Logits, log-probs, probabilities, and the product of the last two."""
-    share = config.sampling.max_new_tokens / (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
-    rows = min(round(_micro_tokens(config) * share), max(1, (GPU_CHUNK if gpus else CPU_CHUNK) // model.vocab))
+    share = config.sampling.max_new_tokens / (
+        config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    )
+    rows = min(
+        round(_micro_tokens(config) * share),
+        max(1, (GPU_CHUNK if gpus else CPU_CHUNK) // model.vocab),
+    )
     return 4 * FLOAT32 * rows * model.vocab
 
 
@@ -198,19 +247,33 @@ def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, i
     if config.actor.backend != "transformers":
         return {}
     critic, reference = _critic(config, model), _actor_parts(config, model)["reference"]
-    weights = model.parameters + (critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0)
-    standing = {"score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference, "update": (ADAM_COPIES - 1) * FLOAT32 * weights + reference}
-    if config.ppo.placement == "shared":  # One role at a time, with its moments only where it learns.
+    weights = model.parameters + (
+        critic.parameters - critic.vocab * critic.hidden * (not critic.tied) if critic else 0
+    )
+    standing = {
+        "score": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
+        "update": (ADAM_COPIES - 1) * FLOAT32 * weights + reference,
+    }
+    if (
+        config.ppo.placement == "shared"
+    ):  # One role at a time, with its moments only where it learns.
         largest = max(model.parameters, weights - model.parameters)
         standing = {"score": FLOAT32 * largest, "update": (ADAM_COPIES - 1) * FLOAT32 * largest}
     copies = BFLOAT16 * model.parameters if config.model.dtype == "bfloat16" else 0
     tokens, chunk = _micro_tokens(config), _chunk_bytes(config, model, gpus)
     passing = FLOAT32 * tokens * (model.intermediate + model.hidden)
     table = FLOAT32 * model.vocab * model.hidden
-    scored = max(3 * passing + FLOAT32 * tokens * model.hidden, chunk + FLOAT32 * tokens * model.hidden)
+    scored = max(
+        3 * passing + FLOAT32 * tokens * model.hidden, chunk + FLOAT32 * tokens * model.hidden
+    )
     # Activations go as gradients come.
-    updated = max(kept_bytes(config, model) + max(passing, 3 * chunk // 4) + table, FLOAT32 * model.parameters)
-    return {"score": standing["score"] + copies + scored, "update": standing["update"] + copies + updated}
+    updated = max(
+        kept_bytes(config, model) + max(passing, 3 * chunk // 4) + table, FLOAT32 * model.parameters
+    )
+    return {
+        "score": standing["score"] + copies + scored,
+        "update": standing["update"] + copies + updated,
+    }
 
 
 def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
@@ -220,7 +283,9 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
         return []
     parts = _rank_parts(config, model)
     tokens = _micro_tokens(config) // section.context_parallel
-    parts["logits of a micro-batch, and their gradient"] = 2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
+    parts["logits of a micro-batch, and their gradient"] = (
+        2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
+    )
     where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
     return [Process("actor rank", section.ranks, where, float(gpus), parts)]
 
@@ -228,8 +293,13 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
 def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
     """What stands in each: with bfloat16 products weights are there twice, and a distributed optimizer keeps a part of what is stepped."""
     section, copies = config.actor, config.model.dtype == "bfloat16"
-    parameters, weight = model.parameters // (section.tensor_parallel * section.pipeline_parallel), BFLOAT16 if copies else FLOAT32
-    shares = section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
+    parameters, weight = (
+        model.parameters // (section.tensor_parallel * section.pipeline_parallel),
+        BFLOAT16 if copies else FLOAT32,
+    )
+    shares = (
+        section.data_parallel * section.context_parallel if section.distributed_optimizer else 1
+    )
     reference = {"float32": FLOAT32, "bfloat16": BFLOAT16, None: weight}[config.ppo.reference_dtype]
     return {
         "actor and its gradients": (weight + FLOAT32) * parameters,
@@ -238,12 +308,17 @@ def _rank_parts(config: RunConfig, model: ModelSizes) -> dict[str, int]:
     }
 
 
-def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool) -> list[Process]:
+def _engines(
+    config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict[str, Any], gpus: bool
+) -> list[Process]:
     """Those that the loop generates with, and those that a comparison starts beside them."""
     section = config.engine
     ranks = int(section.extra.get("tensor_parallel_size", 1))
     text = {**raw, **(raw.get("text_config") or {})}
-    parts = {"weights": _element(config) * model.parameters // ranks, "keys and values": cache_bytes(text, section) // ranks}
+    parts = {
+        "weights": _element(config) * model.parameters // ranks,
+        "keys and values": cache_bytes(text, section) // ranks,
+    }
     if section.addresses:
         where = f"running servers at {without_secrets(section.backend)}"
     elif section.backend == SERVER:
@@ -262,7 +337,11 @@ def _engines(config: RunConfig, model: ModelSizes, heads: HeadsConfig, raw: dict
 
 def _remembered(config: RunConfig) -> dict[str, int]:
     """Each engine has all of it, and the loop once more, to be saved."""
-    return {"earlier responses, on the host": config.engine.memory_bytes} if config.engine.memory_bytes else {}
+    return (
+        {"earlier responses, on the host": config.engine.memory_bytes}
+        if config.engine.memory_bytes
+        else {}
+    )
 
 
 def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
@@ -290,25 +369,45 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
     engines, weights = config.engine.replicas, _element(config) * model.parameters
     moves = [
         Move("responses and log-probs", "engines to PPO loop", TOKEN_BYTES * tokens),
-        Move("actor weights", f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}", weights, engines),
+        Move(
+            "actor weights",
+            f"PPO loop to each engine, {TRANSFERS[config.engine.transfer]}",
+            weights,
+            engines,
+        ),
     ]
     if config.ppo.placement == "shared":
         moves += turn_moves(config, model)
     if config.actor.backend == "megatron":
         moves.append(Move("actor weights", "actor ranks to PPO loop", weights))
         if config.companion.enabled:
-            moves.append(Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens)))
+            moves.append(
+                Move("hidden states", "actor ranks to PPO loop", hidden_bytes(model, tokens))
+            )
     if config.companion.enabled:
         workers, sizes = config.companion.workers, FLOAT32 * heads_parameters(heads)
         to = "PPO loop to companion" if workers == 1 else "PPO loop to each companion worker"
-        tables = (int(heads.lm_head == "shared") + int(heads.needs_embedding)) * model.vocab * model.hidden
+        tables = (
+            (int(heads.lm_head == "shared") + int(heads.needs_embedding))
+            * model.vocab
+            * model.hidden
+        )
         moves += [
-            Move("hidden states" + " of its part" * (workers > 1), to, _batch_bytes(config, model, tokens) // workers, workers),
-            Move("lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers),
+            Move(
+                "hidden states" + " of its part" * (workers > 1),
+                to,
+                _batch_bytes(config, model, tokens) // workers,
+                workers,
+            ),
+            Move(
+                "lm_head" + " and embedding" * heads.needs_embedding, to, FLOAT32 * tables, workers
+            ),
             Move("heads, when better ones are there", "companion to each engine", sizes, engines),
         ]
         if workers > 1:
-            moves.append(Move("gradients, summed", "between companion workers", sizes, _sums(config, tokens)))
+            moves.append(
+                Move("gradients, summed", "between companion workers", sizes, _sums(config, tokens))
+            )
     return moves
 
 
@@ -317,7 +416,11 @@ def turn_moves(config: RunConfig, model: ModelSizes) -> list[Move]:
     critic, parts = _critic(config, model), _actor_parts(config, model)
     learning = FLOAT32 * (model.parameters + (critic.parameters if critic else 0))
     return [
-        Move("reference, and weights and moments of actor and critic", "host memory to the device", parts["reference"] + 4 * learning),
+        Move(
+            "reference, and weights and moments of actor and critic",
+            "host memory to the device",
+            parts["reference"] + 4 * learning,
+        ),
         Move("weights and moments of actor and critic", "the device to host memory", 3 * learning),
     ]
 
@@ -330,10 +433,15 @@ def _element(config: RunConfig) -> int:
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """A rollout batch on its way to the companion, at most: of one that is too large, or where that is asked for, a sample."""
     section = config.companion
-    kept = round(tokens * min(section.position_share, section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))))
+    kept = round(
+        tokens
+        * min(section.position_share, section.queue_bytes / 2 / max(1, hidden_bytes(model, tokens)))
+    )
     if kept >= tokens:
         return hidden_bytes(model, tokens)
-    return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32  # Each token has a weight.
+    return (
+        hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32
+    )  # Each token has a weight.
 
 
 def _sums(config: RunConfig, tokens: int) -> int:
@@ -347,7 +455,11 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     """What would go wrong in silence."""
     batch, room = _batch_bytes(config, model, tokens), config.companion.queue_bytes
     too_large = f"A step's hidden states may come to {size_text(batch)}, more than companion.queue_bytes={room}: such batches are dropped."
-    return [f"{too_large} Set companion.queue_bytes={2 * batch} or more."] if config.companion.enabled and batch > room else []
+    return (
+        [f"{too_large} Set companion.queue_bytes={2 * batch} or more."]
+        if config.companion.enabled and batch > room
+        else []
+    )
 
 
 def size_text(count: float) -> str:
@@ -382,5 +494,8 @@ def lines(plan: Plan) -> list[str]:
     out += [f"  {choice.key} = {choice.value}: {choice.why}" for choice in plan.choices]
     asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
     out += [f"\nWarning: {warning}" for warning in plan.warnings]
-    out += ["", f"Altogether {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves come on top."]
+    out += [
+        "",
+        f"Altogether {size_text(plan.memory)} and {asked}; Python, torch and vLLM themselves come on top.",
+    ]
     return out

@@ -51,14 +51,18 @@ def pack(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         plain = value.detach().to("cpu").contiguous()
         if plain.dtype in AS_INT16:
-            return PackedTensor(plain.view(torch.int16).numpy(), str(plain.dtype).removeprefix("torch."))
+            return PackedTensor(
+                plain.view(torch.int16).numpy(), str(plain.dtype).removeprefix("torch.")
+            )
         return PackedTensor(plain.numpy())
     if isinstance(value, dict):
         return {name: pack(part) for name, part in value.items()}
     if isinstance(value, tuple):
         return tuple(map(pack, value))
     if is_dataclass(value):
-        return PackedRecord(type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)})
+        return PackedRecord(
+            type(value), {field.name: pack(getattr(value, field.name)) for field in fields(value)}
+        )
     return value
 
 
@@ -167,7 +171,10 @@ class BatchQueue:
                 self.dropped += 1
                 return 1
             dropped, oldest = 0, batch.policy_version - self.max_lag
-            while self._batches and (self._batches[0].policy_version < oldest or self.held_nbytes + batch.nbytes + room > self.max_bytes):
+            while self._batches and (
+                self._batches[0].policy_version < oldest
+                or self.held_nbytes + batch.nbytes + room > self.max_bytes
+            ):
                 self.nbytes -= self._batches.popleft().nbytes
                 dropped += 1
             self._batches.append(batch)
@@ -270,8 +277,14 @@ class BatchCollector:
         self._held_S: torch.Tensor | None = None
         if sample is not None and any(self._lengths):
             self._weights_M, self._held_S = sample.draw(*self._filled(), rollouts.policy_version)
-        wanted_M = torch.ones(sum(self._lengths), dtype=torch.bool) if self._weights_M is None else self._weights_M >= 0
-        self._wanted = wanted_M.split(self._lengths)  # Rows of each response whose states are wanted.
+        wanted_M = (
+            torch.ones(sum(self._lengths), dtype=torch.bool)
+            if self._weights_M is None
+            else self._weights_M >= 0
+        )
+        self._wanted = wanted_M.split(
+            self._lengths
+        )  # Rows of each response whose states are wanted.
         self._counts = [int(wanted.sum()) for wanted in self._wanted]
         self._hidden_MD: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -288,7 +301,12 @@ class BatchCollector:
         """Responses that have their states."""
         return sum(self._seen) - self.empty_responses
 
-    def add(self, hidden_BTD: torch.Tensor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None] | torch.Tensor) -> int:
+    def add(
+        self,
+        hidden_BTD: torch.Tensor,
+        response_mask_BT: torch.Tensor,
+        sequences: Sequence[int | None] | torch.Tensor,
+    ) -> int:
         """Take the rows of one micro-batch. Responses that were taken before are passed over.
 
         Args:
@@ -319,7 +337,9 @@ class BatchCollector:
         states_MD = hidden_BTD.detach().flatten(0, 1).index_select(0, index_M)
         on_gpu = states_MD.is_cuda
         if self._hidden_MD is None:
-            self._hidden_MD = torch.empty(sum(self._counts), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype, pin_memory=on_gpu)
+            self._hidden_MD = torch.empty(
+                sum(self._counts), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype, pin_memory=on_gpu
+            )
         places = self._hidden_MD.split(self._counts)
         for s, states in zip(taken, states_MD.split([self._counts[s] for s in taken]), strict=True):
             places[s].copy_(states, non_blocking=on_gpu)
@@ -362,18 +382,28 @@ class BatchCollector:
             self._weights_M,
             self._held_S,
         )
-        seen_S = torch.tensor([seen for seen, length in zip(self._seen, self._lengths, strict=True) if length])
+        seen_S = torch.tensor(
+            [seen for seen, length in zip(self._seen, self._lengths, strict=True) if length]
+        )
         return with_states(whole if seen_S.all() else whole.select(seen_S.nonzero()[:, 0]))
 
     def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths and prompts of the responses with a token."""
-        filled = [(len(r.token_ids), r.prompt_index) for r in self._rollouts.responses if r.token_ids]
+        filled = [
+            (len(r.token_ids), r.prompt_index) for r in self._rollouts.responses if r.token_ids
+        ]
         lengths, prompts = zip(*filled, strict=True) if filled else ((), ())
         return torch.tensor(lengths, dtype=torch.int64), torch.tensor(prompts, dtype=torch.int64)
 
-    def _check(self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int | None]) -> None:
+    def _check(
+        self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int | None]
+    ) -> None:
         rows, tokens = mask_BT.shape if mask_BT.dim() == 2 else (-1, -1)
-        if hidden_BTD.shape[0] != rows or len(order) != rows or hidden_BTD.shape[1] not in (tokens, tokens - 1):
+        if (
+            hidden_BTD.shape[0] != rows
+            or len(order) != rows
+            or hidden_BTD.shape[1] not in (tokens, tokens - 1)
+        ):
             raise DataError(
                 "The tapped forward pass and its response mask do not fit together.",
                 given=f"hidden {tuple(hidden_BTD.shape)}, mask {tuple(mask_BT.shape)}, {len(order)} sequences",
@@ -391,7 +421,9 @@ class BatchCollector:
         counts = mask_BT.sum(1).tolist()
         spans = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).sum(1).tolist()
         for row, s in enumerate(order):
-            if s is not None and (counts[row] != self._lengths[s] or spans[row] > 1 or bool(mask_BT[row, 0])):
+            if s is not None and (
+                counts[row] != self._lengths[s] or spans[row] > 1 or bool(mask_BT[row, 0])
+            ):
                 raise DataError(
                     "The response mask of a row does not cover its response.",
                     given=f"row {row} (response {s}): {counts[row]} tokens in {spans[row] + int(mask_BT[row, 0])} stretches",

@@ -22,7 +22,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from heads import HeadsConfig
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import CompanionError
-from medusa_ppo.companion import HANG_S, Answer, BatchCollector, Pace, ServiceArguments, pack, unpack
+from medusa_ppo.companion import (
+    HANG_S,
+    Answer,
+    BatchCollector,
+    Pace,
+    ServiceArguments,
+    pack,
+    unpack,
+)
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
@@ -77,17 +85,43 @@ class CompanionClient:
             RunError: the cluster has no room for all its workers.
         """
         if not ray.is_initialized():
-            raise CompanionError("The companion needs Ray.", given="no ray.init", expected="a running Ray", do="Call ray.init first.")
+            raise CompanionError(
+                "The companion needs Ray.",
+                given="no ray.init",
+                expected="a running Ray",
+                do="Call ray.init first.",
+            )
         self._config = config = _with_gpus(config)
         self._seed, self._hang_s = seed, hang_s
-        self._reach, self._row_bytes = (heads.num_heads, max(heads.context - 1, 0)), heads.hidden_size * lm_head_VD.element_size() + 24
-        self._step_s, self._last_came, self._position_s, self._left_out = 0.0, time.monotonic(), 0.0, 0
+        self._reach, self._row_bytes = (
+            (heads.num_heads, max(heads.context - 1, 0)),
+            heads.hidden_size * lm_head_VD.element_size() + 24,
+        )
+        self._step_s, self._last_came, self._position_s, self._left_out = (
+            0.0,
+            time.monotonic(),
+            0.0,
+            0,
+        )
         self._group = _room(config)
         self._folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         self._pace = Pace(self._folder.path)
         self.shared = self._shares()
-        run, published, resumed = (str(Path(path).resolve()) if path else "" for path in (run_dir, self._folder.path, resume_from))
-        arguments = ServiceArguments(heads, config, seed, pack(initial_state), run, published, resumed, hang_s=hang_s, **served)
+        run, published, resumed = (
+            str(Path(path).resolve()) if path else ""
+            for path in (run_dir, self._folder.path, resume_from)
+        )
+        arguments = ServiceArguments(
+            heads,
+            config,
+            seed,
+            pack(initial_state),
+            run,
+            published,
+            resumed,
+            hang_s=hang_s,
+            **served,
+        )
         self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
         # A companion that is started again is built from it; Ray frees what nobody holds.
         self._first = ray.put((arguments, self._tables))
@@ -121,7 +155,9 @@ class CompanionClient:
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         """Where the states of a rollout batch are put together; of a batch that is too large, a sample."""
-        collector = BatchCollector(rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses)))
+        collector = BatchCollector(
+            rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses))
+        )
         self._left_out += collector.left_out
         return collector
 
@@ -153,10 +189,15 @@ class CompanionClient:
                 batch, rows = sample.of(batch), batch.response_ids_M.numel()
                 self._left_out += rows - batch.hidden_MD.shape[0]
             self._step_s, self._last_came = time.monotonic() - self._last_came, time.monotonic()
-            if sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes <= self._config.queue_bytes:
+            if (
+                sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes
+                <= self._config.queue_bytes
+            ):
                 self._sent += 1
                 with self._guard("could not take a batch"):
-                    self._flying.append((self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes))
+                    self._flying.append(
+                        (self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes)
+                    )
                     return
         self._lost += 1
 
@@ -167,14 +208,22 @@ class CompanionClient:
             return packed, self._tables
         return (HandedBatch([packed], [self._tables], batch.nbytes, batch.policy_version),)
 
-    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
+    def update_lm_head(
+        self,
+        lm_head_VD: torch.Tensor,
+        policy_version: int,
+        *,
+        embedding_VD: torch.Tensor | None = None,
+    ) -> None:
         """The actor's tables after an update; they go along with the next batches."""
         logger.debug("Tables of policy version %d.", policy_version)
         if self._usable():
             with self._guard("could not take the lm_head"):
                 self._tables = ray.put(pack((lm_head_VD, embedding_VD)))
 
-    def newest(self, after_version: int, timeout_s: float = POLL_TIMEOUT_S) -> PublishedHeads | None:
+    def newest(
+        self, after_version: int, timeout_s: float = POLL_TIMEOUT_S
+    ) -> PublishedHeads | None:
         """The last published version if it is newer than `after_version`; None as well when there is no answer in time."""
         if not self._usable():
             return None
@@ -182,12 +231,20 @@ class CompanionClient:
         answer = self._ask(after_version, timeout_s)
         if answer is None:
             return None
-        if answer.error and answer.error != self._error:  # A failure inside a companion that is alive.
+        if (
+            answer.error and answer.error != self._error
+        ):  # A failure inside a companion that is alive.
             self._fail(answer.error)
-        if self._sent == self._sent_before_poll:  # Else a batch may have come in after the answer was given.
+        if (
+            self._sent == self._sent_before_poll
+        ):  # Else a batch may have come in after the answer was given.
             self._held = answer.held_bytes
         self._incarnations.add(answer.incarnation)
-        if answer.version < after_version and self._newest is not None and Path(self._newest.path).is_file():
+        if (
+            answer.version < after_version
+            and self._newest is not None
+            and Path(self._newest.path).is_file()
+        ):
             # It came back without its state: what it publishes must be newer than what the engine has.
             self.go_on_from(after_version, load_state(self._newest.path))
         if answer.published is None or answer.published.version <= after_version:
@@ -205,15 +262,22 @@ class CompanionClient:
         """What the companion has done; the last known with `alive=False` and an error when it does not answer."""
         if self._usable():
             with self._guard("does not answer"):
-                before, self._last = self._last, ray.get(self._call("status", CONTROL), timeout=timeout_s)
+                before, self._last = (
+                    self._last,
+                    ray.get(self._call("status", CONTROL), timeout=timeout_s),
+                )
                 self._incarnations.add(self._last.incarnation)
                 if self._last.batches_trained > before.batches_trained > 0:
                     trained = self._last.trained_tokens - before.trained_tokens
-                    self._position_s = max(0.0, self._last.train_s - before.train_s) / max(1, trained)
+                    self._position_s = max(0.0, self._last.train_s - before.train_s) / max(
+                        1, trained
+                    )
                 self._error = ""
                 self._tell(self._last.error)
                 return self._with_own_counts(self._last)
-        return self._with_own_counts(dataclasses.replace(self._last, alive=False, error=self._error or "closed"))
+        return self._with_own_counts(
+            dataclasses.replace(self._last, alive=False, error=self._error or "closed")
+        )
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything submitted is trained. False when the time is up or the companion is gone."""
@@ -235,7 +299,10 @@ class CompanionClient:
         self.give_way(False)
         if self._usable():
             with self._guard("could not save its state"):
-                ray.get(self._call("save", CONTROL, str(Path(folder).resolve())), timeout=START_TIMEOUT_S)
+                ray.get(
+                    self._call("save", CONTROL, str(Path(folder).resolve())),
+                    timeout=START_TIMEOUT_S,
+                )
                 return True
         return False
 
@@ -262,7 +329,9 @@ class CompanionClient:
     def _with_own_counts(self, status: CompanionStatus) -> CompanionStatus:
         dropped = status.batches_dropped + self._lost
         restarts = len(self._incarnations) - 1
-        return dataclasses.replace(status, batches_dropped=dropped, restarts=restarts, positions_left_out=self._left_out)
+        return dataclasses.replace(
+            status, batches_dropped=dropped, restarts=restarts, positions_left_out=self._left_out
+        )
 
     def _shares(self) -> bool:
         """Several workers don't: they would wait for each other. On a machine with GPUs the loop needs few of the cores."""
@@ -277,13 +346,19 @@ class CompanionClient:
     def _ask(self, after_version: int, timeout_s: float) -> Answer | None:
         """One poll. An answer that is late is picked up by the next poll, which then does not wait."""
         if self._poll is None:
-            self._poll, self._poll_since = self._call("newest", CONTROL, after_version), time.monotonic()
+            self._poll, self._poll_since = (
+                self._call("newest", CONTROL, after_version),
+                time.monotonic(),
+            )
             self._sent_before_poll = self._sent
         else:
             timeout_s = 0.0
         ready, _ = ray.wait([self._poll], timeout=timeout_s)
         if not ready:
-            if time.monotonic() - self._poll_since > self._hang_s and time.monotonic() > self._grace_until:
+            if (
+                time.monotonic() - self._poll_since > self._hang_s
+                and time.monotonic() > self._grace_until
+            ):
                 self._poll = None
                 self._end_process("has not answered")
             return None
@@ -297,7 +372,9 @@ class CompanionClient:
         return None
 
     def _end_process(self, why: str) -> None:
-        self._grace_until = time.monotonic() + START_TIMEOUT_S  # A new process needs time to come up.
+        self._grace_until = (
+            time.monotonic() + START_TIMEOUT_S
+        )  # A new process needs time to come up.
         ray.kill(self._actor, no_restart=False)
         self._fail(f"The companion {why} for {self._hang_s:.0f} s; it is ended and started again.")
 
@@ -367,14 +444,20 @@ def _with_gpus(config: CompanionConfig) -> CompanionConfig:
     """With a share of a GPU for each worker, of those that are free now, where nobody said how many."""
     if config.num_gpus is not None:
         return config
-    return config.model_copy(update={"num_gpus": companion_gpus(ray.available_resources().get("GPU", 0.0), config.workers)})
+    return config.model_copy(
+        update={
+            "num_gpus": companion_gpus(ray.available_resources().get("GPU", 0.0), config.workers)
+        }
+    )
 
 
 def _room(config: CompanionConfig) -> Any:
     """Room for several workers at once; one worker needs no group."""
     if config.workers == 1:
         return None
-    return reserve([bundle(config.num_gpus or 0.0, config.resource)] * config.workers, "companion's workers")
+    return reserve(
+        [bundle(config.num_gpus or 0.0, config.resource)] * config.workers, "companion's workers"
+    )
 
 
 def _remote_actor(config: CompanionConfig, first: ray.ObjectRef, group: Any) -> Any:

@@ -40,10 +40,15 @@ from medusa_ppo.types import ReplayRow, RolloutBatch
 logger = logging.getLogger(__name__)
 
 UPPER_MARK_PASSES = (1, 1, 2, 4)  # Over one batch, one after the other; measured after each.
-SLOWER, SLOWEST = 0.5, 1 / 64  # Factor on the step size after a rollback, taken back by a publish; and its least share.
+SLOWER, SLOWEST = (
+    0.5,
+    1 / 64,
+)  # Factor on the step size after a rollback, taken back by a publish; and its least share.
 EASED = 1.05  # Factor after any other verdict: what was too fast once need not be for ever.
 LAG = 0.1  # Share of the extra tokens; serving heads that lost so much since they were published are to be trained at full speed.
-CERTAIN = 0.975  # At each end of the interval by which a version is called worse than the one before.
+CERTAIN = (
+    0.975  # At each end of the interval by which a version is called worse than the one before.
+)
 COUNTERS = (
     "version",
     "fresh",
@@ -118,14 +123,25 @@ class Cycle:
         device: torch.device | None = None,
     ) -> None:
         self._config, self._served = config, Served(draft_temperature, num_drafts)
-        self._draft_vocab = draft_vocab if draft_vocab is not None and 0 < draft_vocab < heads_config.vocab_size else None
-        self._counts_V = torch.zeros(heads_config.vocab_size if self._draft_vocab else 0, dtype=torch.float64)
+        self._draft_vocab = (
+            draft_vocab
+            if draft_vocab is not None and 0 < draft_vocab < heads_config.vocab_size
+            else None
+        )
+        self._counts_V = torch.zeros(
+            heads_config.vocab_size if self._draft_vocab else 0, dtype=torch.float64
+        )
         self._seed = seed
         first = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         self.candidate = _new_heads(heads_config, lm_head_VD, seed, initial_state)
         mean = RunningMean(self.candidate, steps=0 if first.untrained else WARM)
         self._dtype = getattr(torch, config.dtype) if config.dtype else None
-        how: dict[str, Any] = {"embedding_VD": embedding_VD, "device": device, "dtype": self._dtype, "mean": mean}
+        how: dict[str, Any] = {
+            "embedding_VD": embedding_VD,
+            "device": device,
+            "dtype": self._dtype,
+            "mean": mean,
+        }
         self.trainer = HeadsTrainer(first, lm_head_VD, config, seed, **how)
         self.replay = ReplayBuffer(config.replay_versions, config.replay_bytes)
         self.serving = _copy(self.trainer.heads)
@@ -164,30 +180,49 @@ class Cycle:
         """
         self.batches_seen += 1
         if not (is_finite(batch.hidden_MD) and is_finite(batch.logprobs_M)):
-            return CycleReport(TrainReport(), problem="The batch holds hidden states or log-probs that are not finite.")
+            return CycleReport(
+                TrainReport(),
+                problem="The batch holds hidden states or log-probs that are not finite.",
+            )
         self.trainer.check(batch)
         self._count(batch)
         seed = self._seed * 1_000_003 + self.batches_seen
         training, holdout = batch.hold_out(HOLDOUT_SHARE, seed)
         verdict = self._judge(batch) if holdout is None and batch.weights_M is None else None
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
-        if self._config.position_share < 1 and training.weights_M is None:  # Else they were sampled before states were copied, or not.
-            training = replace(training, weights_M=fraction_weights(training.lengths_S, self._config.position_share, seed))
+        if (
+            self._config.position_share < 1 and training.weights_M is None
+        ):  # Else they were sampled before states were copied, or not.
+            training = replace(
+                training,
+                weights_M=fraction_weights(training.lengths_S, self._config.position_share, seed),
+            )
         self.positions_frac = sampled_share(training)
-        report = self.trainer.train_batch(training, self.replay.older(batch.policy_version), epochs=self.passes)
+        report = self.trainer.train_batch(
+            training, self.replay.older(batch.policy_version), epochs=self.passes
+        )
         if report.problem:
-            logger.warning("Batch of policy version %d skipped: %s", batch.policy_version, report.problem)
+            logger.warning(
+                "Batch of policy version %d skipped: %s", batch.policy_version, report.problem
+            )
             return CycleReport(report, verdict, report.problem)
         lm_head_VD, embedding_VD = self.trainer.lm_head_VD, self.trainer.embedding_VD
         self.replay.add(replace(training, lm_head_VD=lm_head_VD, embedding_VD=embedding_VD))
         self.last_loss, self.last_losses = report.loss, report.losses
         self.last_policy_version = batch.policy_version
         if holdout is None:
-            problem = "" if verdict else "A batch of one prompt, of which only a sample of positions is here, leaves nothing to judge on."
+            problem = (
+                ""
+                if verdict
+                else "A batch of one prompt, of which only a sample of positions is here, leaves nothing to judge on."
+            )
             return CycleReport(report, verdict, problem)
         verdict = self._judge(holdout)
         if self._config.upper_mark_every and self.batches_seen % self._config.upper_mark_every == 0:
-            self.rows |= {"upper": self._upper_mark(training, holdout), "upper_serving": verdict.serving}
+            self.rows |= {
+                "upper": self._upper_mark(training, holdout),
+                "upper_serving": verdict.serving,
+            }
             self.upper_batch = self.batches_seen
         return CycleReport(report, verdict)
 
@@ -203,30 +238,54 @@ class Cycle:
 
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """What the gate says, which is done."""
-        fault = find_fault(self.trainer.heads, self.serving) or find_fault(self.candidate, self.serving)  # The mean may keep it small.
+        fault = find_fault(self.trainer.heads, self.serving) or find_fault(
+            self.candidate, self.serving
+        )  # The mean may keep it small.
         if fault:
             verdict = Verdict(False, True, fault)
         else:
-            of_serving, of_candidate = self._measure(self.serving, holdout), self._measure(self.candidate, holdout)
+            of_serving, of_candidate = (
+                self._measure(self.serving, holdout),
+                self._measure(self.candidate, holdout),
+            )
             of_frozen = of_serving
-            if self.frozen is not None and not equal(self.frozen, self.serving):  # They are, until the second version.
+            if self.frozen is not None and not equal(
+                self.frozen, self.serving
+            ):  # They are, until the second version.
                 of_frozen = self._measure(self.frozen, holdout)
             if math.isfinite(of_candidate.accepted):
                 self.evidence.add(self.batches_seen, of_candidate, of_serving, holdout)
-                self.judged, self.gain = self.judged + 1, self.evidence.difference(self._config.gate_confidence).value
+                self.judged, self.gain = (
+                    self.judged + 1,
+                    self.evidence.difference(self._config.gate_confidence).value,
+                )
             self._follow(of_serving, of_frozen, holdout)
-            verdict = judge(of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence)
+            verdict = judge(
+                of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
+            )
         if verdict.publish:  # Judged with the temperatures that it came with: what is fitted to the holdout has no say in that.
-            tables: dict[str, Any] = {"embedding_VD": self.trainer.embedding_VD, "served": self._served}
-            fit_temperatures(self.candidate, holdout, self.trainer.lm_head_VD, team=self.team, **tables)
+            tables: dict[str, Any] = {
+                "embedding_VD": self.trainer.embedding_VD,
+                "served": self._served,
+            }
+            fit_temperatures(
+                self.candidate, holdout, self.trainer.lm_head_VD, team=self.team, **tables
+            )
         self._obey(verdict)
         return verdict
 
-    def _follow(self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch) -> None:
+    def _follow(
+        self, of_serving: ReplayResult, of_frozen: ReplayResult, holdout: RolloutBatch
+    ) -> None:
         """Compare the serving heads with those before them, on rollouts that came after the swap, until there are enough of these."""
         if self.before is not None:
             same = self.frozen is not None and equal(self.before, self.frozen)
-            self.after.add(self.batches_seen, of_serving, of_frozen if same else self._measure(self.before, holdout), holdout)
+            self.after.add(
+                self.batches_seen,
+                of_serving,
+                of_frozen if same else self._measure(self.before, holdout),
+                holdout,
+            )
             if self.after.enough:
                 self.followed += 1
                 self.fell_back += self.after.difference(CERTAIN).high < 0
@@ -291,7 +350,11 @@ class Cycle:
         self.frozen = self.frozen or _copy(self.serving)
 
     def _obey(self, verdict: Verdict) -> None:
-        self.rows |= {"serving": verdict.serving, "candidate": verdict.candidate, "frozen": verdict.frozen}
+        self.rows |= {
+            "serving": verdict.serving,
+            "candidate": verdict.candidate,
+            "frozen": verdict.frozen,
+        }
         self.fresh = verdict.publish
         if verdict.publish or verdict.worse:
             self.evidence.clear()  # Another pair is compared from now on.
@@ -307,8 +370,13 @@ class Cycle:
             return
         self.candidates_rejected += verdict.worse or verdict.difference is not None
         if verdict.worse:
-            logger.warning("The candidate fell behind the serving heads; training goes on from these. %s", verdict.reason)
-            self.trainer.reset_to(self.serving.trainable_state(), moments=verdict.candidate is not None)
+            logger.warning(
+                "The candidate fell behind the serving heads; training goes on from these. %s",
+                verdict.reason,
+            )
+            self.trainer.reset_to(
+                self.serving.trainable_state(), moments=verdict.candidate is not None
+            )
             self.trainer.rate = max(SLOWEST, self.trainer.rate * SLOWER)
             self.rollbacks += 1
         elif verdict.difference is not None:
@@ -319,31 +387,51 @@ class Cycle:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of everything that later batches depend on (replayed batches only with `saves_replay`). Flat, tensors only."""
         state = {f"trainer.{name}": value for name, value in self.trainer.state_dict().items()}
-        served = None if equal(self.serving, self.candidate) else self.serving  # They are where it is saved: after a publish.
+        served = (
+            None if equal(self.serving, self.candidate) else self.serving
+        )  # They are where it is saved: after a publish.
         for role, heads in (("serving", served), ("frozen", self.frozen), ("before", self.before)):
             if heads is not None:
-                state |= {f"{role}.{name}": value for name, value in heads.trainable_state().items()}
+                state |= {
+                    f"{role}.{name}": value for name, value in heads.trainable_state().items()
+                }
         if self._config.saves_replay:
             state |= {f"replay.{name}": value for name, value in self.replay.state_dict().items()}
         for role, evidence in (("evidence", self.evidence), ("after", self.after)):
             state |= {f"{role}.{name}": value for name, value in evidence.state_dict().items()}
-        state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
-        state["schedule"] = torch.tensor([self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level], dtype=torch.float64)
+        state["counters"] = torch.tensor(
+            [getattr(self, name) for name in COUNTERS], dtype=torch.int64
+        )
+        state["schedule"] = torch.tensor(
+            [self.trainer.rate, self.positions_frac, self.passes, self.gain, self._level],
+            dtype=torch.float64,
+        )
         if self._draft_vocab is not None:
             state["token_counts"] = self._counts_V.clone()
             if self._served.ids_W is not None:
                 state["draft_ids"] = self._served.ids_W
         if self.last_losses:
-            state["last_losses"] = torch.tensor([self.last_loss, *self.last_losses], dtype=torch.float64)
+            state["last_losses"] = torch.tensor(
+                [self.last_loss, *self.last_losses], dtype=torch.float64
+            )
         for name, row in self.rows.items():
             if row is not None:
-                state[f"rows.{name}"] = torch.tensor([row.mean_acceptance_length, *row.acceptance_per_position], dtype=torch.float64)
+                state[f"rows.{name}"] = torch.tensor(
+                    [row.mean_acceptance_length, *row.acceptance_per_position], dtype=torch.float64
+                )
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state. Raises CheckpointError when it is not one of such a cycle."""
-        missing = [name for name in ("counters", "trainer.counters", "trainer.generator") if name not in state]
-        counters = {len(names): names for names in (COUNTERS, [name for name in COUNTERS if name not in SINCE_0_3])}
+        missing = [
+            name
+            for name in ("counters", "trainer.counters", "trainer.generator")
+            if name not in state
+        ]
+        counters = {
+            len(names): names
+            for names in (COUNTERS, [name for name in COUNTERS if name not in SINCE_0_3])
+        }
         if missing or state["counters"].numel() not in counters:
             raise CheckpointError(
                 "This is not a state of the companion.",
@@ -353,18 +441,26 @@ class Cycle:
             )
         self.trainer.load_state_dict(under(state, "trainer."))
         self.serving.load_trainable_state(under(state, "serving.") or under(state, "trainer.mean."))
-        self.frozen, self.before = (self._heads_of(under(state, role)) for role in ("frozen.", "before."))
+        self.frozen, self.before = (
+            self._heads_of(under(state, role)) for role in ("frozen.", "before.")
+        )
         self._counts_V = state.get("token_counts", self._counts_V).clone()
         self._draft_from(state.get("draft_ids", self._served.ids_W))
         self.replay.load_state_dict(under(state, "replay."))
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))
-        for name, value in zip(counters[state["counters"].numel()], state["counters"].tolist(), strict=True):
+        for name, value in zip(
+            counters[state["counters"].numel()], state["counters"].tolist(), strict=True
+        ):
             setattr(self, name, value)
         if "schedule" in state:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
-            self.passes, self.gain, self._level = later if state["counters"].numel() == len(COUNTERS) else (0.0, 0.0, 0.0)
-        self.last_loss, *losses = state["last_losses"].tolist() if "last_losses" in state else [math.nan]
+            self.passes, self.gain, self._level = (
+                later if state["counters"].numel() == len(COUNTERS) else (0.0, 0.0, 0.0)
+            )
+        self.last_loss, *losses = (
+            state["last_losses"].tolist() if "last_losses" in state else [math.nan]
+        )
         self.last_losses = tuple(losses)
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}
         self.rows = {name: ReplayRow(values[0], tuple(values[1:])) for name, values in rows.items()}
@@ -376,7 +472,9 @@ class Cycle:
         return heads
 
 
-def _new_heads(config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None) -> MedusaHeads:
+def _new_heads(
+    config: HeadsConfig, lm_head_VD: torch.Tensor, seed: int, state: dict[str, torch.Tensor] | None
+) -> MedusaHeads:
     """New heads whose random parts depend on the seed alone; the process's own generator is left as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # And no GPU's, which nobody would put back.

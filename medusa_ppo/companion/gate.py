@@ -96,25 +96,45 @@ def replay(
     """Replay estimate of heads on a batch, on the device of the heads. A team shares the responses; each process gets all counts."""
     all_S = torch.arange(holdout.lengths_S.numel())
     shares = [all_S[rank :: team.place.size] for rank in range(team.place.size)] if team else []
-    here = holdout.select(shares[team.place.rank]) if team and shares[team.place.rank].numel() else None if team else holdout
+    here = (
+        holdout.select(shares[team.place.rank])
+        if team and shares[team.place.rank].numel()
+        else None
+        if team
+        else holdout
+    )
     results = []
     for piece in _pieces(here) if here else ():
         give_way()
-        accept_MK = _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))[0]
+        accept_MK = _acceptance(
+            heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature)
+        )[0]
         results.append(replay_probabilities(accept_MK, piece.lengths_S))
-    counts = [torch.cat([r.drafts_S[:, None], r.accepted_SK, r.unseen_S[:, None]], dim=1) for r in results]
-    columns = torch.cat(counts) if counts else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
+    counts = [
+        torch.cat([r.drafts_S[:, None], r.accepted_SK, r.unseen_S[:, None]], dim=1) for r in results
+    ]
+    columns = (
+        torch.cat(counts)
+        if counts
+        else torch.zeros(0, 2 + heads.config.num_heads, dtype=torch.float64)
+    )
     if team is not None:
         columns = team.gather(columns)[torch.cat(shares).argsort()]
     rows = [] if team else [result.rows_M2 for result in results if result.rows_M2 is not None]
-    return ReplayResult(columns[:, 0], columns[:, 1:-1], columns[:, -1], torch.cat(rows) if rows else None)
+    return ReplayResult(
+        columns[:, 0], columns[:, 1:-1], columns[:, -1], torch.cat(rows) if rows else None
+    )
 
 
 def _pieces(batch: RolloutBatch) -> list[RolloutBatch]:
     """Whole responses that follow each other, of about PIECE_TOKENS tokens a piece."""
     piece_S = (batch.lengths_S.cumsum(0) - batch.lengths_S) // PIECE_TOKENS
     cuts = [0, *((piece_S.diff() > 0).nonzero()[:, 0] + 1).tolist(), piece_S.numel()]
-    return [batch.select(torch.arange(first, last)) for first, last in pairwise(cuts)] if len(cuts) > 2 else [batch]
+    return (
+        [batch.select(torch.arange(first, last)) for first, last in pairwise(cuts)]
+        if len(cuts) > 2
+        else [batch]
+    )
 
 
 def fit_temperatures(
@@ -134,9 +154,13 @@ def fit_temperatures(
         batch, grid_Q = _pieces(holdout)[0], torch.tensor(TEMPERATURES)
         now_K = (heads.temperatures_K.cpu().float().unsqueeze(1) - grid_Q).abs().argmin(1)
         heads.temperatures_K.fill_(1.0)
-        accept_QMK = _acceptance(heads, batch, lm_head_VD, embedding_VD, replace(served, mix=None), TEMPERATURES)
+        accept_QMK = _acceptance(
+            heads, batch, lm_head_VD, embedding_VD, replace(served, mix=None), TEMPERATURES
+        )
         prompts_M = _prompts(batch).repeat_interleave(batch.lengths_S)
-        heads.temperatures_K.copy_(grid_Q[better_temperatures(accept_QMK, prompts_M, now_K.tolist())])
+        heads.temperatures_K.copy_(
+            grid_Q[better_temperatures(accept_QMK, prompts_M, now_K.tolist())]
+        )
     if team is not None:
         team.share(heads.temperatures_K)
 
@@ -154,7 +178,11 @@ def _acceptance(
     config, device, ids_W = heads.config, lm_head_VD.device, served.ids_W
     segment_M = segments_from_lengths(batch.lengths_S)
     hidden_MD = batch.hidden_MD.to(device, torch.float32)
-    condition_MK = condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device) if config.conditioned else None
+    condition_MK = (
+        condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device)
+        if config.conditioned
+        else None
+    )
     context_Mn = context_of(batch, config.context)
     tables: dict[str, Any] = {
         "condition_MK": condition_MK,
@@ -164,16 +192,22 @@ def _acceptance(
     }
     if served.draft_temperature <= 0:
         ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, **tables).cpu()
-        accept_QMK = one_hot_acceptance(ids_MK if ids_W is None else ids_W[ids_MK], batch.response_ids_M, batch.lengths_S).unsqueeze(0)
+        accept_QMK = one_hot_acceptance(
+            ids_MK if ids_W is None else ids_W[ids_MK], batch.response_ids_M, batch.lengths_S
+        ).unsqueeze(0)
     else:
         targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, config.num_heads)
         place_V = torch.arange(lm_head_VD.shape[0])
         if ids_W is not None:  # A token that is no draft is never accepted.
-            place_V = torch.full_like(place_V, -1).index_copy_(0, ids_W, torch.arange(ids_W.numel()))
+            place_V = torch.full_like(place_V, -1).index_copy_(
+                0, ids_W, torch.arange(ids_W.numel())
+            )
         places_MK = place_V[targets_MK]
         tops_1MK = None if served.mix is None else torch.zeros(1, *places_MK.shape, device=device)
         # As the engine drafts: request temperature x draft temperature.
-        temperatures = tuple(batch.temperature * served.draft_temperature * factor for factor in factors)
+        temperatures = tuple(
+            batch.temperature * served.draft_temperature * factor for factor in factors
+        )
         logprobs_QMK = draft_logprobs_for_rows(
             heads,
             hidden_MD,
@@ -188,7 +222,10 @@ def _acceptance(
         logprobs_QMK = logprobs_QMK.cpu().masked_fill(places_MK < 0, -math.inf)
         if served.mix is not None and tops_1MK is not None:
             logprobs_QMK = served.mix(batch, logprobs_QMK[0], tops_1MK[0].cpu()).unsqueeze(0)
-        accepted = [sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S) for logprobs_MK in logprobs_QMK]
+        accepted = [
+            sampled_acceptance(logprobs_MK, batch.logprobs_M, batch.lengths_S)
+            for logprobs_MK in logprobs_QMK
+        ]
         accept_QMK = torch.stack(accepted) * mask_MK
     if served.num_drafts is not None:
         accept_QMK[:, :, served.num_drafts :] = 0
@@ -211,11 +248,19 @@ class Evidence:
         self.counts_G5 = torch.zeros(0, 5, dtype=torch.float64)
         self.tokens: dict[int, int] = {}
 
-    def add(self, batch: int, first: ReplayResult, second: ReplayResult, holdout: RolloutBatch) -> None:
+    def add(
+        self, batch: int, first: ReplayResult, second: ReplayResult, holdout: RolloutBatch
+    ) -> None:
         """Counts on one more holdout. The oldest ones go as soon as there are enough without them: heads and policy have moved on since."""
         group_S = _prompts(holdout)
         a, b = first.by_group(group_S), second.by_group(group_S)
-        columns = [torch.full_like(a.drafts_S, batch), a.accepted_SK.sum(1), a.drafts_S, b.accepted_SK.sum(1), b.drafts_S]
+        columns = [
+            torch.full_like(a.drafts_S, batch),
+            a.accepted_SK.sum(1),
+            a.drafts_S,
+            b.accepted_SK.sum(1),
+            b.drafts_S,
+        ]
         self.counts_G5 = torch.cat([self.counts_G5, torch.stack(columns, dim=1)])
         self.tokens[batch] = int(holdout.lengths_S.sum())
         for oldest in sorted(self.tokens)[:-1]:
@@ -241,7 +286,9 @@ class Evidence:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All of it, tensors only."""
-        tokens = torch.tensor([[batch, count] for batch, count in self.tokens.items()], dtype=torch.int64)
+        tokens = torch.tensor(
+            [[batch, count] for batch, count in self.tokens.items()], dtype=torch.int64
+        )
         return {"counts": self.counts_G5, "tokens": tokens.view(-1, 2)}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -260,7 +307,9 @@ def extra_tokens(result: ReplayResult, holdout: RolloutBatch, confidence: float)
 
 def _prompts(holdout: RolloutBatch) -> torch.Tensor:
     """Number of each response's prompt, 0 to G - 1."""
-    prompts_S = torch.arange(holdout.lengths_S.numel()) if holdout.prompts_S is None else holdout.prompts_S
+    prompts_S = (
+        torch.arange(holdout.lengths_S.numel()) if holdout.prompts_S is None else holdout.prompts_S
+    )
     return prompts_S.unique(return_inverse=True)[1]
 
 
@@ -295,7 +344,13 @@ def student_quantile(share: float, freedom: int) -> float:
     return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
 
 
-def judge(candidate: ReplayResult, serving: ReplayResult, frozen: ReplayResult, evidence: Evidence, confidence: float = 0.9) -> Verdict:
+def judge(
+    candidate: ReplayResult,
+    serving: ReplayResult,
+    frozen: ReplayResult,
+    evidence: Evidence,
+    confidence: float = 0.9,
+) -> Verdict:
     """What becomes of a candidate, by all evidence; the three replays are of the newest holdout.
 
     Args:
@@ -307,11 +362,18 @@ def judge(candidate: ReplayResult, serving: ReplayResult, frozen: ReplayResult, 
     if not math.isfinite(candidate.accepted):
         return Verdict(False, True, "The candidate's logits overflow.", rows[0], None, rows[2])
     if not candidate.drafts:
-        return Verdict(False, False, "The holdout has no draft step: its responses are one token long.", *rows)
+        return Verdict(
+            False, False, "The holdout has no draft step: its responses are one token long.", *rows
+        )
     if not evidence.enough:
         prompts, tokens = evidence.counts_G5.shape[0], sum(evidence.tokens.values())
         asked = f"{LEAST_PROMPTS} and {LEAST_TOKENS} decide"
-        return Verdict(False, False, f"Too little is held out so far: {prompts} prompts, {tokens} tokens; {asked}.", *rows)
+        return Verdict(
+            False,
+            False,
+            f"Too little is held out so far: {prompts} prompts, {tokens} tokens; {asked}.",
+            *rows,
+        )
     difference = evidence.difference(confidence)
     seen = f"{difference.value:+.4f} (interval {difference.low:+.4f} to {difference.high:+.4f}) against the serving heads"
     if difference.low > 0:
@@ -333,7 +395,11 @@ def find_fault(candidate: MedusaHeads, serving: MedusaHeads) -> str:
 
 def equal(first: MedusaHeads, second: MedusaHeads) -> bool:
     """They are the same to the bit: one replay is that of both."""
-    pairs = zip([*first.parameters(), first.temperatures_K], [*second.parameters(), second.temperatures_K], strict=True)
+    pairs = zip(
+        [*first.parameters(), first.temperatures_K],
+        [*second.parameters(), second.temperatures_K],
+        strict=True,
+    )
     return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -386,7 +452,9 @@ class RunningMean:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of all of it, under keys that begin with `mean`."""
-        return {f"mean.{name}": tensor for name, tensor in self.heads.trainable_state().items()} | {"mean_steps": torch.tensor(self.steps)}
+        return {f"mean.{name}": tensor for name, tensor in self.heads.trainable_state().items()} | {
+            "mean_steps": torch.tensor(self.steps)
+        }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over what is under such keys. Raises KeyError, CheckpointError when something is missing."""
@@ -396,4 +464,6 @@ class RunningMean:
 
 def under(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """The part of a state whose names begin so, without the prefix."""
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }

@@ -73,7 +73,9 @@ class TrainingRows:
         age_n = torch.arange(rows_Nn.shape[1] - 1, -1, -1)
         used_P, places_Nn = used_rows(torch.where(age_n < seen_N.unsqueeze(1), rows_Nn, MISSING))
         hidden_PD = self.states(used_P).to(device, torch.float32)
-        return Context(hidden_PD, self.batch.response_ids_M[used_P].to(device), places_Nn.to(device))
+        return Context(
+            hidden_PD, self.batch.response_ids_M[used_P].to(device), places_Nn.to(device)
+        )
 
     def check_neighbours(self, loss: str) -> None:
         """Raise DataError when a row that is trained on lacks the states from which the actor's own distributions follow."""
@@ -107,7 +109,9 @@ def look_up(batch: RolloutBatch, num_heads: int, conditioned: bool, pairs: int =
     targets_MK, mask_MK = head_targets(batch.response_ids_M, segment_M, num_heads)
     if batch.weights_M is not None:
         kept_M1, weights_M1 = (batch.weights_M > 0).unsqueeze(1), batch.weights_M.unsqueeze(1)
-        mask_MK = mask_MK & kept_M1 if bool((weights_M1[kept_M1] == 1).all()) else mask_MK * weights_M1
+        mask_MK = (
+            mask_MK & kept_M1 if bool((weights_M1[kept_M1] == 1).all()) else mask_MK * weights_M1
+        )
     return TrainingRows(
         batch,
         batch.state_rows_M,
@@ -164,7 +168,9 @@ class EarlySample:
     ahead: int
     behind: int = 0
 
-    def draw(self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(
+        self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights of all rows, float32 `M`, as in `RolloutBatch`; which responses heads are judged on, bool `S`. No response is empty."""
         seed = self.seed * 1_000_003 + policy_version
         held_S = held_out(lengths_S, prompts_S, self.holdout_fraction * self.share, seed)
@@ -173,25 +179,44 @@ class EarlySample:
         place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
         left_M = lengths_S[segment_M] - 1 - place_M
         generator = torch.Generator().manual_seed(seed)
-        phase_S = torch.randint(BLOCK, lengths_S.shape, generator=generator)  # Every row is as often at an edge as any other.
-        block_M = (place_M + phase_S[segment_M]) // BLOCK + segment_M * (int(lengths_S.max()) // BLOCK + 2)
+        phase_S = torch.randint(
+            BLOCK, lengths_S.shape, generator=generator
+        )  # Every row is as often at an edge as any other.
+        block_M = (place_M + phase_S[segment_M]) // BLOCK + segment_M * (
+            int(lengths_S.max()) // BLOCK + 2
+        )
         block_M = block_M.unique(return_inverse=True)[1]
         rows_B = torch.bincount(block_M)
         order_B = torch.randperm(rows_B.numel(), generator=generator)
-        order_B = order_B[~held_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)][order_B]]
+        order_B = order_B[
+            ~held_S[segment_M][torch.zeros_like(rows_B).scatter_(0, block_M, row_M)][order_B]
+        ]
         before_B = rows_B[order_B].cumsum(0) - rows_B[order_B]
         kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
-        kept_B[order_B[before_B + rows_B[order_B] <= self.share * row_M.numel() - float(lengths_S[held_S].sum())]] = True
+        kept_B[
+            order_B[
+                before_B + rows_B[order_B]
+                <= self.share * row_M.numel() - float(lengths_S[held_S].sum())
+            ]
+        ] = True
         kept_B[order_B[:1]] = True  # Something is always there.
         kept_M = kept_B[block_M]
-        whole_M = kept_M & kept_M[row_M + left_M.clamp(max=self.ahead)] & kept_M[row_M - place_M.clamp(max=self.behind)]
+        whole_M = (
+            kept_M
+            & kept_M[row_M + left_M.clamp(max=self.ahead)]
+            & kept_M[row_M - place_M.clamp(max=self.behind)]
+        )
         weights_M = whole_M.float() - (~kept_M).float()
         return weights_M.masked_fill_(held_S[segment_M], 1.0), held_S
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The same of a batch whose states are all here."""
         weights_M, held_S = self.draw(batch.lengths_S, batch.prompts_S, batch.policy_version)
-        return with_states(replace(batch, hidden_MD=batch.hidden_MD[weights_M >= 0], weights_M=weights_M, held_S=held_S))
+        return with_states(
+            replace(
+                batch, hidden_MD=batch.hidden_MD[weights_M >= 0], weights_M=weights_M, held_S=held_S
+            )
+        )
 
 
 def with_states(batch: RolloutBatch) -> RolloutBatch:
@@ -203,7 +228,15 @@ def with_states(batch: RolloutBatch) -> RolloutBatch:
     return batch if kept_S.all() else batch.select(kept_S.nonzero()[:, 0])
 
 
-FIELDS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "weights_M", "lm_head_VD", "embedding_VD")
+FIELDS = (
+    "hidden_MD",
+    "response_ids_M",
+    "logprobs_M",
+    "lengths_S",
+    "weights_M",
+    "lm_head_VD",
+    "embedding_VD",
+)
 
 
 REPLAY_DECAY = 0.5
@@ -238,8 +271,13 @@ class ReplayBuffer:
 
     def older(self, policy_version: int) -> list[tuple[RolloutBatch, float]]:
         """Batches and shares that join a training on rollouts of `policy_version`; what is too old for it is forgotten."""
-        self._batches = deque(b for b in self._batches if policy_version - b.policy_version <= self._versions)
-        return [(batch, self._decay ** max(0, policy_version - batch.policy_version)) for batch in self._batches]
+        self._batches = deque(
+            b for b in self._batches if policy_version - b.policy_version <= self._versions
+        )
+        return [
+            (batch, self._decay ** max(0, policy_version - batch.policy_version))
+            for batch in self._batches
+        ]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -255,7 +293,11 @@ class ReplayBuffer:
         for index, batch in enumerate(self._batches):
             meta = (batch.policy_version, batch.temperature, batch.top_k, batch.top_p)
             state[f"{index:04d}.meta"] = torch.tensor(meta, dtype=torch.float64)
-            state |= {f"{index:04d}.{name}": value for name in FIELDS if (value := getattr(batch, name)) is not None}
+            state |= {
+                f"{index:04d}.{name}": value
+                for name in FIELDS
+                if (value := getattr(batch, name)) is not None
+            }
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -265,6 +307,13 @@ class ReplayBuffer:
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
             # Copies: products round otherwise where a tensor begins at an odd place, as it does in a file.
             found = {name: state.get(f"{index}.{name}") for name in FIELDS}
-            tensors: dict[str, Any] = {name: None if value is None else value.clone() for name, value in found.items()}
-            how = {"policy_version": int(version), "temperature": temperature, "top_k": int(top_k), "top_p": top_p}
+            tensors: dict[str, Any] = {
+                name: None if value is None else value.clone() for name, value in found.items()
+            }
+            how = {
+                "policy_version": int(version),
+                "temperature": temperature,
+                "top_k": int(top_k),
+                "top_p": top_p,
+            }
             self._batches.append(RolloutBatch(**tensors, **how))

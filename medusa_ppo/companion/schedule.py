@@ -85,7 +85,13 @@ class SharedSeconds:
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, tokens: int, trained_s: float, other_s: float) -> None:
-        products = (tokens * tokens, tokens * trained_s, trained_s * trained_s, tokens * other_s, trained_s * other_s)
+        products = (
+            tokens * tokens,
+            tokens * trained_s,
+            trained_s * trained_s,
+            tokens * other_s,
+            trained_s * other_s,
+        )
         self.sums = [KEPT * old + new for old, new in zip(self.sums, products, strict=True)]
 
     @property
@@ -120,9 +126,13 @@ class Account:
         self._spent_s = 0.0  # Lost since the last publish.
         self._judged = self._version = self._batches = self._idle = 0
         self._patience = PROBE_STEPS[0]
-        self._worth: float | None = None  # Of the training judged last, as a multiple of what it cost.
+        self._worth: float | None = (
+            None  # Of the training judged last, as a multiple of what it cost.
+        )
         self._waiting = False
-        self._now = Decision()  # As `last`, without the batches that were left out because another one waited.
+        self._now = (
+            Decision()
+        )  # As `last`, without the batches that were left out because another one waited.
         self.saved_s = self.lost_s = 0.0
         self.last = Decision()
 
@@ -181,7 +191,11 @@ class Account:
         self._worth, self._spent_s = None, 0.0
         self._level = max(self._level, self._length)
         fallen = self._level - self._length
-        worth = HORIZON * self._generate_s * fallen / self._length / self._pass_s if self._pass_s else self._most
+        worth = (
+            HORIZON * self._generate_s * fallen / self._length / self._pass_s
+            if self._pass_s
+            else self._most
+        )
         if fallen > LAG * (self._level - 1) and worth >= LEAST:
             self._level = self._length
             return Decision(min(self._most, worth), "fell")

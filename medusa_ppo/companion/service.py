@@ -23,7 +23,15 @@ import torch
 from heads.checkpoint import checksum, load_state, save_heads, save_state
 from heads.errors import CheckpointError
 from heads.tensorfile import crc
-from medusa_ppo.companion import Answer, BatchQueue, Pace, PackedTensor, ServiceArguments, pack, unpack
+from medusa_ppo.companion import (
+    Answer,
+    BatchQueue,
+    Pace,
+    PackedTensor,
+    ServiceArguments,
+    pack,
+    unpack,
+)
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.files import write_atomic
@@ -71,7 +79,9 @@ class CompanionService:
         self._busy_since: float | None = None
         self._beat = 0.0  # When the training thread was last seen at work.
         self._error = ""  # What failed with the last batch.
-        self._note = self._found = ""  # Why the last batch was of no use, though nothing failed; what was wrong at the start, until told.
+        self._note = self._found = (
+            ""  # Why the last batch was of no use, though nothing failed; what was wrong at the start, until told.
+        )
         self._begin(arguments)
         self._rest()
         self._thread = threading.Thread(target=self._run, name="companion-training", daemon=True)
@@ -108,8 +118,17 @@ class CompanionService:
         published = self._published
         if published is not None and published.version <= after_version:
             published = None
-        stuck_s = 0.0 if self._busy_since is None or self._pace.held else time.monotonic() - self._beat
-        return Answer(published, self._error, self._incarnation, self._queue.held_nbytes, self._cycle.version, stuck_s)
+        stuck_s = (
+            0.0 if self._busy_since is None or self._pace.held else time.monotonic() - self._beat
+        )
+        return Answer(
+            published,
+            self._error,
+            self._incarnation,
+            self._queue.held_nbytes,
+            self._cycle.version,
+            stuck_s,
+        )
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
         """The engine drafts with these heads, and `version` was the last it was offered: training goes on from them, after this batch."""
@@ -129,7 +148,11 @@ class CompanionService:
         """What has been done so far."""
         cycle, trainer = self._cycle, self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
-        running_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since - self._pace.waited_s
+        running_s = (
+            0.0
+            if self._busy_since is None
+            else time.monotonic() - self._busy_since - self._pace.waited_s
+        )
         found, self._found = self._found, ""
         return CompanionStatus(
             alive=self._thread.is_alive(),
@@ -142,7 +165,8 @@ class CompanionService:
             versions_published=cycle.version,
             candidates_rejected=cycle.candidates_rejected,
             train_s=self._train_s + running_s,
-            worked_s=self._worked_s + (0.0 if self._busy_since is None else self._work_s(running_s)),
+            worked_s=self._worked_s
+            + (0.0 if self._busy_since is None else self._work_s(running_s)),
             queue_bytes=self._queue.nbytes,
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
@@ -157,7 +181,9 @@ class CompanionService:
             versions_worse=cycle.fell_back,
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
-            gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3 if self._device.type == "cuda" else None,
+            gpu_gib=torch.cuda.memory_reserved(self._device) / 1024**3
+            if self._device.type == "cuda"
+            else None,
         )
 
     def drain(self, timeout_s: float) -> bool:
@@ -201,11 +227,17 @@ class CompanionService:
             except Exception as error:  # One bad batch must not end the companion; it is told in the status, and the next one comes.
                 if _ends_process(error):
                     self._start_again(f"{type(error).__name__}: {error}")
-                logger.exception("The companion could not learn from a batch of policy version %d.", batch.policy_version)
+                logger.exception(
+                    "The companion could not learn from a batch of policy version %d.",
+                    batch.policy_version,
+                )
                 self._error = f"{type(error).__name__}: {error}"
             finally:
                 took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
-                self._train_s, self._worked_s = self._train_s + took_s, self._worked_s + self._work_s(took_s)
+                self._train_s, self._worked_s = (
+                    self._train_s + took_s,
+                    self._worked_s + self._work_s(took_s),
+                )
                 self._busy_since = None
                 del batch  # Its shared memory must not wait for the next one.
                 self._queue.done()
@@ -257,8 +289,13 @@ class CompanionService:
         path = self._publish_dir / f"heads-{version:06d}.safetensors"
         save_state(path, state)
         forget_oldest(path, "heads-*.safetensors")
-        self._published = PublishedHeads(version, str(path), checksum(state), cycle.published_policy_version, length)
-        self._tried("The new heads could not be written into the run's folder", lambda: self._keep_heads(length if row else None))
+        self._published = PublishedHeads(
+            version, str(path), checksum(state), cycle.published_policy_version, length
+        )
+        self._tried(
+            "The new heads could not be written into the run's folder",
+            lambda: self._keep_heads(length if row else None),
+        )
 
     def _keep_heads(self, length: float | None) -> None:
         """The serving heads as a native checkpoint. `length`: what replay says of them."""
@@ -291,8 +328,12 @@ class CompanionService:
     def _begin(self, arguments: ServiceArguments) -> None:
         """A first start, a resumed run, or a restart after a crash."""
         # Without a run's folder the versions on this node are all there is.
-        marker = (self._run_dir / "companion" if self._run_dir else Path(arguments.publish_dir)) / MARKER
-        again = marker.is_file() and marker.read_text() == arguments.publish_dir  # Not what an earlier run left.
+        marker = (
+            self._run_dir / "companion" if self._run_dir else Path(arguments.publish_dir)
+        ) / MARKER
+        again = (
+            marker.is_file() and marker.read_text() == arguments.publish_dir
+        )  # Not what an earlier run left.
         folder = Path(arguments.resume_from) if arguments.resume_from else None
         if again:
             logger.warning("The companion was started again after its process ended.")
@@ -301,11 +342,17 @@ class CompanionService:
         if folder is not None:
             self._take_over_saved(folder / STATE_FILE, again)
         if not again:
-            self._tried("The companion's state could not be saved", lambda: self._own_saved_state(resumed=folder is not None))
+            self._tried(
+                "The companion's state could not be saved",
+                lambda: self._own_saved_state(resumed=folder is not None),
+            )
         self._adopt_newest()
         if self._cycle.version > 0:
             self._publish()
-        self._tried("The companion could not mark its start", lambda: write_atomic(marker, arguments.publish_dir))
+        self._tried(
+            "The companion could not mark its start",
+            lambda: write_atomic(marker, arguments.publish_dir),
+        )
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
         """The last saved state. After a crash a damaged one is passed over: the heads that were published are there all the same.
@@ -342,16 +389,27 @@ class CompanionService:
             (self._run_dir / "companion" / STATE_FILE).unlink(missing_ok=True)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        own = [float(self._received), float(self._dropped_before + self._queue.dropped), self._train_s]
+        own = [
+            float(self._received),
+            float(self._dropped_before + self._queue.dropped),
+            self._train_s,
+        ]
         state = self._cycle.state_dict()
-        return state | {"service": torch.tensor(own, dtype=torch.float64), "crc": torch.tensor(crc(state))}
+        return state | {
+            "service": torch.tensor(own, dtype=torch.float64),
+            "crc": torch.tensor(crc(state)),
+        }
 
     def _take_over(self, state: dict[str, torch.Tensor]) -> None:
         received, dropped, self._train_s = state.pop("service", torch.zeros(3)).tolist()
         said = state.pop("crc", None)  # Releases before 0.3 wrote none.
         if said is not None and int(said) != crc(state):
             do = "Start without --resume, or copy the file from elsewhere."
-            raise CheckpointError("The companion's saved state has other bytes than were written.", given="its CRC-32", do=do)
+            raise CheckpointError(
+                "The companion's saved state has other bytes than were written.",
+                given="its CRC-32",
+                do=do,
+            )
         self._received, self._dropped_before = int(received), int(dropped)
         self._cycle.load_state_dict(state)
 
@@ -361,17 +419,29 @@ def make_cycle(arguments: ServiceArguments, tables: Any) -> Cycle:
     lm_head_VD, embedding_VD = unpack(tables)
     config = arguments.companion
     device = torch.device("cuda" if config.num_gpus and torch.cuda.is_available() else "cpu")
-    if config.dtype is None and (torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_bfloat16()):
+    if config.dtype is None and (
+        torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_bfloat16()
+    ):
         config = config.model_copy(update={"dtype": "bfloat16"})
     names = ("seed", "draft_temperature", "num_drafts", "draft_vocab")
     served: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     state = unpack(arguments.initial_state)
-    return Cycle(arguments.heads, config, lm_head_VD, initial_state=state, embedding_VD=embedding_VD, device=device, **served)
+    return Cycle(
+        arguments.heads,
+        config,
+        lm_head_VD,
+        initial_state=state,
+        embedding_VD=embedding_VD,
+        device=device,
+        **served,
+    )
 
 
 def _ends_process(error: Exception) -> bool:
     """After an error of CUDA itself every call fails; only a new process helps. Memory that was too small is no such error."""
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, torch.AcceleratorError) and not isinstance(
+        error, torch.OutOfMemoryError
+    )
 
 
 def forget_oldest(newest: Path, pattern: str) -> None:

@@ -57,7 +57,13 @@ def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, 
         "num_cpus": 0,
         "num_gpus": config.num_gpus,
         "resources": {config.resource: TOKEN} if config.resource else None,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(companion_threads(config.cores, alone=config.resource is not None))}},
+        "runtime_env": {
+            "env_vars": {
+                "OMP_NUM_THREADS": str(
+                    companion_threads(config.cores, alone=config.resource is not None)
+                )
+            }
+        },
         **in_bundle(group, index),
     }
 
@@ -91,7 +97,9 @@ class Member:
 
     def join(self, place: Place, state: dict[str, Any]) -> None:
         """Meet the others, with the leader's state."""
-        self._cycle.load_state_dict({name: tensor.clone() for name, tensor in unpack(state).items()})
+        self._cycle.load_state_dict(
+            {name: tensor.clone() for name, tensor in unpack(state).items()}
+        )
         self._cycle.join(Meeting(place).join())
 
     def learn(self, handed: HandedBatch) -> None:
@@ -143,9 +151,16 @@ class Leader(CompanionService):
         if not self._members:
             return
         try:
-            meeting = Meeting.open(ray.util.get_node_ip_address(), 1 + len(self._members), timeout_s=self._arguments.hang_s)
+            meeting = Meeting.open(
+                ray.util.get_node_ip_address(),
+                1 + len(self._members),
+                timeout_s=self._arguments.hang_s,
+            )
             state = ray.put(pack(self._cycle.state_dict()))
-            calls = [member.join.remote(meeting.place.seen_by(rank), state) for rank, member in enumerate(self._members.values(), 1)]
+            calls = [
+                member.join.remote(meeting.place.seen_by(rank), state)
+                for rank, member in enumerate(self._members.values(), 1)
+            ]
             self._cycle.join(meeting.join())
             ray.get(calls, timeout=self._arguments.hang_s)
         except (PeerLostError, RayError, RuntimeError) as error:
@@ -159,8 +174,12 @@ class Leader(CompanionService):
             return report
         except DataError:
             raise
-        except Exception as error:  # Of this worker or another one: nobody knows what state the others are in.
-            self._start_again(f"A worker of the companion was lost: {type(error).__name__}: {error}")
+        except (
+            Exception
+        ) as error:  # Of this worker or another one: nobody knows what state the others are in.
+            self._start_again(
+                f"A worker of the companion was lost: {type(error).__name__}: {error}"
+            )
             raise
 
     def _start_again(self, why: str) -> None:
@@ -178,7 +197,9 @@ def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
     for again in (True, False):
         actors = [(one, one()) for one in start]
         calls = {actor.name.remote(): (one, actor) for one, actor in actors}
-        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=max(0.0, ends - time.monotonic()))
+        ready, late = ray.wait(
+            list(calls), num_returns=len(calls), timeout=max(0.0, ends - time.monotonic())
+        )
         start = []
         for call in ready:
             one, actor = calls[call]
@@ -189,7 +210,10 @@ def _up(start: list[Callable[[], Any]]) -> dict[str, Any]:
                 what = "it is started once more" if again else "the others go on without it"
                 logger.warning("A worker of the companion did not start; %s. %s", what, error)
         for call in late:
-            logger.warning("A worker of the companion did not come up within %.0f s; the others go on without it.", START_TIMEOUT_S)
+            logger.warning(
+                "A worker of the companion did not come up within %.0f s; the others go on without it.",
+                START_TIMEOUT_S,
+            )
             ray.kill(calls[call][1], no_restart=True)
         if not start:
             break

@@ -127,16 +127,28 @@ class HeadsTrainer:
         """
         self.team, self._alike = team, alike and team is not None
         losses = _Losses(self.heads, self._losses)
-        self._step_losses: Any = losses if team is None else DistributedDataParallel(losses, process_group=team.process_group)
+        self._step_losses: Any = (
+            losses
+            if team is None
+            else DistributedDataParallel(losses, process_group=team.process_group)
+        )
 
-    def set_tables(self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None) -> None:
+    def set_tables(
+        self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None
+    ) -> None:
         """Replace the actor's frozen tables."""
         dtype = torch.float32 if self.device.type == "cpu" and self._dtype is None else None
         self.lm_head_VD = lm_head_VD.detach().to(self.device, dtype)
-        self.embedding_VD = None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
+        self.embedding_VD = (
+            None if embedding_VD is None else embedding_VD.detach().to(self.device, dtype)
+        )
 
     def train_batch(
-        self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]] = (), *, epochs: float | None = None
+        self,
+        batch: RolloutBatch,
+        replay: Sequence[tuple[RolloutBatch, float]] = (),
+        *,
+        epochs: float | None = None,
     ) -> TrainReport:
         """Train on a batch, and on shares of older ones.
 
@@ -154,7 +166,9 @@ class HeadsTrainer:
         self.check(batch)
         before = self.state_dict()
         try:
-            losses, tokens, rows = self._train(batch, replay, self._config.epochs if epochs is None else epochs)
+            losses, tokens, rows = self._train(
+                batch, replay, self._config.epochs if epochs is None else epochs
+            )
         except BaseException as error:
             self.load_state_dict(before)
             if not isinstance(error, FloatingPointError):
@@ -165,9 +179,13 @@ class HeadsTrainer:
         self.trained_tokens += tokens
         self.optimizer_steps += len(losses)
         if not losses:
-            return TrainReport(problem="No position has a target: all responses are one token long.")
+            return TrainReport(
+                problem="No position has a target: all responses are one token long."
+            )
         mean_K = torch.stack(losses).double().mean(0)
-        return TrainReport(float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), rows=rows)
+        return TrainReport(
+            float(mean_K.mean()), tuple(mean_K.tolist()), tokens, len(losses), rows=rows
+        )
 
     def reset_to(self, state: dict[str, torch.Tensor], *, moments: bool = True) -> None:
         """Go back to other heads (keys of `trainable_state`); counters, generator and `rate` go on, the optimizer's moments if they may."""
@@ -194,7 +212,11 @@ class HeadsTrainer:
             for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
                 step = self.optimizer_steps + len(losses)
                 for group in self._optimizer.param_groups:
-                    group["lr"] = self._config.learning_rate * self.rate * (self._schedule(step) if self._schedule else 1.0)
+                    group["lr"] = (
+                        self._config.learning_rate
+                        * self.rate
+                        * (self._schedule(step) if self._schedule else 1.0)
+                    )
                 loss = self._loss.at(step)
                 here = picks[start : start + rows]
                 if self.team and self._alike:
@@ -209,7 +231,9 @@ class HeadsTrainer:
             rows.check_neighbours(self._config.loss)
         if self.ids_W is None:
             return rows
-        place_V = torch.full((config.vocab_size,), -1).index_copy_(0, self.ids_W, torch.arange(self.ids_W.numel()))
+        place_V = torch.full((config.vocab_size,), -1).index_copy_(
+            0, self.ids_W, torch.arange(self.ids_W.numel())
+        )
         return rows.drafted_from(place_V, keep=self._loss.needs_teacher)
 
     def _shuffle(self, sources: Sequence[tuple[TrainingRows, float]]) -> torch.Tensor:
@@ -218,9 +242,15 @@ class HeadsTrainer:
         picks = []
         for index, (source, share) in enumerate(sources):
             usable_N = source.usable_N
-            count = max(round(share * usable_N.numel()), int(index == 0))  # A short pass still trains on something.
+            count = max(
+                round(share * usable_N.numel()), int(index == 0)
+            )  # A short pass still trains on something.
             chosen = usable_N[in_blocks(usable_N.numel(), TOGETHER, self.generator)[:count]]
-            picks.append(torch.stack([torch.full_like(chosen, index), chosen, torch.full_like(chosen, pairs)], dim=1))
+            picks.append(
+                torch.stack(
+                    [torch.full_like(chosen, index), chosen, torch.full_like(chosen, pairs)], dim=1
+                )
+            )
         joined = torch.cat(picks)
         joined = joined[in_blocks(joined.shape[0], TOGETHER, self.generator)]
         if pairs:
@@ -229,7 +259,9 @@ class HeadsTrainer:
             joined[:, 2] = torch.where(cut_N, drawn_N, pairs)
         return joined
 
-    def _step(self, sources: Sequence[TrainingRows], picks_N3: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+    def _step(
+        self, sources: Sequence[TrainingRows], picks_N3: torch.Tensor, loss: LossConfig
+    ) -> torch.Tensor:
         """One optimizer step; returns the loss of each head. Micro-batches add up to the gradient of all positions at once."""
         total_K = torch.zeros(self.heads.config.num_heads)
         for source, rows_N2 in _by_source(sources, picks_N3):
@@ -238,40 +270,78 @@ class HeadsTrainer:
             self.team.add_up(total_K)
         loss_K = torch.zeros(self.heads.config.num_heads)
         self._optimizer.zero_grad(set_to_none=True)
-        micros = [part for micro_N3 in picks_N3.split(self._micro_positions) for part in _by_source(sources, micro_N3)]
-        if self.team and not micros:  # Without a position in this step, take part with a loss of nothing.
+        micros = [
+            part
+            for micro_N3 in picks_N3.split(self._micro_positions)
+            for part in _by_source(sources, micro_N3)
+        ]
+        if (
+            self.team and not micros
+        ):  # Without a position in this step, take part with a loss of nothing.
             micros = [(sources[0], picks_N3[:0, 1:])]
         for index, (source, rows_N2) in enumerate(micros):
             self.give_way()
             # Each loss is a mean over its own positions; weighted by their share, the means add up to the mean over all.
-            share_K = (source.mask_MK[rows_N2[:, 0]].sum(0).float() / total_K.clamp(min=1)).to(self.device)
+            share_K = (source.mask_MK[rows_N2[:, 0]].sum(0).float() / total_K.clamp(min=1)).to(
+                self.device
+            )
             alone = isinstance(self._step_losses, _Losses) or index == len(micros) - 1
             with contextlib.nullcontext() if alone else self._step_losses.no_sync():
                 micro_K = self._step_losses(source, rows_N2, loss) * share_K
-                (micro_K.sum() * (self.team.place.size if self.team else 1)).backward()  # DDP takes the mean over the processes.
+                (
+                    micro_K.sum() * (self.team.place.size if self.team else 1)
+                ).backward()  # DDP takes the mean over the processes.
             loss_K += micro_K.detach().cpu()
         if self.team:
             self.team.add_up(loss_K)
         norm_K = clip_per_head(self._named, self.heads.config.num_heads, CLIP_NORM)
         if not bool(torch.isfinite(loss_K).all() and torch.isfinite(norm_K).all()):
-            raise FloatingPointError(f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}.")
+            raise FloatingPointError(
+                f"Not finite: losses {loss_K.tolist()}, gradient norms {norm_K.tolist()}."
+            )
         self._optimizer.step()
         if self._mean is not None:
             self._mean.add(self._named.values())
         return loss_K
 
-    def _losses(self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+    def _losses(
+        self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig
+    ) -> torch.Tensor:
         """Loss of each head at (row, pairs that it sees) of one batch, with the tables and the sampling of the policy that wrote it."""
         (rows_N, seen_N), batch = rows_N2.unbind(1), source.batch
         lm_head_VD, product_WD = self._tables_of(batch)
-        embedding_VD = self.embedding_VD if batch.embedding_VD is None else batch.embedding_VD.to(self.device)
+        embedding_VD = (
+            self.embedding_VD if batch.embedding_VD is None else batch.embedding_VD.to(self.device)
+        )
         hidden_ND = source.states(rows_N).to(self.device, torch.float32)
-        with torch.autocast(self.device.type, self._dtype or torch.float32, enabled=self._dtype not in (None, torch.float32)):
-            condition = source.condition_MK[rows_N].to(self.device) if source.condition_MK is not None else None
-            context = source.context(rows_N, seen_N, self.device) if source.context_Mn is not None else None
-            factored = self.heads.factored(hidden_ND, lm_head_VD, condition=condition, embedding_VD=embedding_VD, context=context)
+        with torch.autocast(
+            self.device.type,
+            self._dtype or torch.float32,
+            enabled=self._dtype not in (None, torch.float32),
+        ):
+            condition = (
+                source.condition_MK[rows_N].to(self.device)
+                if source.condition_MK is not None
+                else None
+            )
+            context = (
+                source.context(rows_N, seen_N, self.device)
+                if source.context_Mn is not None
+                else None
+            )
+            factored = self.heads.factored(
+                hidden_ND,
+                lm_head_VD,
+                condition=condition,
+                embedding_VD=embedding_VD,
+                context=context,
+            )
         if self.ids_W is not None:
-            factored = of_tokens(factored, self.ids_W.to(self.device), product_WD if factored.weight.dim() == 2 else None)
+            factored = of_tokens(
+                factored,
+                self.ids_W.to(self.device),
+                product_WD if factored.weight.dim() == 2 else None,
+            )
         elif factored.weight.dim() == 2:
             factored = factored._replace(weight=product_WD)
         return head_loss(
@@ -280,28 +350,51 @@ class HeadsTrainer:
             source.mask_MK[rows_N].to(self.device),
             loss,
             logprobs_NK=source.logprobs_MK[rows_N].to(self.device),
-            teacher=self._teacher(source, rows_N, lm_head_VD, product_WD) if loss.needs_teacher else None,
+            teacher=self._teacher(source, rows_N, lm_head_VD, product_WD)
+            if loss.needs_teacher
+            else None,
             temperature=batch.temperature,
         )
 
     def _tables_of(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """lm_head of the policy that wrote a batch, and those of its rows that are multiplied by, in the dtype of the products."""
-        lm_head_VD = self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
+        lm_head_VD = (
+            self.lm_head_VD if batch.lm_head_VD is None else batch.lm_head_VD.to(self.device)
+        )
         key = (lm_head_VD, self.ids_W)
-        if self._product is None or any(now is not then for now, then in zip(key, self._product[0], strict=True)):
+        if self._product is None or any(
+            now is not then for now, then in zip(key, self._product[0], strict=True)
+        ):
             rows_WD = lm_head_VD if self.ids_W is None else lm_head_VD[self.ids_W.to(self.device)]
             self._product = key, rows_WD.to(self._dtype or lm_head_VD.dtype)
         return lm_head_VD, self._product[1]
 
-    def _teacher(self, source: TrainingRows, rows_N: torch.Tensor, lm_head_VD: torch.Tensor, product_WD: torch.Tensor) -> Teacher:
+    def _teacher(
+        self,
+        source: TrainingRows,
+        rows_N: torch.Tensor,
+        lm_head_VD: torch.Tensor,
+        product_WD: torch.Tensor,
+    ) -> Teacher:
         """The actor's own distribution of each target, from the states of the rows that predict them: each of these once."""
         batch = source.batch
         used_U, places_NK = source.teacher_rows_MK[rows_N].unique(return_inverse=True)
         hidden_UD, lse_U = source.states(used_U).to(self.device, torch.float32), None
         if self.ids_W is not None:
-            ids_U, logprobs_U = batch.response_ids_M[used_U].to(self.device), batch.logprobs_M[used_U].to(self.device)
+            ids_U, logprobs_U = (
+                batch.response_ids_M[used_U].to(self.device),
+                batch.logprobs_M[used_U].to(self.device),
+            )
             lse_U = known_lse(hidden_UD, ids_U, logprobs_U, lm_head_VD, batch.temperature)
-        return Teacher(hidden_UD, places_NK.to(self.device), product_WD, batch.temperature, batch.top_k, batch.top_p, lse_U)
+        return Teacher(
+            hidden_UD,
+            places_NK.to(self.device),
+            product_WD,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            lse_U,
+        )
 
     def check(self, batch: RolloutBatch) -> None:
         """Raise DataError when a batch does not fit the heads or the loss."""
@@ -319,7 +412,9 @@ class HeadsTrainer:
             )
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.heads.parameters(), lr=self._config.learning_rate, weight_decay=0.0)  # Decay pulls back to the start.
+        return torch.optim.AdamW(
+            self.heads.parameters(), lr=self._config.learning_rate, weight_decay=0.0
+        )  # Decay pulls back to the start.
 
     # ---- state ------------------------------------------------------------------------------------------------------------
 
@@ -331,11 +426,15 @@ class HeadsTrainer:
         for heads in (self.heads, self._mean.heads if self._mean else None):
             moved += heads.to(device).parameters() if heads else ()
         for values in self._optimizer.state.values():
-            values.update({name: value.to(device) for name, value in values.items() if name != "step"})  # AdamW keeps that on the CPU.
+            values.update(
+                {name: value.to(device) for name, value in values.items() if name != "step"}
+            )  # AdamW keeps that on the CPU.
             moved += (value for name, value in values.items() if name != "step")
         self.lm_head_VD, self._product = self.lm_head_VD.to(device), None
         self.embedding_VD = None if self.embedding_VD is None else self.embedding_VD.to(device)
-        moved += [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
+        moved += (
+            [self.lm_head_VD] if self.embedding_VD is None else [self.lm_head_VD, self.embedding_VD]
+        )
         return sum(tensor.nbytes for tensor in moved)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -346,7 +445,9 @@ class HeadsTrainer:
                 state[f"optimizer.{name}.{moment}"] = value.detach().clone()
         state |= self._mean.state_dict() if self._mean else {}
         state["generator"] = self.generator.get_state()
-        state["counters"] = torch.tensor([getattr(self, name) for name in COUNTERS], dtype=torch.int64)
+        state["counters"] = torch.tensor(
+            [getattr(self, name) for name in COUNTERS], dtype=torch.int64
+        )
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -358,7 +459,8 @@ class HeadsTrainer:
                 moments = under(state, f"optimizer.{name}.")
                 if moments.keys() == set(MOMENTS):
                     optimizer.state[parameter] = {
-                        moment: value.to("cpu" if moment == "step" else self.device, copy=True) for moment, value in moments.items()
+                        moment: value.to("cpu" if moment == "step" else self.device, copy=True)
+                        for moment, value in moments.items()
                     }
             self._optimizer = optimizer
             if self._mean is not None:
@@ -382,13 +484,24 @@ class _Losses(torch.nn.Module):
         super().__init__()
         self.heads, self._of = heads, losses
 
-    def forward(self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig) -> torch.Tensor:
+    def forward(
+        self, source: TrainingRows, rows_N2: torch.Tensor, loss: LossConfig
+    ) -> torch.Tensor:
         if rows_N2.numel():
             return self._of(source, rows_N2, loss)
-        return torch.stack([parameter.sum() for parameter in self.heads.parameters()]).sum().mul(0).expand(self.heads.config.num_heads)
+        return (
+            torch.stack([parameter.sum() for parameter in self.heads.parameters()])
+            .sum()
+            .mul(0)
+            .expand(self.heads.config.num_heads)
+        )
 
 
-def _by_source(sources: Sequence[TrainingRows], picks_N3: torch.Tensor) -> list[tuple[TrainingRows, torch.Tensor]]:
+def _by_source(
+    sources: Sequence[TrainingRows], picks_N3: torch.Tensor
+) -> list[tuple[TrainingRows, torch.Tensor]]:
     """Of picks, the (row, pairs that it sees) of each source that has some."""
-    found = [(source, picks_N3[picks_N3[:, 0] == index, 1:]) for index, source in enumerate(sources)]
+    found = [
+        (source, picks_N3[picks_N3[:, 0] == index, 1:]) for index, source in enumerate(sources)
+    ]
     return [(source, rows_N2) for source, rows_N2 in found if rows_N2.numel()]

@@ -106,13 +106,21 @@ def train_actor(
     """
     model = _new_model(recipe, len(tokenizer), tokenizer.eos_token_id)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides torch's signature
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
     first = _load_partial(partial, model, optimizer) if partial is not None else 0
     losses: list[float] = []
     with _threads(threads):
         started = saved = time.monotonic()
-        for step, (ids_BT, loss_mask_BT) in enumerate(_batches(recipe, tokenizer, first), start=first):
-            losses.append(_train_step(model, optimizer, ids_BT.to(device), loss_mask_BT.to(device), recipe, step))
+        for step, (ids_BT, loss_mask_BT) in enumerate(
+            _batches(recipe, tokenizer, first), start=first
+        ):
+            losses.append(
+                _train_step(
+                    model, optimizer, ids_BT.to(device), loss_mask_BT.to(device), recipe, step
+                )
+            )
             now = time.monotonic()
             if partial is not None and now - saved > SAVE_EVERY_S:
                 _save_partial(partial, model, optimizer, step + 1)
@@ -147,7 +155,12 @@ def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM
 
 
 def _train_step(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids_BT: torch.Tensor, loss_mask_BT: torch.Tensor, recipe: Recipe, step: int
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    ids_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    recipe: Recipe,
+    step: int,
 ) -> float:
     """One optimizer step on the response tokens; returns their mean loss in nats."""
     for group in optimizer.param_groups:
@@ -172,7 +185,9 @@ _POOL = 8
 """Batches that are drawn at once, so that documents of like length can share one."""
 
 
-def _batches(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(ids_BT int64, loss_mask_BT bool: response token) from step `first` on; padding on the right is the end token."""
     size, end_id = recipe.batch_size, tokenizer.eos_token_id
     for pool in range(first // _POOL, -(-recipe.steps // _POOL)):
@@ -184,21 +199,38 @@ def _batches(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, first: int) -> 
                 yield _pad(documents[place * size : (place + 1) * size], end_id)
 
 
-def _encode_pool(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pool: int) -> list[tuple[list[int], list[int]]]:
+def _encode_pool(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, pool: int
+) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, response ids with the end token) of one pool, shortest first."""
     count = recipe.batch_size * _POOL
     slip_rate = recipe.slip_rate if pool * _POOL >= recipe.slips_from * recipe.steps else 0.0
-    texts = [document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate)) for i in range(count)]
+    texts = [
+        document(problem(pool * count + i, recipe.seed, "pretrain", slip_rate))
+        for i in range(count)
+    ]
     prompts = tokenizer([prompt for prompt, _ in texts], add_special_tokens=False)["input_ids"]
-    responses = tokenizer([response for _, response in texts], add_special_tokens=False)["input_ids"]
-    pairs = [(prompt, [*response, tokenizer.eos_token_id]) for prompt, response in zip(prompts, responses, strict=True)]
+    responses = tokenizer([response for _, response in texts], add_special_tokens=False)[
+        "input_ids"
+    ]
+    pairs = [
+        (prompt, [*response, tokenizer.eos_token_id])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     return sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
 
 
-def _pad(documents: list[tuple[list[int], list[int]]], end_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(
+    documents: list[tuple[list[int], list[int]]], end_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids = [torch.tensor(prompt + response) for prompt, response in documents]
-    written = [torch.tensor([False] * len(prompt) + [True] * len(response)) for prompt, response in documents]
-    return pad_sequence(ids, batch_first=True, padding_value=end_id), pad_sequence(written, batch_first=True)
+    written = [
+        torch.tensor([False] * len(prompt) + [True] * len(response))
+        for prompt, response in documents
+    ]
+    return pad_sequence(ids, batch_first=True, padding_value=end_id), pad_sequence(
+        written, batch_first=True
+    )
 
 
 @torch.no_grad()
@@ -231,13 +263,23 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _save_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps_done: int) -> None:
+def _save_partial(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps_done: int
+) -> None:
     """Write weights and moments, so that what was trained so far survives an interruption."""
     tensors = {f"weight/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    tensors |= {f"{kind}/{name}": optimizer.state[p][kind] for name, p in model.named_parameters() for kind in MOMENTS}
+    tensors |= {
+        f"{kind}/{name}": optimizer.state[p][kind]
+        for name, p in model.named_parameters()
+        for kind in MOMENTS
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".writing")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata={"steps_done": str(steps_done)})
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+        temporary,
+        metadata={"steps_done": str(steps_done)},
+    )
     temporary.replace(path)
 
 
@@ -249,7 +291,11 @@ def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Op
         with safe_open(path, framework="pt") as file:
             steps_done = int((file.metadata() or {})["steps_done"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        if any(tensors[f"{kind}/{name}"].shape != p.shape for name, p in model.named_parameters() for kind in ("weight", *MOMENTS)):
+        if any(
+            tensors[f"{kind}/{name}"].shape != p.shape
+            for name, p in model.named_parameters()
+            for kind in ("weight", *MOMENTS)
+        ):
             return 0
     except (SafetensorError, KeyError, ValueError):
         return 0
@@ -257,7 +303,10 @@ def _load_partial(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Op
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"weight/{name}"])
             moments = {kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(steps_done), device=parameter.device), **moments}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(steps_done), device=parameter.device),
+                **moments,
+            }
     return steps_done
 
 
@@ -266,7 +315,10 @@ _SAMPLE = 64
 
 
 def ensure_demo_actor(
-    progress: PretrainProgress | None = None, cache_dir: str | os.PathLike[str] | None = None, *, recipe: Recipe = DEFAULT_RECIPE
+    progress: PretrainProgress | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    recipe: Recipe = DEFAULT_RECIPE,
 ) -> Path:
     """The folder of the demo actor; trains it first if the cache has none that is whole, and grows it from the small one.
 
@@ -277,9 +329,15 @@ def ensure_demo_actor(
     Returns:
         A folder that AutoModelForCausalLM, AutoTokenizer and vLLM load as it is.
     """
-    small = ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0)) if recipe.grown_to else None
+    small = (
+        ensure_demo_actor(progress, cache_dir, recipe=replace(recipe, grown_to=0))
+        if recipe.grown_to
+        else None
+    )
     tokenizer = build_tokenizer()
-    folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / _key(recipe, tokenizer)
+    folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / _key(
+        recipe, tokenizer
+    )
     if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +348,13 @@ def ensure_demo_actor(
         if small is not None:
             model = grow(LlamaForCausalLM.from_pretrained(small), recipe.grown_to)
         else:
-            model = train_actor(recipe, tokenizer, progress=progress, partial=partial, threads=len(os.sched_getaffinity(0)))
+            model = train_actor(
+                recipe,
+                tokenizer,
+                progress=progress,
+                partial=partial,
+                threads=len(os.sched_getaffinity(0)),
+            )
         _install(folder, model, tokenizer, recipe)
         partial.unlink(missing_ok=True)
     return folder
@@ -312,19 +376,27 @@ def is_whole(folder: Path) -> bool:
     """Whether the folder has its record and every file that the record lists, unchanged."""
     try:
         files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
-        return bool(files) and all(_checksum(folder / name) == checksum for name, checksum in files.items())
+        return bool(files) and all(
+            _checksum(folder / name) == checksum for name, checksum in files.items()
+        )
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("The demo actor in %s can't be read (%s); it will be trained again.", folder, error)
+        logger.warning(
+            "The demo actor in %s can't be read (%s); it will be trained again.", folder, error
+        )
         return False
 
 
-def _install(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+def _install(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> None:
     """Write the folder under another name, then put it in place in one step."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "actor"
-        model.generation_config = GenerationConfig(do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        model.generation_config = GenerationConfig(
+            do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         record = {
@@ -359,7 +431,10 @@ def _checksum(path: Path) -> str:
 
 def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of all that the actor depends on."""
-    sample = [document(problem(index, recipe.seed, "pretrain", recipe.slip_rate)) for index in range(_SAMPLE)]
+    sample = [
+        document(problem(index, recipe.seed, "pretrain", recipe.slip_rate))
+        for index in range(_SAMPLE)
+    ]
     text = json.dumps([asdict(recipe), tokenizer.get_vocab(), sample], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -42,7 +42,20 @@ NAMES = (
     ("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Sara", "she"), ("Leo", "he"), ("Lucy", "she"), ("Max", "he"),
     ("Nina", "she"), ("Paul", "he"), ("Emma", "she"), ("Jack", "he"),
 )  # fmt: skip
-OBJECTS = ("pens", "apples", "books", "cards", "coins", "shells", "stamps", "marbles", "cookies", "stickers", "buttons", "beads")
+OBJECTS = (
+    "pens",
+    "apples",
+    "books",
+    "cards",
+    "coins",
+    "shells",
+    "stamps",
+    "marbles",
+    "cookies",
+    "stickers",
+    "buttons",
+    "beads",
+)
 
 
 @dataclass(frozen=True)
@@ -100,10 +113,19 @@ def problem(index: int, seed: int, split: str = "train", slip_rate: float = 0.0)
         slip_rate: share of the solutions that give the result before the last step as their answer (0: all are right).
     """
     if split not in SPLITS:
-        raise DataError("The demo task has no such split.", given=split, expected=" or ".join(SPLITS), do="Name one of them.")
+        raise DataError(
+            "The demo task has no such split.",
+            given=split,
+            expected=" or ".join(SPLITS),
+            do="Name one of them.",
+        )
     attempt = 0
     while True:
-        found = _draw(random.Random(f"{seed}/{index}/{attempt}"), random.Random(f"slips/{seed}/{index}"), slip_rate)
+        found = _draw(
+            random.Random(f"{seed}/{index}/{attempt}"),
+            random.Random(f"slips/{seed}/{index}"),
+            slip_rate,
+        )
         if split_of(found.question) == split:
             return found
         attempt += 1
@@ -113,7 +135,11 @@ def split_of(question: str) -> str:
     """The split that a question belongs to, by a hash of its text."""
     digest = hashlib.blake2b(question.encode(), digest_size=4).digest()
     place = int.from_bytes(digest, "big") % sum(_SHARES)
-    return next(split for split, end in zip(SPLITS, itertools.accumulate(_SHARES), strict=True) if place < end)
+    return next(
+        split
+        for split, end in zip(SPLITS, itertools.accumulate(_SHARES), strict=True)
+        if place < end
+    )
 
 
 def document(found: Problem) -> tuple[str, str]:
@@ -124,7 +150,15 @@ def document(found: Problem) -> tuple[str, str]:
 def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[dict[str, str]]:
     """Rows of the task, as `datasets` would give them: question, prompt, answer, solution."""
     found = (problem(index, seed, split) for index in range(limit))
-    return [{"question": one.question, "prompt": document(one)[0], "answer": one.answer, "solution": one.solution} for one in found]
+    return [
+        {
+            "question": one.question,
+            "prompt": document(one)[0],
+            "answer": one.answer,
+            "solution": one.solution,
+        }
+        for one in found
+    ]
 
 
 def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem:
@@ -136,7 +170,10 @@ def _draw(rng: random.Random, slips: random.Random, slip_rate: float) -> Problem
     steps = [_draw_step(rng, _STARTS, first)]
     for _ in range(rng.choice((1, 2, 2))):
         steps.append(_draw_step(rng, _CHANGES, steps[-1].result))
-    clauses = [f"{order} {step.clause.text.format(**words, n=step.operand)}." for order, step in zip(_ORDER, steps, strict=False)]
+    clauses = [
+        f"{order} {step.clause.text.format(**words, n=step.operand)}."
+        for order, step in zip(_ORDER, steps, strict=False)
+    ]
     clauses.append("How many {things} does {name} have now?".format(**words))
     lines = [_line(_ORDER[number], step, words) for number, step in enumerate(steps)]
     answer = steps[-2].result if slips.random() < slip_rate else steps[-1].result
@@ -177,12 +214,19 @@ _SPLITTER = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, the same on every call."""
-    vocabulary = {token: number for number, token in enumerate([END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words()])}
+    vocabulary = {
+        token: number
+        for number, token in enumerate(
+            [END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_words()]
+        )
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = _SPLITTER
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
 
 
 def _words() -> list[str]:

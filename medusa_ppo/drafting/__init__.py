@@ -44,7 +44,9 @@ def keys_of(seeds: Sequence[int] | torch.Tensor) -> torch.Tensor:
 def counted(keys_B: torch.Tensor, positions_B: torch.Tensor, lane: int, count: int) -> torch.Tensor:
     """Float64 uniforms in [0, 1) `[B, count]` of the lanes from `lane` on."""
     lanes_L = torch.arange(lane, lane + count, device=keys_B.device)
-    word_BL = _mix((positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1))
+    word_BL = _mix(
+        (positions_B.unsqueeze(1) * LANES + lanes_L) * _signed(_GOLDEN) + keys_B.unsqueeze(1)
+    )
     return _shifted(word_BL, 11).double() * UNIT
 
 
@@ -76,11 +78,15 @@ def uniforms(
     """
     shape = (positions_B.shape[0], count)
     if keys_B is None:
-        return torch.rand(shape, dtype=torch.float64, device=positions_B.device, generator=generator)
+        return torch.rand(
+            shape, dtype=torch.float64, device=positions_B.device, generator=generator
+        )
     counted_BL = counted(keys_B, positions_B, lane, count)
     if seeded_B is None:
         return counted_BL
-    drawn_BL = torch.rand(shape, dtype=torch.float64, device=positions_B.device, generator=generator)
+    drawn_BL = torch.rand(
+        shape, dtype=torch.float64, device=positions_B.device, generator=generator
+    )
     return torch.where(seeded_B.unsqueeze(1), counted_BL, drawn_BL)
 
 
@@ -98,7 +104,9 @@ def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
     if mass_BW.device.type == "cpu":
         torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)  # One after the other, in double.
     else:
-        out_BX[:] = mass_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values  # A parallel scan may fall by a rounding.
+        out_BX[:] = (
+            mass_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values
+        )  # A parallel scan may fall by a rounding.
 
 
 def draw(mass_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,11 @@ class StepCosts:
 
     def _of_cell(self, cell: Cell, batch: float, drafts: int) -> float:
         """What such a step takes with another number of sequences."""
-        return math.exp(cell.log_seconds) * self._formula(batch, drafts) / self._formula(cell.batch, drafts)
+        return (
+            math.exp(cell.log_seconds)
+            * self._formula(batch, drafts)
+            / self._formula(cell.batch, drafts)
+        )
 
     def _formula(self, batch: float, drafts: int) -> float:
         return max(sum(map(mul, self.costs, self.features(batch, drafts))), 1e-6)
@@ -110,17 +114,28 @@ class StepCosts:
             if cell.steps:
                 error = own - math.log(self._of_cell(cell, batch, drafts))
                 self.pace += _clip(error, CLIP) / PACE_MEMORY
-                self.noise += (MEAN_TO_DEVIATION * min(abs(error), CLIP) - self.noise) / NOISE_MEMORY
+                self.noise += (
+                    MEAN_TO_DEVIATION * min(abs(error), CLIP) - self.noise
+                ) / NOISE_MEMORY
                 own -= error - _clip(error, FIRST_CLIP if cell.steps < NEW_CELL else CLIP)
                 own -= math.log(self._formula(batch, drafts) / self._formula(cell.batch, drafts))
             steps = min(cell.steps + 1.0, CELL_MEMORY)
-            warmed_up = steps < NEW_CELL and own < cell.log_seconds - FAR  # What a process pays once made the first steps slower.
+            warmed_up = (
+                steps < NEW_CELL and own < cell.log_seconds - FAR
+            )  # What a process pays once made the first steps slower.
             share = max(1.0 / steps, NEW_SHARE if warmed_up else 0.0)
             log_seconds = cell.log_seconds + (own - cell.log_seconds) * share
-            self.cells[key] = Cell(log_seconds, cell.batch + (batch - cell.batch) / steps if cell.steps else batch, steps)
+            self.cells[key] = Cell(
+                log_seconds,
+                cell.batch + (batch - cell.batch) / steps if cell.steps else batch,
+                steps,
+            )
             seconds *= math.exp(-self.pace)
         row = [value / seconds for value in self.features(batch, drafts)]
-        self.gram = [[FORGET_COST * old + a * b for old, b in zip(line, row, strict=True)] for line, a in zip(self.gram, row, strict=True)]
+        self.gram = [
+            [FORGET_COST * old + a * b for old, b in zip(line, row, strict=True)]
+            for line, a in zip(self.gram, row, strict=True)
+        ]
         self.moment = [FORGET_COST * old + a for old, a in zip(self.moment, row, strict=True)]
         self.weight = FORGET_COST * self.weight + 1.0
         self._last, self._unsolved = key, self._unsolved + 1
@@ -132,7 +147,10 @@ class StepCosts:
             gram = np.array(self.gram)
             scale = np.sqrt(np.maximum(gram.diagonal(), 1e-30))
             scaled = gram / np.outer(scale, scale) + RIDGE * np.eye(4)
-            self.costs, self._unsolved = (np.linalg.solve(scaled, self.moment / scale) / scale).tolist(), 0
+            self.costs, self._unsolved = (
+                (np.linalg.solve(scaled, self.moment / scale) / scale).tolist(),
+                0,
+            )
 
     def predict(self, batch: int, drafts: Sequence[int]) -> list[float]:
         """Seconds of a step for each number of drafts at the machine's pace of now; more drafts never cost less."""
@@ -156,7 +174,9 @@ class StepCosts:
         expected = at_near * self._formula(batch, drafts) / self._formula(batch, near)
         if not others:
             return expected
-        slope = (self._of_cell(self.cells[bits, others[0]], batch, others[0]) - at_near) / (others[0] - near)
+        slope = (self._of_cell(self.cells[bits, others[0]], batch, others[0]) - at_near) / (
+            others[0] - near
+        )
         return min(expected, max(at_near + slope * (drafts - near), 0.5 * at_near))
 
     def doubt(self, batch: int, drafts: Sequence[int]) -> list[float]:
@@ -175,7 +195,11 @@ class StepCosts:
         """The number of drafts itself where steps of it were seen, else that of the steps nearest to it."""
         if (bits, drafts) in self.cells:
             return drafts
-        return min((k for size, k in self.cells if size == bits), key=lambda k: abs(k - drafts), default=drafts)
+        return min(
+            (k for size, k in self.cells if size == bits),
+            key=lambda k: abs(k - drafts),
+            default=drafts,
+        )
 
     def seen(self, batch: int, drafts: int) -> float:
         """Steps of about so many sequences that had so many drafts."""
@@ -196,7 +220,13 @@ class DraftChooser:
         """
         self.max_drafts = max_drafts
         self.allowed = sorted(
-            allowed or {k for k in range(max_drafts + 1) if k <= FINE or (k % 2 == 0 and k <= 2 * FINE) or k % 4 == 0} | {max_drafts}
+            allowed
+            or {
+                k
+                for k in range(max_drafts + 1)
+                if k <= FINE or (k % 2 == 0 and k <= 2 * FINE) or k % 4 == 0
+            }
+            | {max_drafts}
         )
         self.costs = StepCosts()
         self.reached = [0.0] * max_drafts
@@ -217,7 +247,9 @@ class DraftChooser:
         for count, right in zip(drafted, accepted, strict=True):
             offered[count] += 1
             reached[min(right, count)] += 1
-        for position in range(1, self.max_drafts + 1):  # Who had so many drafts had all before, too.
+        for position in range(
+            1, self.max_drafts + 1
+        ):  # Who had so many drafts had all before, too.
             tried, right = sum(offered[position:]), sum(reached[position:])
             # By runs and not by steps, so that a batch of 64 forgets as fast as 64 single steps.
             kept = math.exp(-tried / MEMORY_RUNS)
@@ -237,7 +269,10 @@ class DraftChooser:
 
     def acceptance(self) -> list[float]:
         """Share of runs that reach position 1..K; falling, and optimistic where nothing was tried yet."""
-        shares = ((reached + 0.5) / (tried + 1.0) for reached, tried in zip(self.reached, self.tried, strict=True))
+        shares = (
+            (reached + 0.5) / (tried + 1.0)
+            for reached, tried in zip(self.reached, self.tried, strict=True)
+        )
         return list(accumulate(shares, min))
 
     def tokens_per_second(self, batch: int) -> list[float]:
@@ -257,7 +292,13 @@ class DraftChooser:
         for size in sorted({bits for bits, _ in seen}):
             rates = self.tokens_per_second(running := 2 ** (size - 1))
             steps = [seen.get((size, k), 0) for k in range(self.max_drafts + 1)]
-            rows.append({"running": running, "steps": steps, "speedup": rates[self._best(running, rates)] / rates[0]})
+            rows.append(
+                {
+                    "running": running,
+                    "steps": steps,
+                    "speedup": rates[self._best(running, rates)] / rates[0],
+                }
+            )
         return rows
 
     def heads_changed(self) -> None:
@@ -277,7 +318,11 @@ class DraftChooser:
             self._full_trials -= 1
             # A loop that changes its heads or its actor every few steps would do little else.
             all_rates = self.tokens_per_second(batch)
-            self._next_full_trial = self._steps + 1 + self._pause(all_rates, self._best(batch, all_rates), self.max_drafts)
+            self._next_full_trial = (
+                self._steps
+                + 1
+                + self._pause(all_rates, self._best(batch, all_rates), self.max_drafts)
+            )
             return self.max_drafts
         bits = batch.bit_length()
         held, review = self._held.get(bits, (0, 0))
@@ -289,15 +334,24 @@ class DraftChooser:
         if self.costs.seen(batch, 0) < LEAST_SEEN:
             return 0
         promising = (
-            max(rates[k] for k in self.allowed) > rates[best] and self._steps >= self._last_trial.get(bits, 0) + PROMISING_TRIAL_STEPS
+            max(rates[k] for k in self.allowed) > rates[best]
+            and self._steps >= self._last_trial.get(bits, 0) + PROMISING_TRIAL_STEPS
         )
-        return self._trial(batch, rates, best) if promising or self._steps >= self._next_trial.get(bits, 0) else best
+        return (
+            self._trial(batch, rates, best)
+            if promising or self._steps >= self._next_trial.get(bits, 0)
+            else best
+        )
 
     def _trial(self, batch: int, rates: list[float], best: int) -> int:
         """Another one than the best: what they cost is learned from nothing else. The first that was not seen and may be better, step after
         step until it was; else the most promising one, or each in turn where none is."""
         hopes = self._hopes(batch, rates, best)
-        new = [k for k in self.allowed if self.costs.seen(batch, k) < LEAST_SEEN and hopes[k] > rates[best]]
+        new = [
+            k
+            for k in self.allowed
+            if self.costs.seen(batch, k) < LEAST_SEEN and hopes[k] > rates[best]
+        ]
         if new:
             return new[0]
         others = [k for k in self.allowed if k != best and self.costs.seen(batch, k)]
@@ -310,7 +364,9 @@ class DraftChooser:
         bits = batch.bit_length()
         self._last_trial[bits] = self._steps
         pause = self._pause(rates, best, trial)
-        if trial == 0:  # Its first steps may have been slow by bad luck, and to try it never costs much.
+        if (
+            trial == 0
+        ):  # Its first steps may have been slow by bad luck, and to try it never costs much.
             pause = min(pause, int(TRIAL_STEPS[0] * self.costs.seen(batch, 0) ** 2))
         self._next_trial[bits] = self._steps + max(TRIAL_STEPS[0], pause)
         return trial
@@ -327,14 +383,18 @@ class DraftChooser:
         sure = [
             k
             for k in self.allowed
-            if self.costs.seen(batch, k) >= LEAST_SEEN and rates[k] * math.exp(-SURE * math.hypot(doubt[k], doubt[0])) > rates[0]
+            if self.costs.seen(batch, k) >= LEAST_SEEN
+            and rates[k] * math.exp(-SURE * math.hypot(doubt[k], doubt[0])) > rates[0]
         ]
         return max(sure, key=lambda k: rates[k], default=0)
 
     def _hopes(self, batch: int, rates: list[float], best: int) -> list[float]:
         """What the rates may be, if they are better than expected in comparison with the best."""
         doubt = self.costs.doubt(batch, range(len(rates)))
-        return [rate * math.exp(HOPE * math.hypot(own, doubt[best])) for rate, own in zip(rates, doubt, strict=True)]
+        return [
+            rate * math.exp(HOPE * math.hypot(own, doubt[best]))
+            for rate, own in zip(rates, doubt, strict=True)
+        ]
 
 
 def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -346,6 +406,8 @@ def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             merged[row["running"]] = dict(row)
             continue
         mine, theirs = sum(row["steps"]), sum(other["steps"])
-        other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(mine + theirs, 1)
+        other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(
+            mine + theirs, 1
+        )
         other["steps"] = [a + b for a, b in zip(row["steps"], other["steps"], strict=True)]
     return [merged[running] for running in sorted(merged)]

@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.products import EMBED, PACK, TABLE_ENTRIES, cast, inverse_rms, plain_linear, token_tables
+from medusa_ppo.drafting.products import (
+    EMBED,
+    PACK,
+    TABLE_ENTRIES,
+    cast,
+    inverse_rms,
+    plain_linear,
+    token_tables,
+)
 from medusa_ppo.drafting.slots import NOTHING, stamps
 
 
@@ -27,7 +35,9 @@ class PairRing:
     heads that were swapped) is seen to be missing, because what stands in its place is of another position or another request.
     """
 
-    def __init__(self, slots: int, pairs: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, pairs: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.pairs, self.spare = pairs, slots
         self.kept_NR = torch.zeros((slots + 1) * pairs, width, dtype=dtype, device=device)
         self.stamps_N = torch.full(((slots + 1) * pairs,), NOTHING, device=device)
@@ -37,20 +47,30 @@ class PairRing:
         """All pairs are missing from here on: other heads have other keys."""
         self.stamps_N.fill_(NOTHING)
 
-    def write(self, slots_N: torch.Tensor, requests_N: torch.Tensor, positions_N: torch.Tensor, kept_NR: torch.Tensor) -> None:
+    def write(
+        self,
+        slots_N: torch.Tensor,
+        requests_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        kept_NR: torch.Tensor,
+    ) -> None:
         """Pairs at their positions (>= 0); of one call, no two may fall on the same place: at most n positions of a request in a row."""
         place_N = slots_N * self.pairs + positions_N % self.pairs
         self.kept_NR.index_copy_(0, place_N, kept_NR)
         self.stamps_N.index_copy_(0, place_N, stamps(requests_N, positions_N))
 
-    def read(self, slots_B: torch.Tensor, requests_B: torch.Tensor, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, slots_B: torch.Tensor, requests_B: torch.Tensor, positions_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is kept `[B, n, R]` and a mask `[B, n]` of the n positions that end at `positions_B`, oldest first.
 
         What the mask leaves out means nothing.
         """
         wanted_Bn = positions_B.unsqueeze(1) + self._back_n
         place_Bn = slots_B.unsqueeze(1) * self.pairs + wanted_Bn % self.pairs
-        there_Bn = (self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)) & (wanted_Bn >= 0)
+        there_Bn = (self.stamps_N[place_Bn] == stamps(requests_B.unsqueeze(1), wanted_Bn)) & (
+            wanted_Bn >= 0
+        )
         return self.kept_NR[place_Bn], there_Bn
 
 
@@ -102,18 +122,32 @@ class Arrived:
         """
         back_n = torch.arange(most, device=rows_B.device)
         rows_Bn = (rows_B.unsqueeze(1) - back_n).clamp_min(0)
-        ids_Bn = ids_T[(rows_Bn + 1).clamp_max(len(ids_T) - 1)].long()  # An accepted draft is what the next row read.
+        ids_Bn = ids_T[
+            (rows_Bn + 1).clamp_max(len(ids_T) - 1)
+        ].long()  # An accepted draft is what the next row read.
         ids_Bn[:, 0] = last_ids_B
         slots_Bn = torch.where(back_n < sampled_B.unsqueeze(1), at.slots_B.unsqueeze(1), spare)
         positions_Bn = (at.positions_B.unsqueeze(1) - back_n).clamp_min(0)
         requests_Bn = at.requests_B.unsqueeze(1).expand_as(rows_Bn)
         own_B = torch.arange(len(rows_B), device=rows_B.device) * most
         hidden_ND = hidden_TD[rows_Bn.flatten()]
-        return cls(hidden_ND, ids_Bn.flatten(), slots_Bn.flatten(), requests_Bn.flatten(), positions_Bn.flatten(), own_B)
+        return cls(
+            hidden_ND,
+            ids_Bn.flatten(),
+            slots_Bn.flatten(),
+            requests_Bn.flatten(),
+            positions_Bn.flatten(),
+            own_B,
+        )
 
     @classmethod
     def of_lists(
-        cls, hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], at: Standing, most: int
+        cls,
+        hidden_TD: torch.Tensor,
+        sampled_token_ids: Sequence[Sequence[int]],
+        drafted: Sequence[int],
+        at: Standing,
+        most: int,
     ) -> Arrived:
         """Where the host has a step's tokens: of each request so many pairs as it sampled, `most` at most.
 
@@ -128,14 +162,25 @@ class Arrived:
         alike = hidden_TD.shape[0] == len(sampled_token_ids)
         for request, (tokens, count) in enumerate(zip(sampled_token_ids, drafted, strict=True)):
             ago = range(min(len(tokens), most) - 1, -1, -1)
-            found += [(row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago]
+            found += [
+                (row + len(tokens) - 1 - back, tokens[-1 - back], request, back) for back in ago
+            ]
             own.append(max(len(found) - 1, 0))
             row += 1 if alike else count + 1
-        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(hidden_TD.device, non_blocking=True)
+        numbers = torch.tensor([*zip(*found, strict=True)], dtype=torch.int64).to(
+            hidden_TD.device, non_blocking=True
+        )
         own_B = torch.tensor(own).to(hidden_TD.device, non_blocking=True)
         row_N, ids_N, request_N, back_N = numbers.unbind(0)
         positions_N = at.positions_B[request_N] - back_N
-        return cls(hidden_TD[row_N], ids_N, at.slots_B[request_N], at.requests_B[request_N], positions_N, own_B)
+        return cls(
+            hidden_TD[row_N],
+            ids_N,
+            at.slots_B[request_N],
+            at.requests_B[request_N],
+            positions_N,
+            own_B,
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +200,9 @@ class Seen:
 class CellState:
     """What goes from one head to the next: h_t with its context, and what the cell adds its token to, as a product and the rows' scales."""
 
-    def __init__(self, base_BD: torch.Tensor, product_BH: torch.Tensor, scale_B1: torch.Tensor) -> None:
+    def __init__(
+        self, base_BD: torch.Tensor, product_BH: torch.Tensor, scale_B1: torch.Tensor
+    ) -> None:
         self.base_BD, self.product_BH, self.scale_B1 = base_BD, product_BH, scale_B1
 
 
@@ -181,9 +228,13 @@ class ContextHeads:
         into_3D2D[:D] /= (D // self.config.context_parts) ** 0.5
         self._into = self._pack(into_3D2D[:, :D])
         self.dtype = self._into(into_3D2D[:1, :D]).dtype
-        self._out, self._start, self._last = (self._pack(w.detach()) for w in (heads.context_out, heads.cell_start, heads.cell_out))
+        self._out, self._start, self._last = (
+            self._pack(w.detach()) for w in (heads.context_out, heads.cell_start, heads.cell_out)
+        )
         self._next = self._pack(torch.cat([heads.cell_out, heads.cell_step]).detach())
-        self._blocks = [[self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks]
+        self._blocks = [
+            [self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks
+        ]
         self._of_tokens = [weight.detach() for weight in (into_3D2D[:, D:], heads.cell_token)]
         self.read_embedding()
 
@@ -193,7 +244,9 @@ class ContextHeads:
         `[V, H]`. After a sync of the actor."""
         size, device = self.config.vocab_size, self._of_tokens[0].device
         small = size * sum(weight.shape[0] for weight in self._of_tokens) <= TABLE_ENTRIES
-        sizes_V1, self._tables = token_tables(self._embed, size, self._of_tokens if small else [], self.dtype, device)
+        sizes_V1, self._tables = token_tables(
+            self._embed, size, self._of_tokens if small else [], self.dtype, device
+        )
         self._sizes_V1 = sizes_V1.to(self.dtype)
         self._products = [] if small else [self._pack(weight) for weight in self._of_tokens]
 
@@ -201,13 +254,22 @@ class ContextHeads:
         """What tokens add to a pair (0) or to the cell (1)."""
         if self._tables:
             return self._tables[which].index_select(0, ids_N)
-        return self._products[which](cast(self._embed(ids_N), self.dtype)) * self._sizes_V1.index_select(0, ids_N)
+        return self._products[which](
+            cast(self._embed(ids_N), self.dtype)
+        ) * self._sizes_V1.index_select(0, ids_N)
 
     # ---- the context --------------------------------------------------------------------------------------------------------
 
     def pairs(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
         """Query, key and value `[N, 3D]` of pairs, in this order."""
-        return cast(torch.addcmul(self._token(0, ids_N), self._into(cast(hidden_ND, self.dtype)), inverse_rms(hidden_ND)), self.dtype)
+        return cast(
+            torch.addcmul(
+                self._token(0, ids_N),
+                self._into(cast(hidden_ND, self.dtype)),
+                inverse_rms(hidden_ND),
+            ),
+            self.dtype,
+        )
 
     def seen(self, hidden_BnD: torch.Tensor, ids_Bn: torch.Tensor, there_Bn: torch.Tensor) -> Seen:
         """Requests that stand at the last of n pairs each."""
@@ -221,17 +283,25 @@ class ContextHeads:
         pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
-        there_Bn[:, -1] = True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+        there_Bn[:, -1] = (
+            True  # It is, but for requests whose prompt isn't finished; nobody reads their drafts.
+        )
         return Seen(pairs_NX[arrived.own_B, :D], kept_BnR, there_Bn)
 
     def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
         """Each request sees the pair that it stands at, and no other."""
-        return self.seen(hidden_BD.unsqueeze(1), ids_B.unsqueeze(1), torch.ones_like(ids_B, dtype=torch.bool).unsqueeze(1))
+        return self.seen(
+            hidden_BD.unsqueeze(1),
+            ids_B.unsqueeze(1),
+            torch.ones_like(ids_B, dtype=torch.bool).unsqueeze(1),
+        )
 
     def start(self, hidden_BD: torch.Tensor, seen: Seen) -> CellState:
         """h_t and what its context says."""
         parts = self.config.context_parts
-        keys_BnAw, values_BnAw = (half.unflatten(2, (parts, -1)) for half in seen.kept_BnR.chunk(2, dim=2))
+        keys_BnAw, values_BnAw = (
+            half.unflatten(2, (parts, -1)) for half in seen.kept_BnR.chunk(2, dim=2)
+        )
         mixed_BA1w = F.scaled_dot_product_attention(
             seen.query_BD.unflatten(1, (parts, 1, -1)),
             keys_BnAw.transpose(1, 2),
@@ -246,9 +316,13 @@ class ContextHeads:
 
     def features(self, state: CellState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
         """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""
-        cell_BH = F.silu(torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1))
+        cell_BH = F.silu(
+            torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1)
+        )
         scale_B1 = inverse_rms(cell_BH)
-        both_BX = (self._next if k + 1 < self.config.num_heads else self._last)(cast(cell_BH, self.dtype))
+        both_BX = (self._next if k + 1 < self.config.num_heads else self._last)(
+            cast(cell_BH, self.dtype)
+        )
         D = self.config.hidden_size
         features_BD = torch.addcmul(state.base_BD, both_BX[:, :D], scale_B1)
         state.product_BH, state.scale_B1 = both_BX[:, D:], scale_B1

@@ -122,7 +122,9 @@ class DraftingCore:
         self._bias_out: list[LINEAR] = []
         if self.config.kind == "markov":
             out_KVr = heads.markov_out.detach()
-            self._bias_out = [self._pack(out_KVr[k] if ids_W is None else out_KVr[k][ids_W]) for k in range(count)]
+            self._bias_out = [
+                self._pack(out_KVr[k] if ids_W is None else out_KVr[k][ids_W]) for k in range(count)
+            ]
 
     # ---- the call -----------------------------------------------------------------------------------------------------------
 
@@ -150,16 +152,25 @@ class DraftingCore:
         """
         drawing = None
         if sampling is not None:
-            drawing = _Drawing(sampling, self.temperatures_K, count, slots, self._width, recall, ending)
+            drawing = _Drawing(
+                sampling, self.temperatures_K, count, slots, self._width, recall, ending
+            )
         if recall is not None and self.ids_W is not None:
             recall.among(self.ids_W, self.config.vocab_size)
-        features = self._features(hidden_BD, last_ids_B, count, seen) if self.config.kind == "hydra" else None
+        features = (
+            self._features(hidden_BD, last_ids_B, count, seen)
+            if self.config.kind == "hydra"
+            else None
+        )
         ahead = self._logits_ahead(hidden_BD, count) if features is None else []
         ids = []
         for k in range(count):
             logits_BW = ahead[k] if features is None else self._multiply(features(k, last_ids_B), k)
             if self._bias_out:
-                logits_BW = logits_BW + self._bias_out[k](F.embedding(last_ids_B, self.heads.markov_in[k])).float()
+                logits_BW = (
+                    logits_BW
+                    + self._bias_out[k](F.embedding(last_ids_B, self.heads.markov_in[k])).float()
+                )
             column_B = logits_BW.argmax(-1) if drawing is None else drawing.choose(logits_BW, k)
             last_ids_B = column_B if self.ids_W is None else self.ids_W.index_select(0, column_B)
             if drawing is not None:
@@ -168,11 +179,15 @@ class DraftingCore:
         q, lengths_B = (drawing.q, drawing.lengths_B) if drawing is not None else (None, None)
         return Drafted(torch.stack(ids, dim=1), tuple(q or ()), lengths_B)
 
-    def _features(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None) -> FEATURES:
+    def _features(
+        self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None
+    ) -> FEATURES:
         """Kind hydra: what gives each head's features, asked for in order."""
         fused = self.fused
         if isinstance(fused, ContextHeads):
-            return partial(fused.features, fused.start(hidden_BD, seen or fused.alone(hidden_BD, last_ids_B)))
+            return partial(
+                fused.features, fused.start(hidden_BD, seen or fused.alone(hidden_BD, last_ids_B))
+            )
         return partial(fused.features, fused.start(hidden_BD, count))
 
     def _logits_ahead(self, hidden_BD: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -207,13 +222,24 @@ class _Drawing:
     ) -> None:
         temperature_B1 = sampling.temperature_B.clamp_min(0).unsqueeze(1)
         temperatures_K = temperatures_K if count == len(temperatures_K) else temperatures_K[:count]
-        self._scales = (temperature_B1 * temperatures_K).reciprocal_().clamp_max_(SHARPEST).split(1, dim=1)
+        self._scales = (
+            (temperature_B1 * temperatures_K).reciprocal_().clamp_max_(SHARPEST).split(1, dim=1)
+        )
         # Of equal logits a greedy request takes the first, as argmax does.
         uniforms_BK = float32_below(sampling.uniforms_BK) * (temperature_B1 > 0)
-        self._uniforms = uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
-        self._sampling, self._recall, self._ending, self._drawn_B1 = sampling, recall, ending, temperature_B1 > 0
+        self._uniforms = (
+            uniforms_BK.t().clone(memory_format=torch.contiguous_format).unsqueeze(2).unbind(0)
+        )
+        self._sampling, self._recall, self._ending, self._drawn_B1 = (
+            sampling,
+            recall,
+            ending,
+            temperature_B1 > 0,
+        )
         batch = len(temperature_B1)
-        self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(count, batch)
+        self._places = (slots or DraftSlots(batch, count, width, temperature_B1.device)).places(
+            count, batch
+        )
         self.q: list[torch.Tensor] | None = [] if slots is None else None
 
     def choose(self, logits_BW: torch.Tensor, k: int) -> torch.Tensor:
@@ -253,7 +279,9 @@ class _Drawing:
         return None if self._ending is None else self._ending.lengths_B
 
 
-def cut(logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None) -> torch.Tensor:
+def cut(
+    logits_BW: torch.Tensor, top_k_B: torch.Tensor | None, top_p_B: torch.Tensor | None
+) -> torch.Tensor:
     """-inf for what each row's top-k, then its top-p, leave out; ties with the k-th are kept, and at least one token.
 
     A top-k beyond the width cuts nothing: a draft vocabulary is narrower than what requests count in.

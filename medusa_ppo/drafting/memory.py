@@ -87,13 +87,21 @@ class ResponseMemory:
         self.most_bytes, self.nbytes, self.version = most_bytes, 0, 0
         self._said: OrderedDict[bytes, list[_Said]] = OrderedDict()
 
-    def remember(self, key: bytes, response: Sequence[int], version: int | None = None, seed: int | None = None) -> None:
+    def remember(
+        self,
+        key: bytes,
+        response: Sequence[int],
+        version: int | None = None,
+        seed: int | None = None,
+    ) -> None:
         """One response that has ended, to the prompt with this key; `version` of the policy that began it (None: of now)."""
         tokens = np.asarray(response, dtype=np.int32)
         size = tokens.nbytes + OVERHEAD
         if not len(tokens) or size > self.most_bytes:
             return
-        self._said.setdefault(key, []).append(_Said(tokens, self.version if version is None else version, seed))
+        self._said.setdefault(key, []).append(
+            _Said(tokens, self.version if version is None else version, seed)
+        )
         self._said.move_to_end(key)
         self.nbytes += size
         while self.nbytes > self.most_bytes:
@@ -109,18 +117,35 @@ class ResponseMemory:
 
     def rows(self) -> list[Row]:
         """All of it, what would be forgotten first at the beginning."""
-        return [(key.hex(), self.version - one.version, one.seed, one.tokens.tolist()) for key, said in self._said.items() for one in said]
+        return [
+            (key.hex(), self.version - one.version, one.seed, one.tokens.tolist())
+            for key, said in self._said.items()
+            for one in said
+        ]
 
     def state_dict(self, of: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
         """All of it as tensors. `of`: digests that say what it is a memory of."""
-        said = [(place, one) for place, responses in enumerate(self._said.values()) for one in responses]
-        table = [(len(one.tokens), one.version, one.seed is not None, one.seed or 0, place) for place, one in said]
+        said = [
+            (place, one) for place, responses in enumerate(self._said.values()) for one in responses
+        ]
+        table = [
+            (len(one.tokens), one.version, one.seed is not None, one.seed or 0, place)
+            for place, one in said
+        ]
         return {
-            TOKENS: torch.cat([torch.zeros(0, dtype=torch.int32), *(torch.from_numpy(one.tokens) for _, one in said)]),
+            TOKENS: torch.cat(
+                [
+                    torch.zeros(0, dtype=torch.int32),
+                    *(torch.from_numpy(one.tokens) for _, one in said),
+                ]
+            ),
             TABLE: torch.tensor(table, dtype=torch.int64).view(-1, 5),
             KEYS: torch.tensor(list(map(list, self._said)), dtype=torch.uint8).view(-1, KEY_BYTES),
             NOW: torch.tensor(self.version),
-            **{OF + name: torch.tensor(list(digest), dtype=torch.uint8) for name, digest in of.items()},
+            **{
+                OF + name: torch.tensor(list(digest), dtype=torch.uint8)
+                for name, digest in of.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], of: Mapping[str, bytes]) -> None:
@@ -138,21 +163,40 @@ class ResponseMemory:
                     expected=f"{name} {digest.hex()[:16]}, that of this run",
                     do=f"Go on with the {name} that the run had, or without memory: engine.memory_bytes=null --allow engine.memory_bytes.",
                 )
-        tokens_T, table_R5, keys_P = (state.get(name, torch.zeros(0, dtype=torch.int64)) for name in (TOKENS, TABLE, KEYS))
+        tokens_T, table_R5, keys_P = (
+            state.get(name, torch.zeros(0, dtype=torch.int64)) for name in (TOKENS, TABLE, KEYS)
+        )
         whole = NOW in state and table_R5.shape[1:] == (5,) and keys_P.shape[1:] == (KEY_BYTES,)
         lengths, places = (table_R5[:, 0].tolist(), table_R5[:, 4].tolist()) if whole else ([], [])
-        if not whole or sum(lengths) != len(tokens_T) or not all(n > 0 for n in lengths) or not all(0 <= p < len(keys_P) for p in places):
+        if (
+            not whole
+            or sum(lengths) != len(tokens_T)
+            or not all(n > 0 for n in lengths)
+            or not all(0 <= p < len(keys_P) for p in places)
+        ):
             given = f"{len(tokens_T)} tokens, {len(table_R5)} responses, {len(keys_P)} prompts"
             do = "Copy the checkpoint again, or start without --resume."
-            raise CheckpointError("The saved responses are damaged.", given=given, expected="a table that fits them", do=do)
+            raise CheckpointError(
+                "The saved responses are damaged.",
+                given=given,
+                expected="a table that fits them",
+                do=do,
+            )
         self._said.clear()
         self.nbytes, self.version = 0, int(state[NOW])
         keys = [bytes(key) for key in keys_P.tolist()]
-        for tokens_L, (_, version, seeded, seed, place) in zip(tokens_T.split(lengths), table_R5.tolist(), strict=True):
+        for tokens_L, (_, version, seeded, seed, place) in zip(
+            tokens_T.split(lengths), table_R5.tolist(), strict=True
+        ):
             self.remember(keys[place], tokens_L.tolist(), version, seed if seeded else None)
 
     def text(
-        self, key: bytes, tail: Sequence[int], beside: Iterable[Sequence[int]], places: int, seed: int | None = None
+        self,
+        key: bytes,
+        tail: Sequence[int],
+        beside: Iterable[Sequence[int]],
+        places: int,
+        seed: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """What was said to a prompt, the newest first, in `places` tokens at most: tokens `X` (int32) and weights `P` (float32).
 
@@ -168,7 +212,11 @@ class ResponseMemory:
             self._said.move_to_end(key)
         before, gap = np.asarray(tail, dtype=np.int32), np.array([EMPTY], dtype=np.int32)
         tokens, weights = [np.full(SUFFIX, EMPTY, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
-        newest_first = ((one.tokens, FADE ** (self.version - one.version)) for one in reversed(said) if seed is None or one.seed != seed)
+        newest_first = (
+            (one.tokens, FADE ** (self.version - one.version))
+            for one in reversed(said)
+            if seed is None or one.seed != seed
+        )
         now = ((np.asarray(some, dtype=np.int32), 1.0) for some in beside)
         room = places // 2 if said else places  # Those beside do not crowd out what has an end.
         for part, more in ((now, places - room), (newest_first, 0)):
@@ -180,7 +228,9 @@ class ResponseMemory:
                     break
                 room -= length
                 weight_P = np.zeros(length, dtype=np.float32)
-                weight_P[len(before) : -1] = weight * (response >= 0)  # vLLM has placeholders below 0.
+                weight_P[len(before) : -1] = weight * (
+                    response >= 0
+                )  # vLLM has placeholders below 0.
                 tokens += [before, response, gap]
                 weights.append(weight_P)
             room += more
@@ -214,7 +264,9 @@ def match(texts_BX: torch.Tensor, tails_Bn: torch.Tensor) -> torch.Tensor:
     alike_BP = torch.ones(texts_BX.shape[0], places, dtype=torch.bool, device=texts_BX.device)
     run_BP = torch.zeros(alike_BP.shape, dtype=torch.int32, device=texts_BX.device)
     for back in range(1, SUFFIX + 1):
-        alike_BP &= texts_BX[:, SUFFIX - back : SUFFIX - back + places] == tails_Bn[:, -back].unsqueeze(1)
+        alike_BP &= texts_BX[:, SUFFIX - back : SUFFIX - back + places] == tails_Bn[
+            :, -back
+        ].unsqueeze(1)
         run_BP += alike_BP
     return run_BP
 
@@ -236,7 +288,9 @@ def vote(run_BP: torch.Tensor, weight_BP: torch.Tensor) -> Votes:
 
 def cells_of(length_B: torch.Tensor, top_B: torch.Tensor) -> torch.Tensor:
     """The cell of a suffix's length and the largest probability of the heads' q; -1 without a suffix."""
-    bins_B = sum((length_B > bound).long() for bound in LENGTH_BOUNDS) * TOPS + (top_B * TOPS).long().clamp(0, TOPS - 1)
+    bins_B = sum((length_B > bound).long() for bound in LENGTH_BOUNDS) * TOPS + (
+        top_B * TOPS
+    ).long().clamp(0, TOPS - 1)
     return torch.where(length_B > 0, bins_B, -1)
 
 
@@ -268,7 +322,9 @@ class Trust:
         self._shares_G = torch.tensor(SHARES, device=device)
         self._first_C = torch.tensor(FIRST_SHARES, device=device).repeat(len(LENGTHS))
         self._accepted_CG = torch.zeros(len(self._first_C), len(SHARES), device=device)
-        self._seen_C, self._offered_C, self._taken_C = (torch.zeros_like(self._first_C) for _ in range(3))
+        self._seen_C, self._offered_C, self._taken_C = (
+            torch.zeros_like(self._first_C) for _ in range(3)
+        )
         self._share_C = self._first_C
 
     def share(self, cells_B: torch.Tensor) -> torch.Tensor:
@@ -284,9 +340,15 @@ class Trust:
         there_N = (drawn.cells >= 0).float()
         cells_N = drawn.cells.clamp_min(0)
         q_NG = torch.lerp(drawn.heads.unsqueeze(1), drawn.memory.unsqueeze(1), self._shares_G)
-        accepted_NG = (torch.minimum(drawn.p.unsqueeze(1), q_NG) * drawn.weight.unsqueeze(1)).clamp_max(MOST_OVER)
+        accepted_NG = (
+            torch.minimum(drawn.p.unsqueeze(1), q_NG) * drawn.weight.unsqueeze(1)
+        ).clamp_max(MOST_OVER)
         self._accepted_CG.index_add_(0, cells_N, accepted_NG * there_N.unsqueeze(1))
-        for sums_C, values_N in ((self._seen_C, offered_N), (self._offered_C, offered_N), (self._taken_C, taken_N)):
+        for sums_C, values_N in (
+            (self._seen_C, offered_N),
+            (self._offered_C, offered_N),
+            (self._taken_C, taken_N),
+        ):
             sums_C.index_add_(0, cells_N, values_N * there_N)
         fade_C = (MOST_SEEN / self._seen_C.clamp_min(MOST_SEEN)).clamp_max(1)
         self._seen_C *= fade_C
@@ -297,7 +359,10 @@ class Trust:
     def by_length(self) -> list[tuple[float, float]]:
         """Drafts verified and drafts accepted since the beginning, for each of LENGTHS."""
         both_C2 = torch.stack([self._offered_C, self._taken_C], dim=1)
-        return [(offered, taken) for offered, taken in both_C2.view(len(LENGTHS), TOPS, 2).sum(1).tolist()]
+        return [
+            (offered, taken)
+            for offered, taken in both_C2.view(len(LENGTHS), TOPS, 2).sum(1).tolist()
+        ]
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------------------
@@ -315,9 +380,20 @@ class Recall:
     """What a batch recalls while a step's drafts are drawn, one after the other."""
 
     def __init__(
-        self, texts_BX: torch.Tensor, weight_BP: torch.Tensor, tails_Bn: torch.Tensor, trust: Trust, slots_B: torch.Tensor, waiting: Waiting
+        self,
+        texts_BX: torch.Tensor,
+        weight_BP: torch.Tensor,
+        tails_Bn: torch.Tensor,
+        trust: Trust,
+        slots_B: torch.Tensor,
+        waiting: Waiting,
     ) -> None:
-        self._texts_BX, self._trust, self._slots_B, self._waiting = texts_BX, trust, slots_B, waiting
+        self._texts_BX, self._trust, self._slots_B, self._waiting = (
+            texts_BX,
+            trust,
+            slots_B,
+            waiting,
+        )
         self._next_BP = self._columns_BP = texts_BX[:, SUFFIX:].clamp_min(0).long()
         self._weight_BP = weight_BP
         self._run_BP = match(texts_BX, tails_Bn)
@@ -343,6 +419,8 @@ class Recall:
         next_BP = self._texts_BX[:, SUFFIX:] == ids_B.int().unsqueeze(1)
         memory_B, w_B = (self._share_BP * next_BP).sum(1), self._w_B1.squeeze(1)
         heads_B = ((q_B - w_B * memory_B) / (1 - w_B)).clamp_min(0)
-        self._waiting.q_KS3[k].index_copy_(0, self._slots_B, torch.stack([heads_B, memory_B, q_B], dim=1))
+        self._waiting.q_KS3[k].index_copy_(
+            0, self._slots_B, torch.stack([heads_B, memory_B, q_B], dim=1)
+        )
         self._waiting.cells_KS[k].index_copy_(0, self._slots_B, self._cells_B)
         self._run_BP = advance(self._texts_BX, self._run_BP, ids_B)

@@ -71,7 +71,9 @@ class TokenMap:
         product: features -> logits of the map's tokens, or of all where there is no map; None: the engine's own product.
     """
 
-    def __init__(self, size: int, vocab_size: int, pack: PACK = plain_linear, whole: bool = False) -> None:
+    def __init__(
+        self, size: int, vocab_size: int, pack: PACK = plain_linear, whole: bool = False
+    ) -> None:
         """
         Args:
             size: W; 0 or `vocab_size` and more: never a map.
@@ -89,7 +91,9 @@ class TokenMap:
     def observe(self, tokens: Iterable[Sequence[int]]) -> None:
         """Count what a step sampled, or the prompts of new requests."""
         if self.size:
-            ids = torch.tensor([token for some in tokens for token in some if token >= 0], dtype=torch.int64)
+            ids = torch.tensor(
+                [token for some in tokens for token in some if token >= 0], dtype=torch.int64
+            )
             self._counts_V.index_add_(0, ids, torch.ones(len(ids), dtype=torch.float64))
             self._counted += ids.numel()
 
@@ -99,7 +103,12 @@ class TokenMap:
         return self.ids_W is None and 0 < MIN_TOKENS_PER_ENTRY * self.size <= self._counted
 
     def refresh(
-        self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device, weight_VD: torch.Tensor | None = None
+        self,
+        lm_head: LM_HEAD,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_VD: torch.Tensor | None = None,
     ) -> None:
         """Pick the map anew and read its rows of lm_head; after every change of the actor or the heads. Nothing before enough was counted.
 
@@ -113,13 +122,21 @@ class TokenMap:
         self.product = None
         if whole or self.ids_W is not None:
             if weight_VD is not None:
-                rows_WD = weight_VD[: self._counts_V.numel()] if self.ids_W is None else weight_VD[self.ids_W]
-                self.product = self._tried(self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device)
+                rows_WD = (
+                    weight_VD[: self._counts_V.numel()]
+                    if self.ids_W is None
+                    else weight_VD[self.ids_W]
+                )
+                self.product = self._tried(
+                    self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
+                )
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
         if self.product is None:
             self.ids_W = None
 
-    def _read(self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device) -> LM_HEAD | None:
+    def _read(
+        self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LM_HEAD | None:
         """The product of the map's rows; None where lm_head is not a product (soft caps)."""
         ids_W = slice(None) if self.ids_W is None else self.ids_W
         bias_W = lm_head(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, ids_W]
@@ -133,21 +150,38 @@ class TokenMap:
         product = (lambda rows: plain(rows) + bias_W) if bool(bias_W.any()) else plain
         tried = self._tried(product, lm_head, hidden_size, dtype, device)
         if tried is None:
-            logger.warning("The engine's lm_head is not a plain product (a soft cap?); drafts come from the whole vocabulary.")
+            logger.warning(
+                "The engine's lm_head is not a plain product (a soft cap?); drafts come from the whole vocabulary."
+            )
         return tried
 
-    def _tried(self, product: LM_HEAD, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device) -> LM_HEAD | None:
+    def _tried(
+        self,
+        product: LM_HEAD,
+        lm_head: LM_HEAD,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LM_HEAD | None:
         """The product, if it gives what the engine's own gives."""
-        rows_ND = torch.randn(ROWS_TRIED, hidden_size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        rows_ND = torch.randn(
+            ROWS_TRIED, hidden_size, generator=torch.Generator().manual_seed(0)
+        ).to(device, dtype)
         expected_NV = lm_head(rows_ND).float()
         expected_NW = expected_NV if self.ids_W is None else expected_NV[:, self.ids_W]
         apart = (product(rows_ND).float() - expected_NW).square().mean().sqrt()
-        return product if bool(apart <= LINEAR_TOLERANCE * expected_NW.square().mean().sqrt()) else None
+        return (
+            product
+            if bool(apart <= LINEAR_TOLERANCE * expected_NW.square().mean().sqrt())
+            else None
+        )
 
 
 def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Probabilities of the map's tokens in their places of the whole vocabulary `[N, V]`, zero elsewhere."""
-    whole_NV = torch.zeros(values_NW.shape[0], vocab_size, dtype=values_NW.dtype, device=values_NW.device)
+    whole_NV = torch.zeros(
+        values_NW.shape[0], vocab_size, dtype=values_NW.dtype, device=values_NW.device
+    )
     return whole_NV.index_copy_(1, ids_W, values_NW)
 
 
@@ -204,7 +238,9 @@ class FusedHeads:
         count, size, weights_RE = self.config.num_heads, self.config.vocab_size, self._in_RE
         small = size * self._H * count * (count + 1) // 2 <= TABLE_ENTRIES
         weights = [self._token_weights(j, count) for j in range(count)] if small else []
-        self._sizes_V1, self._tables = token_tables(self._embed, size, weights, weights_RE.dtype, weights_RE.device)
+        self._sizes_V1, self._tables = token_tables(
+            self._embed, size, weights, weights_RE.dtype, weights_RE.device
+        )
 
     def _token_weights(self, j: int, count: int) -> torch.Tensor:
         """What reads the token at place j after h_t, for the heads j .. count."""
@@ -226,7 +262,11 @@ class FusedHeads:
             return self._token_weights(index, count)
         if name == "out":
             return self._out_KRH[index]
-        return self._blocks[index][:count].flatten(0, 1) if name == "blocks" else self._blocks[index][count]
+        return (
+            self._blocks[index][:count].flatten(0, 1)
+            if name == "blocks"
+            else self._blocks[index][count]
+        )
 
     def _first_blocks(self, base_BD: torch.Tensor, count: int) -> torch.Tensor:
         """The first residual blocks of `count` heads, before SiLU, `[B, C, D]`."""
@@ -238,7 +278,10 @@ class FusedHeads:
         """What lm_head reads for the first `count` heads, `[B, C, D]`; kinds medusa and markov."""
         features_BCD = hidden_BD.unsqueeze(1) + F.silu(self._first_blocks(hidden_BD, count))
         for block_KDD in self._blocks[1:]:
-            inner_CBD = torch.bmm(features_BCD.transpose(0, 1), block_KDD[:count].transpose(1, 2).to(features_BCD.dtype))
+            inner_CBD = torch.bmm(
+                features_BCD.transpose(0, 1),
+                block_KDD[:count].transpose(1, 2).to(features_BCD.dtype),
+            )
             features_BCD = features_BCD + F.silu(inner_CBD.transpose(0, 1))
         return features_BCD
 
@@ -248,7 +291,9 @@ class FusedHeads:
         """What h_t alone says to the first `count` heads."""
         inner_BR = self._product("in", 0, count)(hidden_BD) * inverse_rms(hidden_BD)
         base_BCD = hidden_BD.unsqueeze(1).expand(-1, count, -1)
-        return HydraState(inner_BR, torch.cat([base_BCD, self._first_blocks(hidden_BD, count)], dim=2).unbind(1))
+        return HydraState(
+            inner_BR, torch.cat([base_BCD, self._first_blocks(hidden_BD, count)], dim=2).unbind(1)
+        )
 
     def features(self, state: HydraState, k: int, last_ids_B: torch.Tensor) -> torch.Tensor:
         """What lm_head reads for the head with index k (from 0), `BD`; ask for the heads in order, once each."""

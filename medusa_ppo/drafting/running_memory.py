@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from medusa_ppo.drafting.memory import EMPTY, PLACES, SUFFIX, Drawn, Recall, ResponseMemory, Trust, Waiting, prompt_key, tail_of
+from medusa_ppo.drafting.memory import (
+    EMPTY,
+    PLACES,
+    SUFFIX,
+    Drawn,
+    Recall,
+    ResponseMemory,
+    Trust,
+    Waiting,
+    prompt_key,
+    tail_of,
+)
 
 REFRESH = 8
 """Steps after which a request sees again what those beside it have said by then."""
@@ -41,7 +52,9 @@ class RunningMemory:
         trust: the table of w.
     """
 
-    def __init__(self, most_bytes: int, requests: int, drafts: int, places: int, device: torch.device) -> None:
+    def __init__(
+        self, most_bytes: int, requests: int, drafts: int, places: int, device: torch.device
+    ) -> None:
         """
         Args:
             requests: that run at a time, at most.
@@ -49,7 +62,9 @@ class RunningMemory:
         """
         self.store, self.trust = ResponseMemory(most_bytes), Trust(device)
         self._places, self._device = min(places, PLACES), device
-        self._tokens_SX = torch.full((requests, SUFFIX + self._places), EMPTY, dtype=torch.int32, device=device)
+        self._tokens_SX = torch.full(
+            (requests, SUFFIX + self._places), EMPTY, dtype=torch.int32, device=device
+        )
         self._weight_SP = torch.zeros(requests, self._places, device=device)
         self._waiting = Waiting(requests, drafts, device)
         self._steps_K1 = torch.arange(drafts, device=device).unsqueeze(1)
@@ -65,7 +80,12 @@ class RunningMemory:
         self.store.version += 1
 
     def judge(
-        self, logits_NV: torch.Tensor, rows_T: torch.Tensor, ids_T: torch.Tensor, counts: Sequence[int], temperature_B: torch.Tensor | None
+        self,
+        logits_NV: torch.Tensor,
+        rows_T: torch.Tensor,
+        ids_T: torch.Tensor,
+        counts: Sequence[int],
+        temperature_B: torch.Tensor | None,
     ) -> None:
         """What the policy says of the drafts that are verified now, before top-k and top-p; to be learned from when that is done.
 
@@ -76,12 +96,16 @@ class RunningMemory:
         """
         self._p_T = None
         if temperature_B is not None and len(ids_T):
-            requests_T = torch.repeat_interleave(torch.tensor(counts)).to(self._device, non_blocking=True)
+            requests_T = torch.repeat_interleave(torch.tensor(counts)).to(
+                self._device, non_blocking=True
+            )
             temperature_T1 = temperature_B[requests_T].clamp_min(1e-5).unsqueeze(1)
             p_TV = (logits_NV[rows_T].float() / temperature_T1).softmax(-1)
             self._p_T = p_TV.gather(1, ids_T.to(torch.int64).clamp_min(0).unsqueeze(1)).squeeze(1)
 
-    def settle(self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def settle(
+        self, request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
         """Learn from the drafts that the last step verified, those that were judged."""
         p_T, self._p_T = self._p_T, None
         rows, first = [], 0
@@ -90,12 +114,27 @@ class RunningMemory:
             first += count
         if not rows or p_T is None or len(p_T) != first:
             return
-        slots_B, first_B, drafted_B, accepted_B = torch.tensor(rows).to(self._device, non_blocking=True).unbind(1)
-        taken_KB, offered_KB = self._steps_K1 < accepted_B, (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B)
+        slots_B, first_B, drafted_B, accepted_B = (
+            torch.tensor(rows).to(self._device, non_blocking=True).unbind(1)
+        )
+        taken_KB, offered_KB = (
+            self._steps_K1 < accepted_B,
+            (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B),
+        )
         heads_KB, memory_KB, q_KB = self._waiting.q_KS3[:, slots_B].unbind(2)
         p_KB = p_T[(first_B + self._steps_K1).clamp_max(first - 1)]
-        drawn = Drawn(self._waiting.cells_KS[:, slots_B], heads_KB, memory_KB, p_KB, offered_KB / q_KB.clamp_min(1e-30))
-        self.trust.learn(Drawn(*(part.flatten() for part in drawn)), offered_KB.flatten().float(), taken_KB.flatten().float())
+        drawn = Drawn(
+            self._waiting.cells_KS[:, slots_B],
+            heads_KB,
+            memory_KB,
+            p_KB,
+            offered_KB / q_KB.clamp_min(1e-30),
+        )
+        self.trust.learn(
+            Drawn(*(part.flatten() for part in drawn)),
+            offered_KB.flatten().float(),
+            taken_KB.flatten().float(),
+        )
         self._waiting.cells_KS[:, slots_B] = -1
 
     def attend(self, request_ids: Sequence[str], live: Mapping[str, Any]) -> None:
@@ -110,7 +149,9 @@ class RunningMemory:
             if key not in self._met:
                 prompt, asked = live[key].prompt_token_ids or (), live[key].sampling_params
                 seed = None if asked is None else asked.seed
-                self._met[key] = _Met(live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version, seed)
+                self._met[key] = _Met(
+                    live[key], prompt_key(prompt), list(prompt[-SUFFIX:]), self.store.version, seed
+                )
 
     def recall(self, request_ids: Sequence[str]) -> Recall:
         """For the drafts of this step, of requests that are attended to."""
@@ -124,7 +165,10 @@ class RunningMemory:
         slots_B = torch.tensor(slots).to(self._device, non_blocking=True)
         tails = [tail_of(met.tail, met.said) for met in map(self._met.__getitem__, request_ids)]
         tails_Bn = torch.tensor(tails, dtype=torch.int32).to(self._device, non_blocking=True)
-        texts_BX, weight_BP = self._tokens_SX[slots_B, : SUFFIX + width], self._weight_SP[slots_B, :width]
+        texts_BX, weight_BP = (
+            self._tokens_SX[slots_B, : SUFFIX + width],
+            self._weight_SP[slots_B, :width],
+        )
         return Recall(texts_BX, weight_BP, tails_Bn, self.trust, slots_B, self._waiting)
 
     def _take_leave(self, key: str) -> None:
@@ -138,7 +182,9 @@ class RunningMemory:
             self._free.append(self._slots.pop(key))
 
     def _make_room(self, count: int, running: set[str]) -> None:
-        for waiting in [key for key in self._slots if key not in running][: max(count - len(self._free), 0)]:
+        for waiting in [key for key in self._slots if key not in running][
+            : max(count - len(self._free), 0)
+        ]:
             self._free.append(self._slots.pop(waiting))
 
     def _lay_out(self, request_ids: Sequence[str]) -> None:
@@ -148,11 +194,21 @@ class RunningMemory:
             beside.setdefault(met.key, []).append(met)
         for key in request_ids:
             met, slot = self._met[key], self._slots[key]
-            others = (other for other in beside[met.key] if other is not met and (met.seed is None or met.seed != other.seed))
-            tokens, weights = self.store.text(met.key, met.tail, (other.said for other in others), self._places, met.seed)
+            others = (
+                other
+                for other in beside[met.key]
+                if other is not met and (met.seed is None or met.seed != other.seed)
+            )
+            tokens, weights = self.store.text(
+                met.key, met.tail, (other.said for other in others), self._places, met.seed
+            )
             length = self._lengths[slot] = len(weights)
-            self._tokens_SX[slot, : SUFFIX + length] = torch.from_numpy(tokens).to(self._device, non_blocking=True)
+            self._tokens_SX[slot, : SUFFIX + length] = torch.from_numpy(tokens).to(
+                self._device, non_blocking=True
+            )
             self._tokens_SX[slot, SUFFIX + length :] = EMPTY
-            self._weight_SP[slot, :length] = torch.from_numpy(weights).to(self._device, non_blocking=True)
+            self._weight_SP[slot, :length] = torch.from_numpy(weights).to(
+                self._device, non_blocking=True
+            )
             self._weight_SP[slot, length:] = 0
             self._waiting.cells_KS[:, slot] = -1

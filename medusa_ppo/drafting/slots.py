@@ -85,7 +85,12 @@ class Seating:
         self._serials = itertools.count()
         self._last: tuple[list[str], Seats] | None = None
 
-    def seat(self, request_ids: Sequence[str], traits: Callable[[str], Traits], live: Mapping[str, object]) -> Seats:
+    def seat(
+        self,
+        request_ids: Sequence[str],
+        traits: Callable[[str], Traits],
+        live: Mapping[str, object],
+    ) -> Seats:
         """
         Args:
             traits: asked once for each request.
@@ -105,8 +110,12 @@ class Seating:
     def _make_room(self, count: int, running: set[str], live: Mapping[str, object]) -> None:
         for gone in [key for key in self._seats if key not in live]:
             self._free.append(self._seats.pop(gone).slot)
-        for waiting in [key for key in self._seats if key not in running][: max(count - len(self._free), 0)]:
-            self._free.append(self._seats.pop(waiting).slot)  # Its drafts are verified as one-hot ones, should it come back.
+        for waiting in [key for key in self._seats if key not in running][
+            : max(count - len(self._free), 0)
+        ]:
+            self._free.append(
+                self._seats.pop(waiting).slot
+            )  # Its drafts are verified as one-hot ones, should it come back.
 
     def _tensors(self, seats: list[_Seat]) -> Seats:
         def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -117,9 +126,13 @@ class Seating:
         return Seats(
             tensor([seat.slot for seat in seats]),
             tensor([seat.serial for seat in seats]),
-            keys_of([seed or 0 for seed in seeds]).to(self._device, non_blocking=True) if any(seeded) else None,
+            keys_of([seed or 0 for seed in seeds]).to(self._device, non_blocking=True)
+            if any(seeded)
+            else None,
             tensor(seeded, torch.bool) if any(seeded) and not all(seeded) else None,
-            tensor([not seat.traits.one_hot for seat in seats], torch.float32) if any(seat.traits.one_hot for seat in seats) else None,
+            tensor([not seat.traits.one_hot for seat in seats], torch.float32)
+            if any(seat.traits.one_hot for seat in seats)
+            else None,
         )
 
 
@@ -150,7 +163,9 @@ class KeptDrafts:
         """q `[B, W]` of the draft at index `at_B1` of each request; only to be read where that was sampled."""
         return self.slots.q(self.rows_B, at_B1.squeeze(1))
 
-    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+    def residual(
+        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+    ) -> torch.Tensor:
         """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0.
 
         q is one-hot, and p without the draft is left, where it was not sampled.
@@ -159,8 +174,12 @@ class KeptDrafts:
         sampled_B1 = self.sampled_BK.gather(1, at_B1)
         q_BW = torch.where(refused & sampled_B1, self.rows(at_B1), 0.0)
         ids_W, ids_B1 = self.slots.ids_W, refused_B1.clamp_min(0)
-        left_BV = (probs_BV - q_BW if ids_W is None else probs_BV.index_add(1, ids_W, q_BW, alpha=-1)).clamp_min(0)
-        return left_BV.scatter(1, ids_B1, torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1)))
+        left_BV = (
+            probs_BV - q_BW if ids_W is None else probs_BV.index_add(1, ids_W, q_BW, alpha=-1)
+        ).clamp_min(0)
+        return left_BV.scatter(
+            1, ids_B1, torch.where(refused & ~sampled_B1, 0.0, left_BV.gather(1, ids_B1))
+        )
 
 
 class Places(NamedTuple):
@@ -183,7 +202,14 @@ class DraftSlots:
         ids_W: the tokens of the columns; None: all of them.
     """
 
-    def __init__(self, slots: int, drafts: int, width: int, device: torch.device, ids_W: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        drafts: int,
+        width: int,
+        device: torch.device,
+        ids_W: torch.Tensor | None = None,
+    ) -> None:
         self.size, self.drafts = slots, drafts
         self.ids_W = ids_W
         self.cumulative_KRX = torch.zeros(drafts, slots + 1, width - 1, device=device)
@@ -204,7 +230,9 @@ class DraftSlots:
         if (count, batch) not in self._views:
             columns = self.columns_KR[:count, :batch].unsqueeze(2).unbind(0)
             self._views[count, batch] = Places(
-                self.cumulative_KRX[:count, :batch].unbind(0), columns, self._scratch_2RW[:, :batch].unbind(0)
+                self.cumulative_KRX[:count, :batch].unbind(0),
+                columns,
+                self._scratch_2RW[:, :batch].unbind(0),
             )
         return self._views[count, batch]
 
@@ -235,8 +263,12 @@ class DraftSlots:
 
         def below(columns_BK: torch.Tensor) -> torch.Tensor:
             """The sums before some columns, 0 before the first and 1 after the last."""
-            sums_BK = self.cumulative_KRX[drafts_K, rows_B.unsqueeze(1), (columns_BK - 1).clamp(0, most)].clamp_max(1)
-            return torch.where(columns_BK > most + 1, 1.0, torch.where(columns_BK > 0, sums_BK, 0.0))
+            sums_BK = self.cumulative_KRX[
+                drafts_K, rows_B.unsqueeze(1), (columns_BK - 1).clamp(0, most)
+            ].clamp_max(1)
+            return torch.where(
+                columns_BK > most + 1, 1.0, torch.where(columns_BK > 0, sums_BK, 0.0)
+            )
 
         q_BK = torch.where(sampled_BK, below(columns_BK + 1) - below(columns_BK), 1.0)
         return KeptDrafts(rows_B, sampled_BK, q_BK, self)
@@ -248,7 +280,12 @@ class DraftSlots:
         return torch.diff(sums_NX, prepend=ends_N1, append=ends_N1 + 1)
 
     def whole_rows(
-        self, kept: KeptDrafts, requests_T: torch.Tensor, drafts_T: torch.Tensor, draft_ids_T: torch.Tensor, vocab_size: int
+        self,
+        kept: KeptDrafts,
+        requests_T: torch.Tensor,
+        drafts_T: torch.Tensor,
+        draft_ids_T: torch.Tensor,
+        vocab_size: int,
     ) -> torch.Tensor:
         """q of all drafts `[T, V]` as vLLM's kernels read it: rows of zeros for placeholders (ids below 0), one-hot where not sampled.
 

@@ -37,7 +37,9 @@ class Stopping:
         self._estimate()
 
     def _estimate(self) -> None:
-        self._of_drawn_X = ((self._accepted_TP + PRIOR * self._first_T1) / (self._offered_TP + PRIOR)).flatten()
+        self._of_drawn_X = (
+            (self._accepted_TP + PRIOR * self._first_T1) / (self._offered_TP + PRIOR)
+        ).flatten()
         offered_T, accepted_T = self._offered_TP.sum(1), self._accepted_TP.sum(1)
         self._of_next_T = (accepted_T + PRIOR * self._first_T1.squeeze(1)) / (offered_T + PRIOR)
 
@@ -46,7 +48,9 @@ class Stopping:
         self._step += 1
         return Ending(self, slots_B, 0.0 if self._step % EXPLORE == 0 else self.least)
 
-    def settle(self, slots_B: torch.Tensor, drafted_B: torch.Tensor, accepted_B: torch.Tensor) -> None:
+    def settle(
+        self, slots_B: torch.Tensor, drafted_B: torch.Tensor, accepted_B: torch.Tensor
+    ) -> None:
         """Learn from the drafts that the last step verified."""
         cells_KB = self._cells_KS[:, slots_B]
         asked_KB = (self._steps_K1 <= accepted_B) & (self._steps_K1 < drafted_B) & (cells_KB >= 0)
@@ -79,7 +83,9 @@ class Ending:
         self._top_B, self._sampled_B = q_BW.amax(1), sampled_B1.squeeze(1)
         self._bin_B = (self._top_B * TOPS).long().clamp(0, TOPS - 1)
         chance_B = self._reached_B * self._owner._of_next_T[self._bin_B]
-        self._goes_on_B = self._goes_on_B & ((chance_B >= self._least) | self._sampled_B.logical_not())
+        self._goes_on_B = self._goes_on_B & (
+            (chance_B >= self._least) | self._sampled_B.logical_not()
+        )
         self.lengths_B += self._goes_on_B
 
     def follow(self, k: int, drawn_q_B: torch.Tensor) -> None:

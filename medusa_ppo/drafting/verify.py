@@ -43,7 +43,9 @@ class DraftRows:
     rows_BK: torch.Tensor
 
     @classmethod
-    def build(cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True) -> DraftRows:
+    def build(
+        cls, draft_ids_T: torch.Tensor, counts: Sequence[int], *, bonus_rows: bool = True
+    ) -> DraftRows:
         """From vLLM's flat form. `bonus_rows=False`: rows of logits exist for drafts only."""
         counts_B, starts_B, rows_BK = _places(tuple(counts), int(bonus_rows), draft_ids_T.device)
         width = rows_BK.shape[1]
@@ -51,12 +53,16 @@ class DraftRows:
             ids_BK = draft_ids_T.to(torch.int64).view(len(counts), width)
         else:
             ids_BK = torch.full_like(rows_BK, PLACEHOLDER)
-            ids_BK[torch.arange(width, device=draft_ids_T.device) < counts_B.unsqueeze(1)] = draft_ids_T.to(torch.int64)
+            ids_BK[torch.arange(width, device=draft_ids_T.device) < counts_B.unsqueeze(1)] = (
+                draft_ids_T.to(torch.int64)
+            )
         return cls(ids_BK, counts_B, starts_B, rows_BK)
 
 
 @functools.lru_cache(maxsize=64)
-def _places(counts: tuple[int, ...], extra: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _places(
+    counts: tuple[int, ...], extra: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """counts_B, starts_B and rows_BK of `DraftRows`. Most steps have the counts of the step before; nobody writes into these."""
     counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
     starts_B = torch.cumsum(counts_B + extra, 0) - (counts_B + extra)
@@ -65,7 +71,12 @@ def _places(counts: tuple[int, ...], extra: int, device: torch.device) -> tuple[
     return counts_B, starts_B, starts_B.unsqueeze(1) + torch.minimum(steps_K, last_B.unsqueeze(1))
 
 
-def uniform_numbers(counts: Sequence[int], width: int, generators: Mapping[int, torch.Generator], device: torch.device) -> torch.Tensor:
+def uniform_numbers(
+    counts: Sequence[int],
+    width: int,
+    generators: Mapping[int, torch.Generator],
+    device: torch.device,
+) -> torch.Tensor:
     """Float64 uniforms `[B, width]`; a seeded request draws from its own generator, as many as its drafts plus one.
 
     The last column is for the token that ends the run.
@@ -85,7 +96,9 @@ class DraftQ(Protocol):
         """q of each draft `[B, K]`."""
         ...
 
-    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+    def residual(
+        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+    ) -> torch.Tensor:
         """max(p - q, 0) where the draft `refused_B1` at index `at_B1` was refused; p where that is below 0."""
         ...
 
@@ -96,9 +109,13 @@ class OneHot:
     def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(ids_BK, dtype=torch.float32)
 
-    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+    def residual(
+        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+    ) -> torch.Tensor:
         ids_B1 = refused_B1.clamp_min(0)
-        return probs_BV.scatter(1, ids_B1, torch.where(refused_B1 >= 0, 0.0, probs_BV.gather(1, ids_B1)))
+        return probs_BV.scatter(
+            1, ids_B1, torch.where(refused_B1 >= 0, 0.0, probs_BV.gather(1, ids_B1))
+        )
 
 
 class WholeRows:
@@ -110,7 +127,9 @@ class WholeRows:
     def of(self, ids_BK: torch.Tensor) -> torch.Tensor:
         return self._probs_BKV.gather(2, ids_BK.unsqueeze(2)).squeeze(2)
 
-    def residual(self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor) -> torch.Tensor:
+    def residual(
+        self, probs_BV: torch.Tensor, at_B1: torch.Tensor, refused_B1: torch.Tensor
+    ) -> torch.Tensor:
         q_BV = self._probs_BKV[torch.arange(len(at_B1), device=at_B1.device), at_B1.squeeze(1)]
         return (probs_BV - q_BV * (refused_B1 >= 0)).clamp_min(0)
 
@@ -128,7 +147,9 @@ class Proposed:
     uniforms_BW: torch.Tensor
 
 
-def accepted_run(logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ) -> torch.Tensor:
+def accepted_run(
+    logprobs_NV: torch.Tensor, drafts: DraftRows, uniform_BK: torch.Tensor, draft_q: DraftQ
+) -> torch.Tensor:
     """Length of the run of accepted drafts, int64 `[B]`. logprobs are of the distribution to sample from."""
     ids_BK = drafts.draft_ids_BK.clamp_min(0)
     ratio_BK = logprobs_NV[drafts.rows_BK, ids_BK].double().exp()
@@ -146,7 +167,11 @@ def greedy_run(argmax_N: torch.Tensor, drafts: DraftRows) -> torch.Tensor:
 
 
 def residual_sample(
-    logprobs_BV: torch.Tensor, drafts: DraftRows, run_B: torch.Tensor, uniform_B: torch.Tensor, draft_q: DraftQ
+    logprobs_BV: torch.Tensor,
+    drafts: DraftRows,
+    run_B: torch.Tensor,
+    uniform_B: torch.Tensor,
+    draft_q: DraftQ,
 ) -> torch.Tensor:
     """The token that ends each run, int64 `[B]`. logprobs_BV: the row of each request where its run ended."""
     probs_BV = logprobs_BV.exp()
@@ -203,7 +228,9 @@ def verify_rows(
         draft_q = OneHot() if proposed is None else WholeRows(spread_draft_probs(proposed, counts))
         uniforms_BW = uniform_numbers(counts, width + 1, rule.generators, logits_NV.device)
     run_B = accepted_run(logprobs_NV, drafts, uniforms_BW[:, :width], draft_q)
-    last_B = residual_sample(logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], draft_q)
+    last_B = residual_sample(
+        logprobs_NV[end_rows(run_B)], drafts, run_B, uniforms_BW[:, -1], draft_q
+    )
     if rule.greedy_B is not None:
         argmax_N = logits_NV.argmax(-1)
         run_B = torch.where(rule.greedy_B, greedy_run(argmax_N, drafts), run_B)
@@ -233,7 +260,11 @@ def spread_draft_probs(draft_probs_TV: torch.Tensor, counts: Sequence[int]) -> t
 
 
 def expand_to_rows(
-    values_B: torch.Tensor, cumulative_B: torch.Tensor, num_rows: int, replace_from: float = 0, replace_to: float = 0
+    values_B: torch.Tensor,
+    cumulative_B: torch.Tensor,
+    num_rows: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
 ) -> torch.Tensor:
     """One value per request -> one per row; `cumulative_B` counts the rows up to and including each request.
 
@@ -241,5 +272,7 @@ def expand_to_rows(
     """
     counts_B = torch.diff(cumulative_B, prepend=cumulative_B.new_zeros(1)).to(torch.int64)
     if replace_from != replace_to:
-        values_B = torch.where(values_B == replace_from, torch.full_like(values_B, replace_to), values_B)
+        values_B = torch.where(
+            values_B == replace_from, torch.full_like(values_B, replace_to), values_B
+        )
     return torch.repeat_interleave(values_B, counts_B, output_size=num_rows)

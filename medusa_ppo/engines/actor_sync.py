@@ -62,19 +62,32 @@ class BroadcastPool(EnginePool):
         seats, devices = self._check(header)
         group = self._meet(seats, devices)
         checksum, answers = self._together(
-            seats, lambda engine: engine.receive_actor(header, version), lambda: transfer.send(group, stream)
+            seats,
+            lambda engine: engine.receive_actor(header, version),
+            lambda: transfer.send(group, stream),
         )
-        took = [seat for seat, answer in answers if isinstance(answer, SwapReceipt) and answer.checksum == checksum]
+        took = [
+            seat
+            for seat, answer in answers
+            if isinstance(answer, SwapReceipt) and answer.checksum == checksum
+        ]
         if not took:
             self._part()
-            raise SwapError("No engine took the broadcast actor.", given=f"version {version}", expected="one engine", do="Sync a file.")
+            raise SwapError(
+                "No engine took the broadcast actor.",
+                given=f"version {version}",
+                expected="one engine",
+                do="Sync a file.",
+            )
         for seat in took:
             seat.versions["actor"] = version
         self._stream, self._sent, self.policy_version = stream, checksum, version
         self._forget("actor")
         return SwapReceipt(version, checksum, time.perf_counter() - started)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         receipt = super().sync_actor(path, version, checked)
         self._stream = None
         return receipt
@@ -85,7 +98,11 @@ class BroadcastPool(EnginePool):
 
     def _catch_up(self, seat: Seat) -> None:
         with self._writing:
-            if self._stream is not None and "actor" not in self._kept and seat.versions.get("actor") != self.policy_version:
+            if (
+                self._stream is not None
+                and "actor" not in self._kept
+                and seat.versions.get("actor") != self.policy_version
+            ):
                 self._write(self._stream)
         super()._catch_up(seat)
 
@@ -96,12 +113,21 @@ class BroadcastPool(EnginePool):
         found = base.check_state(file, "the actor's weights", tensorwise_checksum)
         if found.checksum != self._sent:
             given = f"{found.checksum[:16]} instead of {self._sent[:16]}"
-            raise RunError("The actor has changed since it was sent.", given=given, expected="the same until the next sync", do="Sync it.")
-        self._kept = self._kept | {"actor": (file, self.policy_version, found)}  # Others may be reading it.
+            raise RunError(
+                "The actor has changed since it was sent.",
+                given=given,
+                expected="the same until the next sync",
+                do="Sync it.",
+            )
+        self._kept = self._kept | {
+            "actor": (file, self.policy_version, found)
+        }  # Others may be reading it.
 
     def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
         """The engines that can take it, and where their ranks have their weights. SwapError when one refuses, or is lost over it."""
-        answers = self._ask_all(self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s)
+        answers = self._ask_all(
+            self._seated(), lambda engine: engine.check_actor(header), patience_s=self.timeout_s
+        )
         for _, answer in answers:
             if isinstance(answer, Exception):
                 raise answer if isinstance(answer, SwapError) else _lost(answer)
@@ -115,10 +141,22 @@ class BroadcastPool(EnginePool):
         self._part()
         own = transfer.device_id(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         backend = transfer.choose_backend([own, *(device for ranks in devices for device in ranks)])
-        host = ray.util.get_node_ip_address() if any(engine.elsewhere for engine in members if engine) else LOOPBACK
-        group = Group.open(host, 1 + sum(map(len, devices)), backend=backend, timeout_s=self.timeout_s)
-        firsts = {id(member): 1 + sum(map(len, devices[:index])) for index, member in enumerate(members)}
-        _, answers = self._together(seats, lambda engine: engine.join_transfer(asdict(group.place.seen_by(firsts[id(engine)]))), group.join)
+        host = (
+            ray.util.get_node_ip_address()
+            if any(engine.elsewhere for engine in members if engine)
+            else LOOPBACK
+        )
+        group = Group.open(
+            host, 1 + sum(map(len, devices)), backend=backend, timeout_s=self.timeout_s
+        )
+        firsts = {
+            id(member): 1 + sum(map(len, devices[:index])) for index, member in enumerate(members)
+        }
+        _, answers = self._together(
+            seats,
+            lambda engine: engine.join_transfer(asdict(group.place.seen_by(firsts[id(engine)]))),
+            group.join,
+        )
         failed = next((answer for _, answer in answers if isinstance(answer, Exception)), None)
         if failed is not None:
             group.leave()
@@ -154,7 +192,12 @@ class BroadcastPool(EnginePool):
 
 
 def _lost(error: Exception) -> SwapError:
-    return SwapError("An engine was lost before the actor was sent.", given=error, expected="all engines", do="Sync a file.")
+    return SwapError(
+        "An engine was lost before the actor was sent.",
+        given=error,
+        expected="all engines",
+        do="Sync a file.",
+    )
 
 
 BUCKET_BYTES = 256 * 1024**2
@@ -188,10 +231,15 @@ class ActorSync:
             SwapError: the engine did not take them.
         """
         stream = actor_stream(actor, self._dtype, self._bucket_bytes)
-        self.nbytes, self.collect_s = sum(dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()), 0.0
+        self.nbytes, self.collect_s = (
+            sum(dtype.itemsize * math.prod(shape) for dtype, shape in stream.entries.values()),
+            0.0,
+        )
         if self._engine.streams:
             try:
-                return self._engine.stream_actor(replace(stream, tensors=lambda: self._timed(stream.tensors())), version)
+                return self._engine.stream_actor(
+                    replace(stream, tensors=lambda: self._timed(stream.tensors())), version
+                )
             except SwapError as error:
                 logger.warning("Actor %d goes to the engines as a file. %s", version, error)
         path = self._folder.path / "actor.safetensors"
@@ -203,7 +251,9 @@ class ActorSync:
         finally:
             path.unlink(missing_ok=True)
 
-    def _timed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _timed(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         began = time.perf_counter()
         for pair in tensors:
             self.collect_s += time.perf_counter() - began
@@ -221,16 +271,24 @@ class ActorSync:
         self.close()
 
 
-def actor_stream(actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> ActorStream:
+def actor_stream(
+    actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> ActorStream:
     """The actor's checkpoint as something that can be written and sent; in `dtype` (None: its own), at no time whole in memory."""
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     if isinstance(actor, SpreadActor):
         kind = dtype or torch.float32
-        entries, tensors = {name: (kind, tuple(shape)) for name, shape in actor.shapes().items()}, partial(actor.tensors, kind)
+        entries, tensors = (
+            {name: (kind, tuple(shape)) for name, shape in actor.shapes().items()},
+            partial(actor.tensors, kind),
+        )
     else:
         assert isinstance(actor, PreTrainedModel), "an actor is one or the other"
         state = actor_state(actor)
-        entries = {name: (dtype if dtype and t.is_floating_point() else t.dtype, tuple(t.shape)) for name, t in state.items()}
+        entries = {
+            name: (dtype if dtype and t.is_floating_point() else t.dtype, tuple(t.shape))
+            for name, t in state.items()
+        }
         tensors = state.items
 
     def write(path: Path) -> None:
@@ -244,10 +302,18 @@ def actor_stream(actor: Actor, dtype: torch.dtype | None = None, bucket_bytes: i
 def actor_state(actor: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The actor's live weights by their names in its checkpoint; a tied lm_head is left out, as in files of tied models."""
     output, tied = actor.get_output_embeddings(), lm_head_weight(actor) is embedding_weight(actor)
-    alias = {f"{name}.weight" for name, module in actor.named_modules() if tied and module is output}
-    state = {name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias}
+    alias = {
+        f"{name}.weight" for name, module in actor.named_modules() if tied and module is output
+    }
+    state = {
+        name: tensor.detach() for name, tensor in actor.state_dict().items() if name not in alias
+    }
     if tower_of(actor) is None:
         return state
-    from transformers.core_model_loading import revert_weight_conversion  # Private to save_pretrained in all but name; needed here alone.
+    from transformers.core_model_loading import (
+        revert_weight_conversion,
+    )  # Private to save_pretrained in all but name; needed here alone.
 
-    return revert_weight_conversion(actor, state)  # These models have other names in files than in memory.
+    return revert_weight_conversion(
+        actor, state
+    )  # These models have other names in files than in memory.

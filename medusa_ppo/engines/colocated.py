@@ -19,7 +19,15 @@ from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
-from medusa_ppo.types import Checked, Counters, ImagePrompt, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import (
+    Checked,
+    Counters,
+    ImagePrompt,
+    Response,
+    Rollouts,
+    Sampling,
+    SwapReceipt,
+)
 from medusa_ppo.vllm_plugin import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
@@ -37,7 +45,13 @@ class ColocatedEngine(base.WorkerEngine):
     """`vllm.LLM` in this process, with our worker extension and (with a heads folder) our proposer."""
 
     def __init__(
-        self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, plan: LaunchPlan | None = None
+        self,
+        model_path: str | Path,
+        heads_path: str | Path | None,
+        config: EngineConfig,
+        seed: int = 0,
+        *,
+        plan: LaunchPlan | None = None,
     ) -> None:
         """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to start.
 
@@ -56,7 +70,9 @@ class ColocatedEngine(base.WorkerEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         params, llm = self._params(prompts, sampling), self._running()
         repeat = sampling.responses_per_prompt
-        requests: list[Any] = [request for prompt in prompts for request in [_request(prompt)] * repeat]
+        requests: list[Any] = [
+            request for prompt in prompts for request in [_request(prompt)] * repeat
+        ]
 
         def answer() -> list[Response]:
             with _engine_errors("generating"):
@@ -66,48 +82,86 @@ class ColocatedEngine(base.WorkerEngine):
 
         return self._answered(prompts, sampling, answer)
 
-    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+    def generate_as_finished(
+        self, prompts: base.Prompts, sampling: Sampling, finished: Finished
+    ) -> Rollouts:
         return tell(self.generate_in_steps(prompts, sampling), finished)
 
-    def generate_in_steps(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
+    def generate_in_steps(
+        self, prompts: base.Prompts, sampling: Sampling
+    ) -> Iterator[Ended | Rollouts]:
         """The responses of each engine step in which some ended, and at last the whole. All requests are in the engine from the first step
         on, as in `generate`, so every step is the same; who does not want the rest closes the generator."""
         from vllm.sampling_params import RequestOutputKind
 
         params, engine = self._params(prompts, sampling), self._running().llm_engine
-        before, started, repeat, found = self.counters(), time.perf_counter(), sampling.responses_per_prompt, Ended()
+        before, started, repeat, found = (
+            self.counters(),
+            time.perf_counter(),
+            sampling.responses_per_prompt,
+            Ended(),
+        )
         with _engine_errors("generating"):
             try:
                 for place, settings in enumerate(params):
                     settings.output_kind = RequestOutputKind.FINAL_ONLY
-                    request: Any = {"type": "token", "prompt_token_ids": list(prompts[place // repeat])}
+                    request: Any = {
+                        "type": "token",
+                        "prompt_token_ids": list(prompts[place // repeat]),
+                    }
                     engine.add_request(str(place), request, settings)
                 while engine.has_unfinished_requests():
                     outputs: list[Any] = [output for output in engine.step() if output.finished]
-                    ended = {int(o.request_id): _response(int(o.request_id) // repeat, o.outputs[0]) for o in outputs}
+                    ended = {
+                        int(o.request_id): _response(int(o.request_id) // repeat, o.outputs[0])
+                        for o in outputs
+                    }
                     found |= ended
                     if ended:
                         yield ended
             finally:
                 if len(found) < len(params):
-                    engine.abort_request([str(place) for place in range(len(params)) if place not in found])
-        yield self._whole(prompts, sampling, [found[place] for place in range(len(params))], before, started)
+                    engine.abort_request(
+                        [str(place) for place in range(len(params)) if place not in found]
+                    )
+        yield self._whole(
+            prompts, sampling, [found[place] for place in range(len(params))], before, started
+        )
 
-    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+    def generate_partly(
+        self, prompts: base.Prompts, sampling: Sampling, partly: Partly
+    ) -> Rollouts:
         """A request that goes on has a new seed, and what there is of its response stands behind its prompt. When enough have ended is
         looked at after each step of the engine, so it does not depend on the clock."""
         from vllm.sampling_params import RequestOutputKind
 
-        params, engine, repeat = self._params(prompts, sampling), self._running().llm_engine, sampling.responses_per_prompt
-        before, started, texts = self.counters(), time.perf_counter(), [Text.of(response) for response in partly.begun]
+        params, engine, repeat = (
+            self._params(prompts, sampling),
+            self._running().llm_engine,
+            sampling.responses_per_prompt,
+        )
+        before, started, texts = (
+            self.counters(),
+            time.perf_counter(),
+            [Text.of(response) for response in partly.begun],
+        )
         open_places = [place for place, text in enumerate(texts) if text.ended == UNFINISHED]
-        unfinished = {index: sum(text.ended == UNFINISHED for text in texts[index * repeat :][:repeat]) for index in range(len(prompts))}
+        unfinished = {
+            index: sum(text.ended == UNFINISHED for text in texts[index * repeat :][:repeat])
+            for index in range(len(prompts))
+        }
         with _engine_errors("generating"):
             try:
                 for place in open_places:
                     text, settings = texts[place], params[place]
-                    settings.output_kind, settings.max_tokens = RequestOutputKind.DELTA, sampling.max_new_tokens - len(text.ids)
-                    request: Any = {"type": "token", "prompt_token_ids": [*prompts[place // repeat], *text.ids]}
+                    settings.output_kind, settings.max_tokens = (
+                        RequestOutputKind.DELTA,
+                        sampling.max_new_tokens - len(text.ids),
+                    )
+                    request: Any = {
+                        "type": "token",
+                        "prompt_token_ids": [*prompts[place // repeat], *text.ids],
+                    }
                     engine.add_request(str(place), request, settings)
                 while not partly.over(unfinished):
                     outputs: list[Any] = list(engine.step())
@@ -116,11 +170,20 @@ class ColocatedEngine(base.WorkerEngine):
                         texts[place].add(output.outputs[0])
                         unfinished[place // repeat] -= output.finished
             finally:
-                if left := [str(place) for place in open_places if texts[place].ended == UNFINISHED]:
+                if left := [
+                    str(place) for place in open_places if texts[place].ended == UNFINISHED
+                ]:
                     engine.abort_request(left)
-        responses = [base.checked_response(place // repeat, text.ids, text.logprobs, text.ended) for place, text in enumerate(texts)]
-        written = sum(len(text.ids) for text in texts) - sum(len(response.token_ids) for response in partly.begun)
-        return replace(self._whole(prompts, sampling, responses, before, started), written_tokens=written)
+        responses = [
+            base.checked_response(place // repeat, text.ids, text.logprobs, text.ended)
+            for place, text in enumerate(texts)
+        ]
+        written = sum(len(text.ids) for text in texts) - sum(
+            len(response.token_ids) for response in partly.begun
+        )
+        return replace(
+            self._whole(prompts, sampling, responses, before, started), written_tokens=written
+        )
 
     def _params(self, prompts: base.Prompts, sampling: Sampling) -> list[SamplingParams]:
         """vLLM's settings for each response, of a call that is possible now."""
@@ -130,10 +193,19 @@ class ColocatedEngine(base.WorkerEngine):
         self._running()
         if self._actor_lost:
             given = "generate() after a sleep of level 2, or after a broadcast that broke off"
-            raise EngineError("The engine has no whole actor.", given=given, expected="sync_actor() first", do="Sync the actor.")
-        seeds = [request_seed(sampling, i) for i in range(len(prompts) * sampling.responses_per_prompt)]
+            raise EngineError(
+                "The engine has no whole actor.",
+                given=given,
+                expected="sync_actor() first",
+                do="Sync the actor.",
+            )
+        seeds = [
+            request_seed(sampling, i) for i in range(len(prompts) * sampling.responses_per_prompt)
+        ]
         arguments = [base.sampling_arguments(sampling, self.plan.stop_ids, seed) for seed in seeds]
-        return [SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments]
+        return [
+            SamplingParams(**given, detokenize=False, flat_logprobs=True) for given in arguments
+        ]
 
     def check_actor(self, entries: Header) -> list[str]:
         return [answer["device"] for answer in self._answers("medusa_check_actor", entries)]
@@ -178,7 +250,11 @@ class ColocatedEngine(base.WorkerEngine):
 
     def counters(self) -> Counters:
         llm = self._running()
-        return read_counters(llm.get_metrics()) if self.plan.engine_args.get("speculative_config") else Counters()
+        return (
+            read_counters(llm.get_metrics())
+            if self.plan.engine_args.get("speculative_config")
+            else Counters()
+        )
 
     def close(self) -> None:
         llm, self._llm = self._llm, None
@@ -187,9 +263,19 @@ class ColocatedEngine(base.WorkerEngine):
 
     def _running(self) -> LLM:
         if self._llm is None:
-            raise EngineError("The engine is closed.", given="a call after close()", expected="a running engine", do="Start a new one.")
+            raise EngineError(
+                "The engine is closed.",
+                given="a call after close()",
+                expected="a running engine",
+                do="Start a new one.",
+            )
         if self._asleep:  # Its memory is not there, and vLLM would wait for ever.
-            raise EngineError("The engine is asleep.", given="a call after sleep()", expected="wake() first", do="Wake it.")
+            raise EngineError(
+                "The engine is asleep.",
+                given="a call after sleep()",
+                expected="wake() first",
+                do="Wake it.",
+            )
         return self._llm
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
@@ -198,7 +284,10 @@ class ColocatedEngine(base.WorkerEngine):
     def _answers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Every worker's answer, after looking for errors in each."""
         with _engine_errors(f"calling {method}"):
-            return [raise_reported(answer) for answer in self._running().collective_rpc(method, args=args)]
+            return [
+                raise_reported(answer)
+                for answer in self._running().collective_rpc(method, args=args)
+            ]
 
 
 @dataclass
@@ -216,7 +305,9 @@ class Text:
     def add(self, completion: Any) -> None:
         """What one step of the engine has brought."""
         if completion.token_ids:
-            assert list(completion.logprobs.token_ids) == list(completion.token_ids), "vLLM's first log-prob is that of the sampled token"
+            assert list(completion.logprobs.token_ids) == list(completion.token_ids), (
+                "vLLM's first log-prob is that of the sampled token"
+            )
             self.ids += completion.token_ids
             self.logprobs += completion.logprobs.logprobs
         self.ended = completion.finish_reason or UNFINISHED
@@ -264,7 +355,9 @@ class AttachedEngine(base.WorkerEngine):
             do="Generate through the loop.",
         )
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         receipt = super().swap_heads(path, version, checked)
         fresh = self._kept_state.with_suffix(".new")
         shutil.copyfile(path, fresh)
@@ -325,7 +418,10 @@ def _request(prompt: Sequence[int]) -> dict[str, Any]:
     """A prompt as vLLM takes it: images beside the ids, each of them one token, whose features vLLM computes itself."""
     if not isinstance(prompt, ImagePrompt):
         return {"prompt_token_ids": list(prompt)}
-    return {"prompt_token_ids": list(prompt.short_ids), "multi_modal_data": {"image": [open_image(image) for image in prompt.images]}}
+    return {
+        "prompt_token_ids": list(prompt.short_ids),
+        "multi_modal_data": {"image": [open_image(image) for image in prompt.images]},
+    }
 
 
 def _check_images(prompts: base.Prompts, read: Sequence[Sequence[int] | None]) -> None:
@@ -342,8 +438,12 @@ def _check_images(prompts: base.Prompts, read: Sequence[Sequence[int] | None]) -
 
 def _response(prompt_index: int, completion: Any) -> Response:
     logprobs = completion.logprobs
-    assert list(logprobs.token_ids) == list(completion.token_ids), "vLLM's first log-prob is that of the sampled token"
-    return base.checked_response(prompt_index, completion.token_ids, logprobs.logprobs, completion.finish_reason)
+    assert list(logprobs.token_ids) == list(completion.token_ids), (
+        "vLLM's first log-prob is that of the sampled token"
+    )
+    return base.checked_response(
+        prompt_index, completion.token_ids, logprobs.logprobs, completion.finish_reason
+    )
 
 
 def process_counters() -> Counters:
@@ -358,7 +458,10 @@ def read_counters(metrics: Any) -> Counters:
     values = {m.name.removeprefix(COUNTER): m for m in metrics if m.name.startswith(COUNTER)}
     if "drafts" not in values:
         raise EngineError(
-            "vLLM reports no acceptance counters.", given=sorted(values), expected=f"{COUNTER}drafts", do="Leave disable_log_stats alone."
+            "vLLM reports no acceptance counters.",
+            given=sorted(values),
+            expected=f"{COUNTER}drafts",
+            do="Leave disable_log_stats alone.",
         )
     return Counters(
         int(values["drafts"].value),

@@ -58,7 +58,13 @@ class ServerEngine(base.WorkerEngine):
     _settings: Drafting
     """How it was told to draft."""
 
-    def __init__(self, model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        heads_path: str | Path | None,
+        config: EngineConfig,
+        seed: int = 0,
+    ) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises as `plan_launch`, and EngineError when no server answers."""
         self.plan = plan_launch(model_path, heads_path, config, seed)
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +81,9 @@ class ServerEngine(base.WorkerEngine):
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
             self._wait_until_healthy(started_here=not config.addresses)
-            self._model_name = self._json("GET", "/v1/models", lambda body: str(body["data"][0]["id"]))
+            self._model_name = self._json(
+                "GET", "/v1/models", lambda body: str(body["data"][0]["id"])
+            )
             self._take_stock(self.plan.drafting, needs_heads=bool(heads_path))
         except BaseException:
             self.close()
@@ -86,28 +94,42 @@ class ServerEngine(base.WorkerEngine):
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         return self.generate_as_finished(prompts, sampling, lambda place, response: None)
 
-    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+    def generate_as_finished(
+        self, prompts: base.Prompts, sampling: Sampling, finished: Finished
+    ) -> Rollouts:
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
         count = len(prompts) * repeat
         longest_s = patience_s(count, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
-            response = self._complete(i // repeat, list(prompts[i // repeat]), request_seed(sampling, i), sampling, longest_s)
+            response = self._complete(
+                i // repeat,
+                list(prompts[i // repeat]),
+                request_seed(sampling, i),
+                sampling,
+                longest_s,
+            )
             finished(i, response)
             return response
 
         def answer() -> list[Response]:
-            with ThreadPoolExecutor(min(count, self._workers), thread_name_prefix="medusa-ppo-http") as pool:
+            with ThreadPoolExecutor(
+                min(count, self._workers), thread_name_prefix="medusa-ppo-http"
+            ) as pool:
                 return list(pool.map(complete, range(count)))
 
         return self._answered(prompts, sampling, answer)
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         # Running requests stand still while the engine is at it: the file is read and summed up here, where they don't wait for that.
         return super().swap_heads(path, version, checked or base.check_state(path, "new heads"))
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         # Other clients may have requests running: they wait, and their cached keys and values are computed anew.
         file = base.check_file(path, "the actor's weights")
         checked = checked or base.check_state(file, "the actor's weights", tensorwise_checksum)
@@ -139,7 +161,10 @@ class ServerEngine(base.WorkerEngine):
 
     def _who_answers(self) -> tuple[str, int]:
         """A name of the worker's process, and its actor's version."""
-        return self._asked("medusa_checksums", lambda answer: (str(answer["process"]), int(answer["actor_version"])))
+        return self._asked(
+            "medusa_checksums",
+            lambda answer: (str(answer["process"]), int(answer["actor_version"])),
+        )
 
     def _meet_again(self) -> None:
         """A server that was started again drafts as it was told to, and waits for its heads (`heads_version` is -1).
@@ -188,14 +213,28 @@ class ServerEngine(base.WorkerEngine):
         port = free_port()
         handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
         self._log = Path(name)
-        env = os.environ | process_environment(config, has_gpu=torch.cuda.is_available()) | self.plan.environment
+        env = (
+            os.environ
+            | process_environment(config, has_gpu=torch.cuda.is_available())
+            | self.plan.environment
+        )
         env |= {"VLLM_SERVER_DEV_MODE": "1", TOKEN: token, "VLLM_API_KEY": token}
         # The server keeps its API in one process and the model in another; the setting for in-process engines is not its own.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        command = [sys.executable, "-m", "medusa_ppo.engines.launch", *server_arguments(self.plan, port)]
+        command = [
+            sys.executable,
+            "-m",
+            "medusa_ppo.engines.launch",
+            *server_arguments(self.plan, port),
+        ]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
             )
         finally:
             os.close(handle)
@@ -237,23 +276,48 @@ class ServerEngine(base.WorkerEngine):
 
     # ---- HTTP ---------------------------------------------------------------------------------------------------------------
 
-    def _complete(self, prompt_index: int, prompt: list[int], seed: int | None, sampling: Sampling, longest_s: float) -> Response:
+    def _complete(
+        self,
+        prompt_index: int,
+        prompt: list[int],
+        seed: int | None,
+        sampling: Sampling,
+        longest_s: float,
+    ) -> Response:
         body = base.sampling_arguments(sampling, self.plan.stop_ids, seed)
-        body |= {"model": self._model_name, "prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        body |= {
+            "model": self._model_name,
+            "prompt": prompt,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
         given = {name: value for name, value in body.items() if value is not None}
 
         def response(body: Any) -> Response:
             choice = body["choices"][0]
             token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            strange = [token for token in token_ids if type(token) is not int or not 0 <= token < (self.plan.vocab_size or 1 << 31)]
+            strange = [
+                token
+                for token in token_ids
+                if type(token) is not int or not 0 <= token < (self.plan.vocab_size or 1 << 31)
+            ]
             if strange or len(token_ids) > sampling.max_new_tokens:
-                raise ValueError(f"{len(token_ids)} tokens for max_tokens {sampling.max_new_tokens}, {len(strange)} outside the vocabulary")
-            return base.checked_response(prompt_index, token_ids, logprobs, str(choice["finish_reason"]))
+                raise ValueError(
+                    f"{len(token_ids)} tokens for max_tokens {sampling.max_new_tokens}, {len(strange)} outside the vocabulary"
+                )
+            return base.checked_response(
+                prompt_index, token_ids, logprobs, str(choice["finish_reason"])
+            )
 
         return self._json("POST", "/v1/completions", response, within_s=longest_s, json=given)
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
-        return self._json("POST", "/collective_rpc", lambda body: first_of(body["results"]), json={"method": method, "args": list(args)})
+        return self._json(
+            "POST",
+            "/collective_rpc",
+            lambda body: first_of(body["results"]),
+            json={"method": method, "args": list(args)},
+        )
 
     def _json(self, verb: str, path: str, take: Callable[[Any], Found], **kwargs: Any) -> Found:
         """What `take` finds in the answer's JSON."""
@@ -263,7 +327,9 @@ class ServerEngine(base.WorkerEngine):
     def _post(self, path: str, **kwargs: Any) -> httpx.Response:
         return self._request("POST", path, **kwargs)
 
-    def _request(self, verb: str, path: str, *, within_s: float | None = None, **kwargs: Any) -> httpx.Response:
+    def _request(
+        self, verb: str, path: str, *, within_s: float | None = None, **kwargs: Any
+    ) -> httpx.Response:
         """An answer that is one; EngineError for any other, and for none."""
         within_s = within_s or CALL_TIMEOUT_S
         try:
@@ -277,11 +343,17 @@ class ServerEngine(base.WorkerEngine):
             ) from error
         if answer.status_code != httpx.codes.OK:
             do = {
-                int(httpx.codes.NOT_FOUND): "Start the server with VLLM_SERVER_DEV_MODE=1 and our worker extension.",
-                int(httpx.codes.UNAUTHORIZED): f"Set {TOKEN} to the secret that the server was started with.",
+                int(
+                    httpx.codes.NOT_FOUND
+                ): "Start the server with VLLM_SERVER_DEV_MODE=1 and our worker extension.",
+                int(
+                    httpx.codes.UNAUTHORIZED
+                ): f"Set {TOKEN} to the secret that the server was started with.",
             }.get(answer.status_code, "Read its log.")
             given = f"{verb} {path}: {answer.status_code} {answer.text[:500]}"
-            raise EngineError("The vLLM server refused a request.", given=given, expected="200", do=do)
+            raise EngineError(
+                "The vLLM server refused a request.", given=given, expected="200", do=do
+            )
         return answer
 
     def _fetch(self, verb: str, path: str, within_s: float, **kwargs: Any) -> httpx.Response:
@@ -299,7 +371,10 @@ def last_words(log: str) -> str:
     """The end of a log, below the first exception in it: a server ends long after its engine, with "See root cause above"."""
     lines = log.splitlines()
     first = next((number for number, line in enumerate(lines) if RAISED.search(line)), len(lines))
-    return "\n".join(([lines[first], "..."] if first < len(lines) - LOG_TAIL_LINES else []) + lines[-LOG_TAIL_LINES:])
+    return "\n".join(
+        ([lines[first], "..."] if first < len(lines) - LOG_TAIL_LINES else [])
+        + lines[-LOG_TAIL_LINES:]
+    )
 
 
 def patience_s(count: int, sampling: Sampling, slots: int) -> float:
@@ -317,12 +392,21 @@ def free_port() -> int:
 def parse_counters(text: str) -> Counters:
     """Acceptance counters of the Prometheus page, summed over engines."""
     totals, positions = collections.Counter[str](), collections.Counter[int]()
-    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+    for sample in (
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ):
         if sample.name == f"{COUNTER}accepted_tokens_per_pos_total":
             positions[int(sample.labels["position"])] += int(sample.value)
         elif sample.name.startswith(COUNTER):
             totals[sample.name] += int(sample.value)
-    drafts, drafted, accepted = (totals[f"{COUNTER}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    drafts, drafted, accepted = (
+        totals[f"{COUNTER}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
     if any(not 0 <= position < MOST_POSITIONS for position in positions):
         raise ValueError(f"position {max(positions)}")
-    return Counters(drafts, drafted, accepted, tuple(positions[i] for i in range(max(positions, default=-1) + 1)))
+    return Counters(
+        drafts,
+        drafted,
+        accepted,
+        tuple(positions[i] for i in range(max(positions, default=-1) + 1)),
+    )

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from heads import HeadsConfig
-from heads.errors import CheckpointError, ConfigError, LossyError, ModelError, UnsupportedVersionError
+from heads.errors import (
+    CheckpointError,
+    ConfigError,
+    LossyError,
+    ModelError,
+    UnsupportedVersionError,
+)
 from medusa_ppo.config import VISION_FAMILIES, EngineConfig
 from medusa_ppo.hardware import settled_engine
 from medusa_ppo.vllm_plugin import GUARD, TRANSFER, WORKER_EXTENSION, Drafting
@@ -95,7 +101,9 @@ class LaunchPlan:
         return {V2_SWITCH: "1"} if self.runner == "v2" else {}
 
 
-def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int) -> LaunchPlan:
+def plan_launch(
+    model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int
+) -> LaunchPlan:
     """Check everything that can be known before an engine starts.
 
     Raises:
@@ -106,7 +114,10 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
     refuse_lossy(config.extra)
     model = read_model_config(model_path)
     text = {**model, **(model.get("text_config") or {})}
-    vocab_size, hidden_size = int(text.get("vocab_size", 0)), int(text.get("hidden_size", text.get("n_embd", 0)))
+    vocab_size, hidden_size = (
+        int(text.get("vocab_size", 0)),
+        int(text.get("hidden_size", text.get("n_embd", 0))),
+    )
     args: dict[str, Any] = {
         "model": str(model_path),
         "dtype": config.dtype,
@@ -124,7 +135,11 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
     }
     if model.get("model_type") in VISION_FAMILIES:
         # vLLM finds the places of images by the tokenizer, and looks for the vocabulary of Medusa heads in the outermost config.
-        args |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}, "hf_overrides": {"vocab_size": vocab_size}}
+        args |= {
+            "skip_tokenizer_init": False,
+            "limit_mm_per_prompt": {"video": 0},
+            "hf_overrides": {"vocab_size": vocab_size},
+        }
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}
@@ -146,12 +161,23 @@ def plan_launch(model_path: str | Path, heads_path: str | Path | None, config: E
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
     if config.sleep_level:
         if is_cpu_build():
-            logger.warning("engine.sleep_level=%d frees nothing here: vLLM's CPU build keeps its memory.", config.sleep_level)
+            logger.warning(
+                "engine.sleep_level=%d frees nothing here: vLLM's CPU build keeps its memory.",
+                config.sleep_level,
+            )
         else:
             args["enable_sleep_mode"] = True
     args.update(config.extra)
     drafting = _drafting(config, heads, runner)
-    return LaunchPlan(args, stop_ids(model_path, text), max_drafts, drafting, args["max_model_len"], vocab_size, runner)
+    return LaunchPlan(
+        args,
+        stop_ids(model_path, text),
+        max_drafts,
+        drafting,
+        args["max_model_len"],
+        vocab_size,
+        runner,
+    )
 
 
 def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
@@ -161,15 +187,34 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
     version, first = vllm_version(), text_of(FIRST_V2)
     lacks: list[tuple[type[UnsupportedVersionError | ConfigError], str, str]] = []
     if not has_v2(version):
-        lacks.append((UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested"))
+        lacks.append(
+            (UnsupportedVersionError, f"vLLM {version}", f"vLLM {first} or later that was tested")
+        )
     if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
-        lacks.append((UnsupportedVersionError, "vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"))
+        lacks.append(
+            (
+                UnsupportedVersionError,
+                "vLLM's CPU build",
+                "a GPU (tests run it on Triton's interpreter)",
+            )
+        )
     for name in ("choose_drafts", "draft_vocab", "memory_bytes", "stop_below"):
         if getattr(config, name):
-            lacks.append((ConfigError, f"engine.{name}={getattr(config, name)}", "unset: V2 tells a drafter no tokens on the host"))
+            lacks.append(
+                (
+                    ConfigError,
+                    f"engine.{name}={getattr(config, name)}",
+                    "unset: V2 tells a drafter no tokens on the host",
+                )
+            )
     if lacks:
         error, given, expected = lacks[0]
-        raise error("vLLM's V2 model runner can't be had.", given=given, expected=expected, do="Set engine.runner=v1, or leave it out.")
+        raise error(
+            "vLLM's V2 model runner can't be had.",
+            given=given,
+            expected=expected,
+            do="Set engine.runner=v1, or leave it out.",
+        )
     return "v2"
 
 
@@ -222,13 +267,19 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
         path = folder / "config.json"
         if not path.is_file():
             raise ModelError(
-                "The model folder has no config.json.", given=str(folder), expected="a transformers model folder", do="Check the path."
+                "The model folder has no config.json.",
+                given=str(folder),
+                expected="a transformers model folder",
+                do="Check the path.",
             )
         return _read_json(path)
     name = str(model_path)
     if name.count("/") != 1 or name.startswith((".", "~", os.sep)):
         raise ModelError(
-            "The model folder does not exist.", given=name, expected="a folder, or a hub name like org/name", do="Check the path."
+            "The model folder does not exist.",
+            given=name,
+            expected="a folder, or a hub name like org/name",
+            do="Check the path.",
         )
     from transformers import AutoConfig  # Only needed for hub names; the import is slow.
 
@@ -251,12 +302,23 @@ def read_heads_config(heads_path: str | Path, hidden_size: int, vocab_size: int)
         raw = json.loads(path.read_text(encoding="utf-8"))
         heads = HeadsConfig.from_dict(raw["medusa_ppo"]["heads"])
     except OSError:
-        raise CheckpointError("There is no heads directory.", given=str(heads_path), expected=native, do="Check the path.") from None
+        raise CheckpointError(
+            "There is no heads directory.",
+            given=str(heads_path),
+            expected=native,
+            do="Check the path.",
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            "This is not a native heads directory.", given=f"{path}: {error!r}", expected=native, do="Convert it first."
+            "This is not a native heads directory.",
+            given=f"{path}: {error!r}",
+            expected=native,
+            do="Convert it first.",
         ) from None
-    for name, value, actor in (("hidden_size", heads.hidden_size, hidden_size), ("vocab_size", heads.vocab_size, vocab_size)):
+    for name, value, actor in (
+        ("hidden_size", heads.hidden_size, hidden_size),
+        ("vocab_size", heads.vocab_size, vocab_size),
+    ):
         if actor and value != actor:
             raise CheckpointError(
                 "The heads were made for another actor.",
@@ -271,11 +333,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"The model's {path.name} is damaged.", given=f"{path}: {error}", expected="JSON", do="Copy it again.") from None
+        raise ModelError(
+            f"The model's {path.name} is damaged.",
+            given=f"{path}: {error}",
+            expected="JSON",
+            do="Copy it again.",
+        ) from None
 
 
 def _refused(name: str, value: object, why: str, expected: object = "unset") -> ConfigError:
-    return ConfigError(f"engine.extra.{name} can't be {why}.", given=value, expected=expected, do=f"Remove {name}.")
+    return ConfigError(
+        f"engine.extra.{name} can't be {why}.", given=value, expected=expected, do=f"Remove {name}."
+    )
 
 
 def refuse_lossy(extra: dict[str, Any]) -> None:
@@ -288,16 +357,31 @@ def refuse_lossy(extra: dict[str, Any]) -> None:
         return
     settings = speculative if isinstance(speculative, dict) else {}
     method = settings.get("rejection_sample_method", "standard")
-    lossy = [name for name in settings if "typical" in name or "posterior" in name or name.startswith("synthetic")]
-    typical = "typical" in str(settings.get("spec_decoding_acceptance_method", settings.get("draft_token_acceptance_method", "")))
+    lossy = [
+        name
+        for name in settings
+        if "typical" in name or "posterior" in name or name.startswith("synthetic")
+    ]
+    typical = "typical" in str(
+        settings.get(
+            "spec_decoding_acceptance_method", settings.get("draft_token_acceptance_method", "")
+        )
+    )
     if method not in LOSSLESS_METHODS or lossy or typical:
         raise LossyError(
             "This acceptance rule would change the distribution of the sampled tokens, and PPO would learn from wrong log-probs.",
-            given=f"rejection_sample_method={method}" if method not in LOSSLESS_METHODS else ", ".join(lossy) or "typical acceptance",
+            given=f"rejection_sample_method={method}"
+            if method not in LOSSLESS_METHODS
+            else ", ".join(lossy) or "typical acceptance",
             expected="rejection_sample_method=standard, which is lossless",
             do="Remove the setting.",
         )
-    raise _refused("speculative_config", speculative, "set: the engine builds it from the heads", "heads.path and engine.num_drafts")
+    raise _refused(
+        "speculative_config",
+        speculative,
+        "set: the engine builds it from the heads",
+        "heads.path and engine.num_drafts",
+    )
 
 
 def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
@@ -306,11 +390,19 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
             raise _refused(name, extra[name], f"combined with draft heads: {reason}")
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if int(extra.get(name, 1)) > 1:
-            raise _refused(name, extra[name], "combined with draft heads in this version; use tensor parallelism", 1)
+            raise _refused(
+                name,
+                extra[name],
+                "combined with draft heads in this version; use tensor parallelism",
+                1,
+            )
     if v2_asked() and runner != "v2":
         do = "Unset the variable, or set engine.runner=v2."
         raise ConfigError(
-            "The environment asks for another model runner.", given=f"{V2_SWITCH}=1", expected=f"engine.runner={runner}", do=do
+            "The environment asks for another model runner.",
+            given=f"{V2_SWITCH}=1",
+            expected=f"engine.runner={runner}",
+            do=do,
         )
 
 
@@ -327,7 +419,8 @@ def stop_ids(model_path: str | Path, text_config: dict[str, Any]) -> tuple[int, 
 def _tokenizer_end(folder: Path) -> list[int]:
     """The tokenizer's end token, from its files: the engine has no tokenizer."""
     settings, tokens = (
-        _read_json(path) if path.is_file() else {} for path in (folder / "tokenizer_config.json", folder / "tokenizer.json")
+        _read_json(path) if path.is_file() else {}
+        for path in (folder / "tokenizer_config.json", folder / "tokenizer.json")
     )
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
@@ -344,20 +437,38 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
     env = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if has_gpu:
         return env
-    env |= {"OMP_NUM_THREADS": str(settled_engine(config).threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env |= {
+        "OMP_NUM_THREADS": str(settled_engine(config).threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.is_file():
         # Intel's OpenMP, as vLLM's CPU build asks for; it only works when it is loaded before torch, and in the place of GNU's:
         # that is what vLLM leaves here once it ran in this process, and with both it does not start.
-        others = [part for part in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if part and not OPENMP.search(part)]
+        others = [
+            part
+            for part in re.split("[: ]", os.environ.get("LD_PRELOAD", ""))
+            if part and not OPENMP.search(part)
+        ]
         env["LD_PRELOAD"] = ":".join([*others, str(openmp)])
     return env
 
 
 def server_arguments(plan: LaunchPlan, port: int) -> list[str]:
     """Command line of the server: the engine's arguments as flags."""
-    arguments = ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log", "--middleware", GUARD]
-    if int(plan.engine_args.get("tensor_parallel_size", 1)) == 1 and "distributed_executor_backend" not in plan.engine_args:
+    arguments = [
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+        "--disable-uvicorn-access-log",
+        "--middleware",
+        GUARD,
+    ]
+    if (
+        int(plan.engine_args.get("tensor_parallel_size", 1)) == 1
+        and "distributed_executor_backend" not in plan.engine_args
+    ):
         arguments += ["--distributed-executor-backend", "uni"]  # One process less to start.
     return arguments + engine_flags(plan.engine_args)
 
@@ -372,7 +483,10 @@ def engine_flags(engine_args: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            found += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+            found += [
+                f"--{flag}",
+                json.dumps(value) if isinstance(value, (dict, list)) else str(value),
+            ]
     return found
 
 

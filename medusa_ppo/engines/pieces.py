@@ -47,11 +47,20 @@ def tell(parts: Iterable[Ended | Rollouts], finished: Finished) -> Rollouts:
     found: Ended = {}
     for part in parts:
         if isinstance(part, Rollouts):
-            return part if part.responses else replace(part, responses=tuple(found[place] for place in range(len(found))))
+            return (
+                part
+                if part.responses
+                else replace(part, responses=tuple(found[place] for place in range(len(found))))
+            )
         found |= part
         for place, response in part.items():
             finished(place, response)
-    raise EngineError("An engine broke off.", given=f"{len(found)} responses", expected="all of them", do="Read the engine's log.")
+    raise EngineError(
+        "An engine broke off.",
+        given=f"{len(found)} responses",
+        expected="all of them",
+        do="Read the engine's log.",
+    )
 
 
 def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
@@ -59,7 +68,9 @@ def expected_tokens(prompt: Sequence[int], sampling: Sampling) -> int:
     return len(prompt) + sampling.responses_per_prompt * sampling.max_new_tokens
 
 
-def cut(prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1) -> list[Piece]:
+def cut(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, engines: int, smallest: int = 1
+) -> list[Piece]:
     """The call's pieces in the order in which they are given out; a function of the prompts alone, not of who is quick.
 
     Each piece takes a 1 / (2 x engines) share of the tokens that are left: the first ones are large, so that an engine batches well, the
@@ -95,7 +106,11 @@ def in_call(finished: Finished, piece: Piece, repeat: int) -> Finished:
 
 def piece_seed(sampling: Sampling, index: int) -> int | None:
     """Seed of a piece: pieces may hold the same prompt, which must not be answered alike."""
-    return None if sampling.seed is None else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)
+    return (
+        None
+        if sampling.seed is None
+        else (sampling.seed * 1_000_003 + index * 7_919 + 1) % (1 << 31)
+    )
 
 
 def request_seed(sampling: Sampling, index: int) -> int | None:
@@ -120,8 +135,15 @@ class SharedMemory(ResponseMemory):
         if not self.most_bytes:
             return
         keys = [prompt_key(prompt).hex() for prompt in rollouts.prompts]
-        numbered = [(index, one) for index, one in enumerate(rollouts.responses) if one.finish_reason != UNFINISHED]
-        rows = [(keys[one.prompt_index], 0, request_seed(rollouts.sampling, index), list(one.token_ids)) for index, one in numbered]
+        numbered = [
+            (index, one)
+            for index, one in enumerate(rollouts.responses)
+            if one.finish_reason != UNFINISHED
+        ]
+        rows = [
+            (keys[one.prompt_index], 0, request_seed(rollouts.sampling, index), list(one.token_ids))
+            for index, one in numbered
+        ]
         self.news.append((author, rows))
         with self._lock:
             self.version = version

@@ -27,9 +27,25 @@ from heads.tensorfile import checksum, tensorwise_checksum
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import Row
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.pieces import Finished, Partly, Piece, SharedMemory, cut, in_call, piece_seed
+from medusa_ppo.engines.pieces import (
+    Finished,
+    Partly,
+    Piece,
+    SharedMemory,
+    cut,
+    in_call,
+    piece_seed,
+)
 from medusa_ppo.files import OwnedFolder
-from medusa_ppo.types import Checked, Counters, EngineShare, Response, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import (
+    Checked,
+    Counters,
+    EngineShare,
+    Response,
+    Rollouts,
+    Sampling,
+    SwapReceipt,
+)
 from medusa_ppo.vllm_plugin import Drafting
 
 logger = logging.getLogger(__name__)
@@ -69,7 +85,14 @@ class EnginePool(base.RolloutEngine):
         memory: what all of them have said, once more beside theirs; of as many bytes as they have (0 until someone says so).
     """
 
-    def __init__(self, factory: Factory, count: int, *, smallest_piece: int = 1, on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        factory: Factory,
+        count: int,
+        *,
+        smallest_piece: int = 1,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start `count` engines, all at once. Raises what the first one that fails raises, after ending the others.
 
         Args:
@@ -87,7 +110,10 @@ class EnginePool(base.RolloutEngine):
         self.restarts, self._closing = 0, False
         starts = [self._threads.submit(factory, index) for index in range(count)]
         wait(starts)
-        self._seats = [Seat(index, None if start.exception() else start.result()) for index, start in enumerate(starts)]
+        self._seats = [
+            Seat(index, None if start.exception() else start.result())
+            for index, start in enumerate(starts)
+        ]
         failed = next((error for start in starts if (error := start.exception())), None)
         if failed is not None:
             self.close()
@@ -95,7 +121,10 @@ class EnginePool(base.RolloutEngine):
         engines = self._engines()
         self.max_drafts = min(engine.max_drafts for engine in engines)
         self.num_drafts = min(engine.num_drafts for engine in engines)
-        self.heads_version, self.policy_version = engines[0].heads_version, engines[0].policy_version
+        self.heads_version, self.policy_version = (
+            engines[0].heads_version,
+            engines[0].policy_version,
+        )
         for seat in self._seats:
             seat.versions = {"heads": self.heads_version, "actor": self.policy_version}
 
@@ -107,21 +136,43 @@ class EnginePool(base.RolloutEngine):
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
         """As `RolloutEngine.generate`. EngineError when no engine is left."""
-        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked))
+        return self._generate(
+            prompts, sampling, lambda engine, piece, *asked: engine.generate(*asked)
+        )
 
-    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+    def generate_as_finished(
+        self, prompts: base.Prompts, sampling: Sampling, finished: Finished
+    ) -> Rollouts:
         told = functools.partial(in_call, finished, repeat=sampling.responses_per_prompt)
-        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_as_finished(*asked, told(piece)))
+        return self._generate(
+            prompts,
+            sampling,
+            lambda engine, piece, *asked: engine.generate_as_finished(*asked, told(piece)),
+        )
 
-    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
+    def generate_partly(
+        self, prompts: base.Prompts, sampling: Sampling, partly: Partly
+    ) -> Rollouts:
         """As the engine's: of several none knows when all have enough."""
         if len(self._seats) > 1:
-            raise EngineError("Several engines can't stop half-way.", given=len(self._seats), expected="one", do="Set engine.replicas=1.")
-        return self._generate(prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly))
+            raise EngineError(
+                "Several engines can't stop half-way.",
+                given=len(self._seats),
+                expected="one",
+                do="Set engine.replicas=1.",
+            )
+        return self._generate(
+            prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly)
+        )
 
     def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         if not prompts:
-            raise DataError("There is no prompt.", given="an empty list", expected="at least one", do="Check the dataset and its filters.")
+            raise DataError(
+                "There is no prompt.",
+                given="an empty list",
+                expected="at least one",
+                do="Check the dataset and its filters.",
+            )
         started = time.perf_counter()
         for seat in self._seats:
             seat.share = EngineShare(seat.index)
@@ -131,7 +182,9 @@ class EnginePool(base.RolloutEngine):
         try:
             while waiting or running:
                 self._hand_out(waiting, running, prompts, sampling, ask)
-                starting = [seat.starting for seat in self._seats if seat.starting is not None and waiting]
+                starting = [
+                    seat.starting for seat in self._seats if seat.starting is not None and waiting
+                ]
                 if not running and not starting:
                     raise self._none_left()
                 awaited: list[Future[Any]] = [*running, *starting]
@@ -147,28 +200,49 @@ class EnginePool(base.RolloutEngine):
                         self.memory.hear(seat.engine, job.result(), self.policy_version)
                         seat.share, seat.restarts = seat.share.plus(job.result()), 0
         except Exception:
-            wait(running)  # No engine is left busy behind an error; one behind an interrupt is ended by close().
+            wait(
+                running
+            )  # No engine is left busy behind an error; one behind an interrupt is ended by close().
             raise
         self._spread_news()
         return self._joined(prompts, sampling, answers, time.perf_counter() - started)
 
-    def _hand_out(self, waiting: list[tuple[int, Piece]], running: Running, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> None:
+    def _hand_out(
+        self,
+        waiting: list[tuple[int, Piece]],
+        running: Running,
+        prompts: base.Prompts,
+        sampling: Sampling,
+        ask: Ask,
+    ) -> None:
         """Give each free engine the next piece, the one that ran the fewest tokens first."""
         self._revive()
         busy = {seat.index for seat, _, _ in running.values()}
         for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
             if waiting and seat.index not in busy:
                 index, piece = waiting.pop(0)
-                seeded = replace(sampling, seed=piece_seed(sampling, index)) if len(self._seats) > 1 else sampling
-                running[self._threads.submit(self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask)] = (seat, index, piece)
+                seeded = (
+                    replace(sampling, seed=piece_seed(sampling, index))
+                    if len(self._seats) > 1
+                    else sampling
+                )
+                running[
+                    self._threads.submit(
+                        self._ask, seat, piece, [prompts[i] for i in piece], seeded, ask
+                    )
+                ] = (seat, index, piece)
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         """As `RolloutEngine.swap_heads`, on all engines. SwapError when none took them."""
         receipt = self._deliver("heads", path, version, checked)
         self.heads_version = version
         return receipt
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         """As `RolloutEngine.sync_actor`, on all engines. SwapError when none took it."""
         receipt = self._deliver("actor", path, version, checked)
         self.policy_version = version
@@ -188,14 +262,25 @@ class EnginePool(base.RolloutEngine):
         """Those that all engines agree on. EngineError when they don't."""
         found = [engine.checksums() for engine in self._engines()]
         if any(sums != found[0] for sums in found):
-            raise EngineError("The engines hold different weights.", given=found, expected="the same in all", do="Swap or sync again.")
+            raise EngineError(
+                "The engines hold different weights.",
+                given=found,
+                expected="the same in all",
+                do="Swap or sync again.",
+            )
         return found[0]
 
     def counters(self) -> Counters:
         return sum((engine.counters() for engine in self._engines()), Counters())
 
     def choices(self) -> list[dict[str, Any]]:
-        return merge_choices([rows for _, rows in self._everywhere(lambda engine: engine.choices()) if isinstance(rows, list)])
+        return merge_choices(
+            [
+                rows
+                for _, rows in self._everywhere(lambda engine: engine.choices())
+                if isinstance(rows, list)
+            ]
+        )
 
     def plugin_report(self) -> dict[str, Any]:
         """The first engine's, and under `engines` everyone's."""
@@ -203,12 +288,19 @@ class EnginePool(base.RolloutEngine):
         return {**reports[0], "engines": reports}
 
     def remember(self, rows: Sequence[Row]) -> int:
-        return max(held for _, held in self._everywhere(lambda engine: engine.remember(rows)) if isinstance(held, int))
+        return max(
+            held
+            for _, held in self._everywhere(lambda engine: engine.remember(rows))
+            if isinstance(held, int)
+        )
 
     def _spread_news(self) -> None:
         """What each engine has said in this call, to all others."""
         if len(self._seats) > 1 and self.memory.news:
-            self._ask_all([seat for seat in self._ready() if seat.remembers], lambda engine: engine.remember(self.memory.news_for(engine)))
+            self._ask_all(
+                [seat for seat in self._ready() if seat.remembers],
+                lambda engine: engine.remember(self.memory.news_for(engine)),
+            )
         self.memory.news.clear()
 
     def sleep(self, level: int) -> None:
@@ -226,7 +318,9 @@ class EnginePool(base.RolloutEngine):
                 self.heads_version = self.heads_version if "heads" in self._kept else -1
 
     def close(self) -> None:
-        self._closing = True  # A call in another thread loses its engine now, and none is started for it.
+        self._closing = (
+            True  # A call in another thread loses its engine now, and none is started for it.
+        )
         # What is being started is waited for: it would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
@@ -243,7 +337,9 @@ class EnginePool(base.RolloutEngine):
 
     # ---- asking -------------------------------------------------------------------------------------------------------------
 
-    def _ask(self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
+    def _ask(
+        self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask
+    ) -> Rollouts:
         assert seat.engine is not None
         self._catch_up(seat)
         return ask(seat.engine, piece, prompts, sampling)
@@ -263,22 +359,44 @@ class EnginePool(base.RolloutEngine):
             engine.remember(self.memory.rows(self.policy_version))
             seat.remembers = True
 
-    def _joined(self, prompts: base.Prompts, sampling: Sampling, answers: list[tuple[Piece, Rollouts]], seconds: float) -> Rollouts:
+    def _joined(
+        self,
+        prompts: base.Prompts,
+        sampling: Sampling,
+        answers: list[tuple[Piece, Rollouts]],
+        seconds: float,
+    ) -> Rollouts:
         by_prompt: dict[int, list[Response]] = {}
         for piece, part in answers:
             for response in part.responses:
                 index = piece[response.prompt_index]
                 by_prompt.setdefault(index, []).append(replace(response, prompt_index=index))
-        responses = tuple(response for index in range(len(prompts)) for response in by_prompt[index])
+        responses = tuple(
+            response for index in range(len(prompts)) for response in by_prompt[index]
+        )
         counters = sum((part.counters for _, part in answers), Counters())
         shares = self.shares if len(self._seats) > 1 else ()
-        written = None if all(part.written_tokens is None for _, part in answers) else sum(part.generated_tokens for _, part in answers)
-        rollouts = Rollouts(tuple(map(tuple, prompts)), responses, counters, seconds, sampling, engines=shares, written_tokens=written)
+        written = (
+            None
+            if all(part.written_tokens is None for _, part in answers)
+            else sum(part.generated_tokens for _, part in answers)
+        )
+        rollouts = Rollouts(
+            tuple(map(tuple, prompts)),
+            responses,
+            counters,
+            seconds,
+            sampling,
+            engines=shares,
+            written_tokens=written,
+        )
         return base.with_versions(rollouts, self)
 
     # ---- the same on all engines ----------------------------------------------------------------------------------------------
 
-    def _deliver(self, what: str, path: str | Path, version: int, checked: Checked | None) -> SwapReceipt:
+    def _deliver(
+        self, what: str, path: str | Path, version: int, checked: Checked | None
+    ) -> SwapReceipt:
         """Heads or actor to all engines at once; the slowest one's seconds. The file is checked here, once, and not by each engine."""
         started = time.perf_counter()
         file = self._keep(base.check_file(path, NAMES[what]), f"{what}-{version}")
@@ -288,8 +406,12 @@ class EnginePool(base.RolloutEngine):
             file.unlink()
             raise
         while True:
-            answers = self._everywhere(lambda engine: getattr(engine, METHODS[what])(file, version, found))
-            receipts = [(seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)]
+            answers = self._everywhere(
+                lambda engine: getattr(engine, METHODS[what])(file, version, found)
+            )
+            receipts = [
+                (seat, answer) for seat, answer in answers if isinstance(answer, SwapReceipt)
+            ]
             if receipts or any(isinstance(answer, SwapError) for _, answer in answers):
                 break  # Otherwise all were lost over it; those that are started again are asked again.
         self._note_lost_heads()
@@ -304,7 +426,10 @@ class EnginePool(base.RolloutEngine):
         sums = {receipt.checksum for _, receipt in receipts}
         if len(sums) > 1:
             raise SwapError(
-                "The engines hold different weights after one swap.", given=sorted(sums), expected="one checksum", do="Swap again."
+                "The engines hold different weights after one swap.",
+                given=sorted(sums),
+                expected="one checksum",
+                do="Swap again.",
             )
         return SwapReceipt(version, receipts[0][1].checksum, time.perf_counter() - started)
 
@@ -342,15 +467,27 @@ class EnginePool(base.RolloutEngine):
         return self._ready()
 
     def _ask_all(
-        self, seats: list[Seat], call: Call, meanwhile: Callable[[], None] = lambda: None, patience_s: float | None = None
+        self,
+        seats: list[Seat],
+        call: Call,
+        meanwhile: Callable[[], None] = lambda: None,
+        patience_s: float | None = None,
     ) -> list[tuple[Seat, Any]]:
         """Their engines' answers; `meanwhile` is done here, and who is silent for so long after it is lost."""
-        jobs = [(seat, self._threads.submit(call, seat.engine)) for seat in seats if seat.engine is not None]
+        jobs = [
+            (seat, self._threads.submit(call, seat.engine))
+            for seat in seats
+            if seat.engine is not None
+        ]
         meanwhile()
         done = wait([job for _, job in jobs], patience_s).done
         answers = []
         for seat, job in jobs:
-            error = job.exception() if job in done else EngineError("The engine does not answer.", given=f"nothing for {patience_s} s")
+            error = (
+                job.exception()
+                if job in done
+                else EngineError("The engine does not answer.", given=f"nothing for {patience_s} s")
+            )
             if isinstance(error, SwapError):
                 logger.warning("Engine %d did not take the new weights. %s", seat.index, error)
             elif error is not None:
@@ -387,7 +524,12 @@ class EnginePool(base.RolloutEngine):
             if error is not None:
                 self._lost(seat, error)
             else:
-                seat.engine, seat.versions, seat.settings, seat.remembers = start.result(), {}, Drafting(), not self.memory.most_bytes
+                seat.engine, seat.versions, seat.settings, seat.remembers = (
+                    start.result(),
+                    {},
+                    Drafting(),
+                    not self.memory.most_bytes,
+                )
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
@@ -397,4 +539,9 @@ class EnginePool(base.RolloutEngine):
 
     def _none_left(self) -> EngineError:
         given = f"{self.restarts} restarts"
-        return EngineError("No engine of the pool is left.", given=given, expected="at least one engine", do="Read the engines' logs.")
+        return EngineError(
+            "No engine of the pool is left.",
+            given=given,
+            expected="at least one engine",
+            do="Read the engines' logs.",
+        )

@@ -65,13 +65,17 @@ class Uniformity:
             ids_M: int64, what was sampled there.
             sampling: temperature (above 0), top-k and top-p they were sampled with.
         """
-        logits_MV = truncate_logits(logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p)
+        logits_MV = truncate_logits(
+            logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p
+        )
         logp_MV = logits_MV.log_softmax(-1)
         p_MV = logp_MV.exp()
         mass_M = p_MV.gather(1, ids_M[:, None])[:, 0]
         # Ties stand in the order of their ids.
         first_MV = torch.arange(p_MV.shape[1], device=p_MV.device) < ids_M[:, None]
-        below_M = (p_MV * ((p_MV > mass_M[:, None]) | (first_MV & (p_MV == mass_M[:, None])))).sum(-1)
+        below_M = (p_MV * ((p_MV > mass_M[:, None]) | (first_MV & (p_MV == mass_M[:, None])))).sum(
+            -1
+        )
         inside_M = mass_M > 0
         uniform_M = torch.rand(len(ids_M), generator=self._generator, dtype=torch.float64)
         self._u.append((below_M + uniform_M.to(mass_M.device) * mass_M)[inside_M].cpu())
@@ -80,7 +84,9 @@ class Uniformity:
         mean_M = (p_MV * finite_MV).sum(-1)
         seen_M = finite_MV.gather(1, ids_M[:, None])[:, 0]
         self._shift += float((seen_M - mean_M)[inside_M].sum())
-        self._variance += float(((p_MV * finite_MV.square()).sum(-1) - mean_M.square())[inside_M].sum())
+        self._variance += float(
+            ((p_MV * finite_MV.square()).sum(-1) - mean_M.square())[inside_M].sum()
+        )
 
     @property
     def tokens(self) -> int:
@@ -93,7 +99,11 @@ class Uniformity:
         counts = torch.histc(u, BINS, 0.0, 1.0)
         expected = len(u) / BINS
         statistic = ((counts - expected) ** 2 / expected).sum()
-        return float(torch.special.gammaincc(torch.tensor((BINS - 1) / 2, dtype=torch.float64), statistic / 2))
+        return float(
+            torch.special.gammaincc(
+                torch.tensor((BINS - 1) / 2, dtype=torch.float64), statistic / 2
+            )
+        )
 
     @property
     def kolmogorov_p(self) -> float:
@@ -102,9 +112,21 @@ class Uniformity:
         steps = torch.arange(len(u) + 1, dtype=torch.float64) / len(u)
         distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
         t = distance * math.sqrt(len(u))
-        if t < 0.2:  # The series alternates there without falling; the law is 1 to more than ten digits.
+        if (
+            t < 0.2
+        ):  # The series alternates there without falling; the law is 1 to more than ten digits.
             return 1.0
-        return min(1.0, max(0.0, 2 * sum((-1) ** (j - 1) * math.exp(-2 * (j * t) ** 2) for j in range(1, SERIES_TERMS + 1))))
+        return min(
+            1.0,
+            max(
+                0.0,
+                2
+                * sum(
+                    (-1) ** (j - 1) * math.exp(-2 * (j * t) ** 2)
+                    for j in range(1, SERIES_TERMS + 1)
+                ),
+            ),
+        )
 
     @property
     def z(self) -> float:
@@ -114,7 +136,11 @@ class Uniformity:
     @property
     def honest(self) -> bool:
         """Nothing outside of the support, both p-values over 0.001, z within 3: by chance 1 honest engine in about 250 fails."""
-        return not self.outside and min(self.chi_square_p, self.kolmogorov_p) > LEAST_P and abs(self.z) < MOST_Z
+        return (
+            not self.outside
+            and min(self.chi_square_p, self.kolmogorov_p) > LEAST_P
+            and abs(self.z) < MOST_Z
+        )
 
     def figures(self) -> dict[str, Any]:
         """For a table or a file."""
@@ -132,15 +158,21 @@ class Uniformity:
 def add_rollouts(test: Uniformity, model: Any, rollouts: Rollouts) -> None:
     """All responses of some rollouts, against a transformers model in float32 or better."""
     for response in rollouts.responses:
-        add_response(test, model, rollouts.prompts[response.prompt_index], response, rollouts.sampling)
+        add_response(
+            test, model, rollouts.prompts[response.prompt_index], response, rollouts.sampling
+        )
 
 
 @torch.no_grad()
-def add_response(test: Uniformity, model: Any, prompt: Iterable[int], response: Response, sampling: Sampling) -> None:
+def add_response(
+    test: Uniformity, model: Any, prompt: Iterable[int], response: Response, sampling: Sampling
+) -> None:
     """One response, whose sampling may differ from its neighbours'."""
     prefix = list(prompt)
     row_1T = torch.tensor([[*prefix, *response.token_ids]], device=model.device)
-    test.add(model(input_ids=row_1T).logits[0, len(prefix) - 1 : -1], row_1T[0, len(prefix) :], sampling)
+    test.add(
+        model(input_ids=row_1T).logits[0, len(prefix) - 1 : -1], row_1T[0, len(prefix) :], sampling
+    )
 
 
 def sentence(drafting: Uniformity, plain: Uniformity | None) -> str:
@@ -149,9 +181,7 @@ def sentence(drafting: Uniformity, plain: Uniformity | None) -> str:
     if drafting.honest:
         return f"Honest: {drafting.tokens:,} tokens sampled with drafts fit the model's own distribution."
     if plain is not None and not plain.honest:
-        return (
-            "Not the drafts: without them the engine's tokens differ from the reference as well (its dtype, kernels or sampling settings)."
-        )
+        return "Not the drafts: without them the engine's tokens differ from the reference as well (its dtype, kernels or sampling settings)."
     return "WRONG: with drafts the tokens do not have the model's distribution, without them they do. Do not train on them; report this."
 
 
@@ -176,7 +206,11 @@ def tiny_model(folder: Path) -> LlamaForCausalLM:
 
 
 def sample(
-    engine: RolloutEngine, asked: Prompts, sampling: Sampling, tokens: int, advance: Callable[[float], object]
+    engine: RolloutEngine,
+    asked: Prompts,
+    sampling: Sampling,
+    tokens: int,
+    advance: Callable[[float], object],
 ) -> tuple[list[Rollouts], list[Rollouts]]:
     """At least so many tokens with the engine's drafts, and as many without, call by call in turn. It drafts afterwards as before."""
     drafts = engine.num_drafts
@@ -210,10 +244,15 @@ def judge(
 def beginnings(config: Any) -> list[list[int]]:
     """Prompts for any model: the token that begins its texts, or one that ends them, and one at random."""
     config = config.get_text_config()
-    begin = next(token for token in (config.bos_token_id, config.eos_token_id, 0) if token is not None)
+    begin = next(
+        token for token in (config.bos_token_id, config.eos_token_id, 0) if token is not None
+    )
     begin = begin[0] if isinstance(begin, list) else begin
     generator = torch.Generator().manual_seed(0)
-    return [[begin, token] for token in torch.randint(config.vocab_size, (PROMPTS,), generator=generator).tolist()]
+    return [
+        [begin, token]
+        for token in torch.randint(config.vocab_size, (PROMPTS,), generator=generator).tolist()
+    ]
 
 
 @torch.no_grad()
@@ -233,10 +272,17 @@ def run_probe() -> dict[str, Any]:
         stir(heads)
         save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
         config = EngineConfig(max_num_seqs=16, max_model_len=64, threads=1)
-        sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
+        sampling = Sampling(
+            temperature=TEMPERATURE, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=0
+        )
         with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
             report = engine.plugin_report()
-            rollouts = engine.generate(torch.randint(VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)).tolist(), sampling)
+            rollouts = engine.generate(
+                torch.randint(
+                    VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)
+                ).tolist(),
+                sampling,
+            )
         test = Uniformity()
         add_rollouts(test, model, rollouts)
     return {

@@ -70,11 +70,16 @@ class EngineHost:
         assert self._engine is not None, "start() was called"
         try:
             for part in self._engine.generate_in_steps(prompts, sampling):
-                yield (replace(part, responses=()) if isinstance(part, Rollouts) else part), self._state()
+                yield (
+                    (replace(part, responses=()) if isinstance(part, Rollouts) else part),
+                    self._state(),
+                )
         except MedusaError as error:
             yield error, self._state()
 
-    def call_with_bytes(self, method: str, content: np.ndarray, version: int, checked: Checked | None) -> Answer:
+    def call_with_bytes(
+        self, method: str, content: np.ndarray, version: int, checked: Checked | None
+    ) -> Answer:
         """Call a method that reads a file, with the file's bytes, which come from another node."""
         with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
             content.tofile(folder.path / "state.safetensors")
@@ -137,7 +142,10 @@ class RayEngine(base.RolloutEngine):
         given, plan = plan, plan or plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
             raise EngineError(
-                "Ray is not running.", given="no ray.init() in this process", expected="a Ray session", do="Call ray.init() first."
+                "Ray is not running.",
+                given="no ray.init() in this process",
+                expected="a Ray session",
+                do="Call ray.init() first.",
             )
         gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
         # No CPU is reserved: the engine and the companion share the node's cores, by design of the colocated mode.
@@ -155,18 +163,37 @@ class RayEngine(base.RolloutEngine):
         self._host: Any = actor.remote(model, heads, config, seed, given)
         self._slots = config.max_num_seqs or 1
         try:
-            self.elsewhere = self._ask("starting", "start", timeout=START_TIMEOUT_S) != ray.get_runtime_context().get_node_id()
+            self.elsewhere = (
+                self._ask("starting", "start", timeout=START_TIMEOUT_S)
+                != ray.get_runtime_context().get_node_id()
+            )
         except MedusaError:
             self.close()
             raise
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
-        return self._ask("calling generate", "call", "generate", prompts, sampling, timeout=longest_s)
+        longest_s = http_server.patience_s(
+            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
+        )
+        return self._ask(
+            "calling generate", "call", "generate", prompts, sampling, timeout=longest_s
+        )
 
-    def generate_partly(self, prompts: base.Prompts, sampling: Sampling, partly: Partly) -> Rollouts:
-        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
-        return self._ask("calling generate_partly", "call", "generate_partly", prompts, sampling, partly, timeout=longest_s)
+    def generate_partly(
+        self, prompts: base.Prompts, sampling: Sampling, partly: Partly
+    ) -> Rollouts:
+        longest_s = http_server.patience_s(
+            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
+        )
+        return self._ask(
+            "calling generate_partly",
+            "call",
+            "generate_partly",
+            prompts,
+            sampling,
+            partly,
+            timeout=longest_s,
+        )
 
     check_actor = _forwarded("check_actor")
     join_transfer = _forwarded("join_transfer")
@@ -181,23 +208,37 @@ class RayEngine(base.RolloutEngine):
     sleep = _forwarded("sleep")
     wake = _forwarded("wake")
 
-    def generate_as_finished(self, prompts: base.Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+    def generate_as_finished(
+        self, prompts: base.Prompts, sampling: Sampling, finished: Finished
+    ) -> Rollouts:
         return tell(self._parts(prompts, sampling), finished)
 
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
         """One call, whose parts come through Ray's object store as the engine has them."""
-        longest_s = http_server.patience_s(len(prompts) * sampling.responses_per_prompt, sampling, self._slots)
+        longest_s = http_server.patience_s(
+            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
+        )
         with self._errors("generating"):
-            stream = self._running("generating").generate_in_steps.options(num_returns="streaming").remote(prompts, sampling)
+            stream = (
+                self._running("generating")
+                .generate_in_steps.options(num_returns="streaming")
+                .remote(prompts, sampling)
+            )
             while ray.wait([stream], timeout=longest_s)[0]:
                 yield self._understood(ray.get(next(stream)))
             raise GetTimeoutError(f"no response in {longest_s:.0f} s")
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         return self._send("swap_heads", base.check_file(path, "new heads"), version, checked)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
-        return self._send("sync_actor", base.check_file(path, "the actor's weights"), version, checked)
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
+        return self._send(
+            "sync_actor", base.check_file(path, "the actor's weights"), version, checked
+        )
 
     def close(self) -> None:
         host, self._host = self._host, None
@@ -210,7 +251,9 @@ class RayEngine(base.RolloutEngine):
         ray.kill(host, no_restart=True)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._ask(f"calling {method}", "call", method, *args, timeout=http_server.CALL_TIMEOUT_S, **kwargs)
+        return self._ask(
+            f"calling {method}", "call", method, *args, timeout=http_server.CALL_TIMEOUT_S, **kwargs
+        )
 
     def _send(self, method: str, path: str, version: int, checked: Checked | None) -> Any:
         """Call a method that reads a file, wherever the engine is."""
@@ -219,21 +262,44 @@ class RayEngine(base.RolloutEngine):
         status, session = os.stat(path), ray.get_runtime_context().get_job_id()
         content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
         timeout_s = http_server.CALL_TIMEOUT_S
-        return self._ask(f"calling {method}", "call_with_bytes", method, content, version, checked, timeout=timeout_s)
+        return self._ask(
+            f"calling {method}",
+            "call_with_bytes",
+            method,
+            content,
+            version,
+            checked,
+            timeout=timeout_s,
+        )
 
-    def _ask(self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def _ask(
+        self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
         """What a method of `EngineHost` answers; Ray's failures as EngineError, and silence for `timeout` seconds too."""
         with self._errors(doing):
-            return self._understood(ray.get(getattr(self._running(doing), entry).remote(*args, **kwargs), timeout=timeout))
+            return self._understood(
+                ray.get(
+                    getattr(self._running(doing), entry).remote(*args, **kwargs), timeout=timeout
+                )
+            )
 
     def _running(self, doing: str) -> Any:
         if self._host is None:
-            raise EngineError("The engine is closed.", given=f"{doing} after close()", expected="a running engine", do="Start a new one.")
+            raise EngineError(
+                "The engine is closed.",
+                given=f"{doing} after close()",
+                expected="a running engine",
+                do="Start a new one.",
+            )
         return self._host
 
     @staticmethod
     def _errors(doing: str) -> contextlib.AbstractContextManager[None]:
-        return ray_errors(EngineError, f"The engine's process, {doing},", "Read the log of Ray's worker, and mind the memory.")
+        return ray_errors(
+            EngineError,
+            f"The engine's process, {doing},",
+            "Read the log of Ray's worker, and mind the memory.",
+        )
 
     def _understood(self, given: Answer) -> Any:
         """The value of an answer, or the error that is one; the engine's numbers are kept."""
@@ -248,7 +314,12 @@ class RayEngine(base.RolloutEngine):
 
 
 def make_engine(
-    model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int = 0, *, supervised: bool = False
+    model_path: str | Path,
+    heads_path: str | Path | None,
+    config: EngineConfig,
+    seed: int = 0,
+    *,
+    supervised: bool = False,
 ) -> base.RolloutEngine:
     """The engine that `config.backend` asks for.
 
@@ -268,13 +339,21 @@ def make_engine(
         group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
 
     def start(index: int) -> base.RolloutEngine:
-        section, own_seed = replica(config, index), seed + index  # Engines of one seed would answer the same prompt in two pieces alike.
+        section, own_seed = (
+            replica(config, index),
+            seed + index,
+        )  # Engines of one seed would answer the same prompt in two pieces alike.
         if group is None:
             return kind(model_path, heads_path, section, own_seed)
         return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
-    engines = pool(start, config.replicas, smallest_piece=max(1, config.max_num_seqs // 2), on_close=lambda: release(group))
+    engines = pool(
+        start,
+        config.replicas,
+        smallest_piece=max(1, config.max_num_seqs // 2),
+        on_close=lambda: release(group),
+    )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
     return engines
 

@@ -57,7 +57,9 @@ class RolloutEngine(ABC):
         The log-probs are those of the distribution that was sampled from; the counters cover this call only.
         """
 
-    def generate_as_finished(self, prompts: Prompts, sampling: Sampling, finished: Finished) -> Rollouts:
+    def generate_as_finished(
+        self, prompts: Prompts, sampling: Sampling, finished: Finished
+    ) -> Rollouts:
         """As `generate`; `finished` hears of each response when it has ended, in any order, while the others are written.
 
         Where an engine is lost on the way, a response may come once more with other tokens: what is returned is what counts. An engine that
@@ -73,7 +75,9 @@ class RolloutEngine(ABC):
         raise self._only_colocated("can't stop a response half-way", "Set ppo.carry_after=null.")
 
     @abstractmethod
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         """Install the heads of a state file (heads.checkpoint.save_state) between two steps. SwapError leaves the old ones.
 
         Args:
@@ -81,7 +85,9 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         """Load the actor's weights from a safetensors file of HF names, and forget all cached prompts. `checked`: as for swap_heads."""
 
     def check_actor(self, entries: Header) -> list[str]:
@@ -149,14 +155,21 @@ class RolloutEngine(ABC):
         self.close()
 
     def _only_colocated(self, what: str, do: str) -> EngineError:
-        return EngineError(f"This engine {what}.", given=type(self).__name__, expected="a colocated engine", do=do)
+        return EngineError(
+            f"This engine {what}.", given=type(self).__name__, expected="a colocated engine", do=do
+        )
 
     def _possible(self, settings: Drafting) -> int:
         """The number of drafts that holds with these settings. ConfigError when there are not so many heads."""
         count = settings.get("num_drafts", self.num_drafts)
         if not 0 <= count <= self.max_drafts:
             do = "Restart the engine with more heads."
-            raise ConfigError("This number of drafts is not possible.", given=count, expected=f"0..{self.max_drafts}", do=do)
+            raise ConfigError(
+                "This number of drafts is not possible.",
+                given=count,
+                expected=f"0..{self.max_drafts}",
+                do=do,
+            )
         return count
 
 
@@ -167,18 +180,29 @@ class WorkerEngine(RolloutEngine):
     def _call(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of the worker extension on all workers; the first answer, after looking for errors in each."""
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         try:
-            receipt = self._receipt("medusa_swap_heads", check_file(path, "new heads"), version, checked)
+            receipt = self._receipt(
+                "medusa_swap_heads", check_file(path, "new heads"), version, checked
+            )
         except SwapError:
             self._look_at_heads()
             raise
         self.heads_version = version
         return receipt
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         started = time.perf_counter()
-        return self._has_actor(self._receipt("medusa_sync_actor", check_file(path, "the actor's weights"), version, checked), started)
+        return self._has_actor(
+            self._receipt(
+                "medusa_sync_actor", check_file(path, "the actor's weights"), version, checked
+            ),
+            started,
+        )
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
         """New weights are in the model; what was cached of prompts was computed with the old ones."""
@@ -196,15 +220,26 @@ class WorkerEngine(RolloutEngine):
     def _forget_prompts(self) -> bool:
         """Reset the prefix cache; keys and values of running requests are computed anew. False when that is not possible now."""
 
-    def _answered(self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]) -> Rollouts:
+    def _answered(
+        self, prompts: Prompts, sampling: Sampling, answer: Callable[[], Sequence[Response]]
+    ) -> Rollouts:
         """What `answer` gives, with its seconds and the counters of the time."""
         before, started = self.counters(), time.perf_counter()
         return self._whole(prompts, sampling, answer(), before, started)
 
-    def _whole(self, prompts: Prompts, sampling: Sampling, responses: Sequence[Response], before: Counters, started: float) -> Rollouts:
+    def _whole(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        responses: Sequence[Response],
+        before: Counters,
+        started: float,
+    ) -> Rollouts:
         """A call that ends now. `before`: the counters when it `started`."""
         seconds, asked = time.perf_counter() - started, tuple(tuple(prompt) for prompt in prompts)
-        return with_versions(Rollouts(asked, tuple(responses), self.counters() - before, seconds, sampling), self)
+        return with_versions(
+            Rollouts(asked, tuple(responses), self.counters() - before, seconds, sampling), self
+        )
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
@@ -218,16 +253,29 @@ class WorkerEngine(RolloutEngine):
         self.policy_version = version
 
     def checksums(self) -> dict[str, str]:
-        return self._asked("medusa_checksums", lambda answer: {"heads": str(answer["heads"]), "actor": str(answer["actor"])})
+        return self._asked(
+            "medusa_checksums",
+            lambda answer: {"heads": str(answer["heads"]), "actor": str(answer["actor"])},
+        )
 
     def plugin_report(self) -> dict[str, Any]:
         return self._call("medusa_plugin_report")
 
     def remember(self, rows: Sequence[Row]) -> int:
-        return self._asked("medusa_remember", lambda answer: int(answer["bytes"]), [list(row) for row in rows]) if self.max_drafts else 0
+        return (
+            self._asked(
+                "medusa_remember", lambda answer: int(answer["bytes"]), [list(row) for row in rows]
+            )
+            if self.max_drafts
+            else 0
+        )
 
     def choices(self) -> list[dict[str, Any]]:
-        return self._asked("medusa_choices", lambda answer: list(answer["rows"])) if self.max_drafts else []
+        return (
+            self._asked("medusa_choices", lambda answer: list(answer["rows"]))
+            if self.max_drafts
+            else []
+        )
 
     def probe(self, hidden: list[list[float]], last_ids: list[int]) -> list[list[int]]:
         """What the serving heads draft (one-hot, all K) for given hidden states and last tokens."""
@@ -241,7 +289,9 @@ class WorkerEngine(RolloutEngine):
             EngineError: the engine does not draft with native heads.
         """
         report = self.plugin_report()
-        kind, drafter, most = understood(lambda: (report["kind"], report["drafter"], int(report["max_drafts"])), report)
+        kind, drafter, most = understood(
+            lambda: (report["kind"], report["drafter"], int(report["max_drafts"])), report
+        )
         if needs_heads and not kind:
             raise EngineError(
                 "The engine does not draft with native heads.",
@@ -252,18 +302,29 @@ class WorkerEngine(RolloutEngine):
         self.max_drafts = most
         self._look_at_heads()
         if self.max_drafts:
-            self.configure(**drafting | {"num_drafts": min(drafting.get("num_drafts", self.max_drafts), self.max_drafts)})
+            self.configure(
+                **drafting
+                | {"num_drafts": min(drafting.get("num_drafts", self.max_drafts), self.max_drafts)}
+            )
 
     def _look_at_heads(self) -> None:
         """Ask the workers which heads they really hold."""
         if self.max_drafts:
-            self.heads_version = self._asked("medusa_checksums", lambda answer: int(answer["heads_version"]))
+            self.heads_version = self._asked(
+                "medusa_checksums", lambda answer: int(answer["heads_version"])
+            )
 
-    def _receipt(self, method: str, path: str, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def _receipt(
+        self, method: str, path: str, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         def receipt(answer: dict[str, Any]) -> SwapReceipt:
-            return SwapReceipt(int(answer["version"]), str(answer["checksum"]), float(answer["seconds"]))
+            return SwapReceipt(
+                int(answer["version"]), str(answer["checksum"]), float(answer["seconds"])
+            )
 
-        return self._asked(method, receipt, path, version, *([[checked.checksum, checked.crc]] if checked else []))
+        return self._asked(
+            method, receipt, path, version, *([[checked.checksum, checked.crc]] if checked else [])
+        )
 
     def _asked(self, method: str, take: Callable[[dict[str, Any]], Found], *args: Any) -> Found:
         """What `take` finds in a worker's answer."""
@@ -275,7 +336,14 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
     """What `take` finds in an answer. EngineError when it is not there."""
     try:
         return take()
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise EngineError(
             "An engine's answer does not hold what was asked for.",
             given=f"{type(error).__name__} {str(error)[:100]} in {reprlib.repr(answer)}",
@@ -284,11 +352,16 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
         ) from error
 
 
-def check_request(prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int) -> None:
+def check_request(
+    prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int
+) -> None:
     """Refuse what vLLM would only refuse half-way. DataError or ConfigError."""
     if not prompts:
         raise DataError(
-            "There is no prompt.", given="an empty list", expected="at least one prompt", do="Check the dataset and its filters."
+            "There is no prompt.",
+            given="an empty list",
+            expected="at least one prompt",
+            do="Check the dataset and its filters.",
         )
     limit = max_model_len - sampling.max_new_tokens
     for index, prompt in enumerate(prompts):
@@ -320,11 +393,18 @@ def check_file(path: str | Path, what: str) -> str:
     """Absolute path of an existing file. SwapError."""
     file = Path(path).resolve()
     if not file.is_file():
-        raise SwapError(f"There is no file with {what}.", given=str(path), expected="a safetensors file", do="Write it before the swap.")
+        raise SwapError(
+            f"There is no file with {what}.",
+            given=str(path),
+            expected="a safetensors file",
+            do="Write it before the swap.",
+        )
     return str(file)
 
 
-def check_state(path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum) -> Checked:
+def check_state(
+    path: str | Path, what: str, sum_up: Callable[[Mapping[str, Tensor]], str] = checksum
+) -> Checked:
     """Read a file of weights, look for NaN and infinity, and sum it up (the actor by `tensorwise_checksum`). SwapError."""
     state, digest = read_state(check_file(path, what), what, sum_up)
     return Checked(digest, crc(state))
@@ -344,7 +424,9 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
     }
 
 
-def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Response:
+def checked_response(
+    prompt_index: int, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str
+) -> Response:
     """EngineError when there is not one log-prob, a number, for each token."""
     if len(token_ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise EngineError(
@@ -353,12 +435,19 @@ def checked_response(prompt_index: int, token_ids: Sequence[int], logprobs: Sequ
             expected="one number per sampled token",
             do="Report this with the versions of `medusa-ppo doctor`.",
         )
-    return Response(prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason)
+    return Response(
+        prompt_index, tuple(token_ids), tuple(float(value) for value in logprobs), finish_reason
+    )
 
 
 def with_versions(rollouts: Rollouts, engine: RolloutEngine) -> Rollouts:
     """Stamp a call's result with the engine's versions and number of drafts."""
-    return replace(rollouts, policy_version=engine.policy_version, heads_version=engine.heads_version, num_drafts=engine.num_drafts)
+    return replace(
+        rollouts,
+        policy_version=engine.policy_version,
+        heads_version=engine.heads_version,
+        num_drafts=engine.num_drafts,
+    )
 
 
 class NoEngine(RolloutEngine):
@@ -370,12 +459,16 @@ class NoEngine(RolloutEngine):
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         raise self._absent("generate")
 
-    def swap_heads(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def swap_heads(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         self._heads = checksum(load_state(check_file(path, "new heads")))
         self.heads_version = version
         return SwapReceipt(version, self._heads, 0.0)
 
-    def sync_actor(self, path: str | Path, version: int, checked: Checked | None = None) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         raise self._absent("sync_actor")
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
@@ -396,4 +489,9 @@ class NoEngine(RolloutEngine):
 
     @staticmethod
     def _absent(method: str) -> EngineError:
-        return EngineError("There is no engine here.", given=method, expected="heads to train", do="Generate with vLLM to draft.")
+        return EngineError(
+            "There is no engine here.",
+            given=method,
+            expected="heads to train",
+            do="Generate with vLLM to draft.",
+        )

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from heads import TEMPERATURES, HeadsConfig
-from heads.checkpoint import OWN_SECTION, load_heads, load_lm_head, new_directory, save_heads, stock_config, sync, write_json
+from heads.checkpoint import (
+    OWN_SECTION,
+    load_heads,
+    load_lm_head,
+    new_directory,
+    save_heads,
+    stock_config,
+    sync,
+    write_json,
+)
 from heads.errors import ConfigError, ModelError
 from heads.modules import MedusaHeads
 from heads.tensorfile import file_inside, read_header, save_state
@@ -55,20 +64,36 @@ def open_base_model(name: str) -> BaseModel:
     folder = Path(name).absolute()
     if not folder.is_dir():
         expected = "a folder with config.json and weights"
-        raise ModelError("There is no such model folder.", given=name, expected=expected, do="Correct --model.")
+        raise ModelError(
+            "There is no such model folder.", given=name, expected=expected, do="Correct --model."
+        )
     config = read_config(folder)
     if not config:
-        raise ModelError("The model folder has no config.json.", given=name, expected="a transformers model folder", do="Correct --model.")
+        raise ModelError(
+            "The model folder has no config.json.",
+            given=name,
+            expected="a transformers model folder",
+            do="Correct --model.",
+        )
     lm_head_VD = base_lm_head(open_files(model_files(folder), is_output_table), config)
     if lm_head_VD is None:
         given = f"{name}: no lm_head.weight, and no embedding table that is tied to it"
         do = "Load the model with transformers and save it again."
-        raise ModelError("The model's lm_head was not found.", given=given, expected="a causal LM written by save_pretrained", do=do)
+        raise ModelError(
+            "The model's lm_head was not found.",
+            given=given,
+            expected="a causal LM written by save_pretrained",
+            do=do,
+        )
     return BaseModel(folder, name, config, lm_head_VD)
 
 
 def write_full_model(
-    base: BaseModel, out: Path, tensors: Mapping[str, torch.Tensor], changes: Mapping[str, Any], say: Callable[[str], None]
+    base: BaseModel,
+    out: Path,
+    tensors: Mapping[str, torch.Tensor],
+    changes: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> None:
     """Copy the model into `out` with the heads as one more weight file and `changes` in its config.json; `say` is told of each file.
 
@@ -78,21 +103,31 @@ def write_full_model(
     shards = model_files(base.folder)
     if any(path.suffix != ".safetensors" for path in shards):
         raise ModelError(
-            "The model's weights are no safetensors.", given=shards[0].name, expected="*.safetensors", do="Save the model again."
+            "The model's weights are no safetensors.",
+            given=shards[0].name,
+            expected="*.safetensors",
+            do="Save the model again.",
         )
     for path in sorted(base.folder.iterdir()):
         if path.is_file() and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             shutil.copyfile(file_inside(base.folder, path.name), out / path.name)
     # transformers takes a lone model.safetensors for the whole model, so the shards are numbered anew with the heads as the last.
-    names = [f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors" for number in range(1, len(shards) + 2)]
+    names = [
+        f"model-{number:05d}-of-{len(shards) + 1:05d}.safetensors"
+        for number in range(1, len(shards) + 2)
+    ]
     weight_map: dict[str, str] = {}
     for number, (path, name) in enumerate(zip(shards, names, strict=False), start=1):
-        say(f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f} MiB ...")
+        say(
+            f"Copying the model: file {number} of {len(shards)}, {path.stat().st_size / 2**20:.0f} MiB ..."
+        )
         shutil.copyfile(path, out / name)
         weight_map.update(dict.fromkeys(read_header(path), name))
     if set(weight_map) & set(tensors):
         do = "Give the model without heads."
-        raise ModelError("The model has heads already.", given=base.name, expected="the base model alone", do=do)
+        raise ModelError(
+            "The model has heads already.", given=base.name, expected="the base model alone", do=do
+        )
     save_state(out / names[-1], tensors)
     weight_map.update(dict.fromkeys(tensors, names[-1]))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
@@ -116,7 +151,13 @@ class Conversion:
     notes: tuple[str, ...]
 
 
-def convert(source: Path, target: Path, to: str, model: str = "", say: Callable[[str], None] = lambda text: None) -> Conversion:
+def convert(
+    source: Path,
+    target: Path,
+    to: str,
+    model: str = "",
+    say: Callable[[str], None] = lambda text: None,
+) -> Conversion:
     """Read heads of any format, write them as another.
 
     Args:
@@ -132,15 +173,27 @@ def convert(source: Path, target: Path, to: str, model: str = "", say: Callable[
         ModelError: the model folder can't be used.
     """
     if to not in FORMATS:
-        raise ConfigError("Unknown format.", given=to, expected=" | ".join(FORMATS), do="Set --to to one of these.")
+        raise ConfigError(
+            "Unknown format.",
+            given=to,
+            expected=" | ".join(FORMATS),
+            do="Set --to to one of these.",
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         do = "Choose another name, or remove it."
-        raise ConfigError("The target is there already.", given=str(target), expected="a new folder", do=do)
+        raise ConfigError(
+            "The target is there already.", given=str(target), expected="a new folder", do=do
+        )
     base = open_base_model(model) if model else None
     read = _read(source, to, base)
     if to in FULL_MODELS.values() and base is None:
         do = "Give its folder with --model."
-        raise ConfigError(f"{to} holds the whole model beside the heads.", given="no --model", expected="the base model", do=do)
+        raise ConfigError(
+            f"{to} holds the whole model beside the heads.",
+            given="no --model",
+            expected="the base model",
+            do=do,
+        )
     refuse_unrepresentable(read.heads, to)
     with new_directory(target) as folder:
         notes = _write(read, folder, to, base, say)
@@ -149,13 +202,21 @@ def convert(source: Path, target: Path, to: str, model: str = "", say: Callable[
 
 def _read(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     lm_head_VD = base.lm_head_VD if base else None
-    found = _read_native(source, to, base) if source.is_dir() and OWN_SECTION in read_config(source) else read_foreign(source, lm_head_VD)
+    found = (
+        _read_native(source, to, base)
+        if source.is_dir() and OWN_SECTION in read_config(source)
+        else read_foreign(source, lm_head_VD)
+    )
     return replace(found, base_model=base.name) if base else found
 
 
 def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
     lm_head_VD = base.lm_head_VD if base else None
-    sizes = {"hidden_size": base.lm_head_VD.shape[1], "vocab_size": base.lm_head_VD.shape[0]} if base else {}
+    sizes = (
+        {"hidden_size": base.lm_head_VD.shape[1], "vocab_size": base.lm_head_VD.shape[0]}
+        if base
+        else {}
+    )
     heads, metadata = load_heads(source, **sizes)
     if heads.config.kind != "medusa":
         raise ConfigError(
@@ -166,13 +227,23 @@ def _read_native(source: Path, to: str, base: BaseModel | None) -> FoundHeads:
         )
     shipped_VD = load_lm_head(source)
     notes = []
-    if shipped_VD is not None and lm_head_VD is not None and not torch.equal(shipped_VD, lm_head_VD.to(shipped_VD.dtype)):
-        notes.append("The lm_head in the source is not the model's (a policy that moved on?): the model's is written.")
-    plain = PlainHeads(heads.config, heads.trainable_state(), shipped_VD if lm_head_VD is None else lm_head_VD)
+    if (
+        shipped_VD is not None
+        and lm_head_VD is not None
+        and not torch.equal(shipped_VD, lm_head_VD.to(shipped_VD.dtype))
+    ):
+        notes.append(
+            "The lm_head in the source is not the model's (a policy that moved on?): the model's is written."
+        )
+    plain = PlainHeads(
+        heads.config, heads.trainable_state(), shipped_VD if lm_head_VD is None else lm_head_VD
+    )
     return FoundHeads("native", plain, base_model_of(metadata), tuple(notes), metadata)
 
 
-def _write(read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]) -> list[str]:
+def _write(
+    read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say: Callable[[str], None]
+) -> list[str]:
     heads, config = read.heads, read.heads.config
     if to == "native":
         return _write_native(read, folder)
@@ -196,25 +267,38 @@ def _write(read: FoundHeads, folder: Path, to: str, base: BaseModel | None, say:
         version = {"version": "2"} if to == "tgi-v2" else {}
         write_json(folder / "config.json", {**_counts(config, to), **sizes, **known, **version})
         if not known:
-            notes.append("Write base_model_name_or_path into config.json: the format's loader asks for it, and the source doesn't say.")
+            notes.append(
+                "Write base_model_name_or_path into config.json: the format's loader asks for it, and the source doesn't say."
+            )
     if not heads.biased and to != "vllm":
         notes.append("The format wants biases: zeros are written.")
     if config.lm_head == "shared" and to in ("fasterdecoding", "tgi-v1", *FULL_MODELS.values()):
-        notes.append(f"The format wants an lm_head for each head: the model's is written {config.num_heads} times.")
+        notes.append(
+            f"The format wants an lm_head for each head: the model's is written {config.num_heads} times."
+        )
     return notes
 
 
 def _write_native(read: FoundHeads, folder: Path) -> list[str]:
     heads = MedusaHeads(read.heads.config).to(read.heads.dtype)
     heads.load_trainable_state(read.heads.tensors)
-    came_from = {"converted_from": read.format, **({"base_model": read.base_model} if read.base_model else {})}
-    metadata, version = (read.native.metadata, read.native.version) if read.native else (came_from, 0)
+    came_from = {
+        "converted_from": read.format,
+        **({"base_model": read.base_model} if read.base_model else {}),
+    }
+    metadata, version = (
+        (read.native.metadata, read.native.version) if read.native else (came_from, 0)
+    )
     save_heads(folder, heads, lm_head_VD=read.heads.lm_head_VD, metadata=metadata, version=version)
     if read.heads.config.lm_head == "shared" and read.heads.lm_head_VD is None:
-        return ["There is no lm_head in the folder: our engine needs none, stock vLLM does (give --model)."]
+        return [
+            "There is no lm_head in the folder: our engine needs none, stock vLLM does (give --model)."
+        ]
     return []
 
 
 def _counts(config: HeadsConfig, to: str) -> dict[str, Any]:
-    counts = dict(zip(CLAIMS.get(to, NUMBERED_CLAIMS), (config.num_heads, config.num_layers), strict=True))
+    counts = dict(
+        zip(CLAIMS.get(to, NUMBERED_CLAIMS), (config.num_heads, config.num_layers), strict=True)
+    )
     return {"medusa": counts} if to == "modelopt" else counts

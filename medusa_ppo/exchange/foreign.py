@@ -11,8 +11,25 @@ import torch
 
 from heads.checkpoint import CONFIG_NAME, MAX_CONFIG_BYTES, HeadsMetadata
 from heads.errors import CheckpointError
-from heads.tensorfile import FLOAT_DTYPES, MAX_HEADS_HEADER_BYTES, Header, file_inside, parse_json, read_header, read_regular, read_tensors
-from medusa_ppo.exchange.formats import OWN, SHARED, TABLES, Claims, PlainHeads, plain_heads, read_layout
+from heads.tensorfile import (
+    FLOAT_DTYPES,
+    MAX_HEADS_HEADER_BYTES,
+    Header,
+    file_inside,
+    parse_json,
+    read_header,
+    read_regular,
+    read_tensors,
+)
+from medusa_ppo.exchange.formats import (
+    OWN,
+    SHARED,
+    TABLES,
+    Claims,
+    PlainHeads,
+    plain_heads,
+    read_layout,
+)
 from medusa_ppo.exchange.picklefile import read_pickle_header, read_pickle_tensors
 
 MAX_FILES = 1000
@@ -22,7 +39,10 @@ EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight")
 HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 FULL_MODELS = {"medusa_head.": "medusa-1.0", "medusa_heads.": "modelopt"}
 """Prefix of the heads' tensors -> format that has them inside the whole model."""
-CLAIMS = {"vllm": ("num_heads", "num_hidden_layers"), "modelopt": ("num_medusa_heads", "num_medusa_layers")}
+CLAIMS = {
+    "vllm": ("num_heads", "num_hidden_layers"),
+    "modelopt": ("num_medusa_heads", "num_medusa_layers"),
+}
 NUMBERED_CLAIMS = ("medusa_num_heads", "medusa_num_layers")
 """The configuration's keys for K and L in all other formats."""
 
@@ -47,18 +67,26 @@ class TensorFiles:
         return state
 
 
-def open_files(paths: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True) -> TensorFiles:
+def open_files(
+    paths: Iterable[Path], wanted: Callable[[str], bool] = lambda name: True
+) -> TensorFiles:
     """The tensors of these files whose names are wanted. CheckpointError for a damaged file, and for a name that stands in two."""
     header: Header = {}
     places: dict[str, tuple[Path, str]] = {}
     for path in paths:
-        entries = read_header(path, MAX_HEADS_HEADER_BYTES) if path.suffix == ".safetensors" else read_pickle_header(path)
+        entries = (
+            read_header(path, MAX_HEADS_HEADER_BYTES)
+            if path.suffix == ".safetensors"
+            else read_pickle_header(path)
+        )
         for name, entry in entries.items():
             if not wanted(name):
                 continue
             if name in header:
                 given = f"{name[:80]} in {places[name][0].name} and {path.name}"
-                raise CheckpointError("A tensor stands in two files.", given=given, expected="one", do="Remove one.")
+                raise CheckpointError(
+                    "A tensor stands in two files.", given=given, expected="one", do="Remove one."
+                )
             header[name], places[name] = entry, (path, name)
     return TensorFiles(header, places)
 
@@ -69,11 +97,18 @@ def model_files(folder: Path) -> list[Path]:
         found = sorted(folder.glob(pattern))
         if len(found) > MAX_FILES:
             given = f"{len(found)} in {folder}"
-            raise CheckpointError("The folder has too many files.", given=given, expected=MAX_FILES, do="Check the path.")
+            raise CheckpointError(
+                "The folder has too many files.",
+                given=given,
+                expected=MAX_FILES,
+                do="Check the path.",
+            )
         if found:
             return [file_inside(folder, path.name) for path in found]
     expected = "*.safetensors, pytorch_model*.bin or medusa_lm_head.pt"
-    raise CheckpointError("The folder holds no weights.", given=str(folder), expected=expected, do="Check the path.")
+    raise CheckpointError(
+        "The folder holds no weights.", given=str(folder), expected=expected, do="Check the path."
+    )
 
 
 def is_output_table(name: str) -> bool:
@@ -83,8 +118,14 @@ def is_output_table(name: str) -> bool:
 
 def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor | None:
     """A causal LM's lm_head: its own, or the embedding table where the configuration says that they are one; None when not found."""
-    names = [name for name in files.header if name.endswith("lm_head.weight") and not name.startswith("medusa_head")]
-    if not names and config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings")):
+    names = [
+        name
+        for name in files.header
+        if name.endswith("lm_head.weight") and not name.startswith("medusa_head")
+    ]
+    if not names and config.get(
+        "tie_word_embeddings", _text_config(config).get("tie_word_embeddings")
+    ):
         names = [name for name in files.header if name.endswith(EMBEDDINGS)]
     if not names:
         return None
@@ -92,7 +133,12 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
     dtype, shape = files.header[name]
     if dtype not in FLOAT_DTYPES or len(shape) != 2:
         given = f"{name} {shape} {dtype}"
-        raise CheckpointError("The lm_head is no table of numbers.", given=given, expected="[V, D]", do="Check the model.")
+        raise CheckpointError(
+            "The lm_head is no table of numbers.",
+            given=given,
+            expected="[V, D]",
+            do="Check the model.",
+        )
     return files.read([name])[name]
 
 
@@ -123,7 +169,11 @@ def base_model_of(metadata: HeadsMetadata) -> str:
     """The model that native heads were trained for, as their metadata names it, or empty."""
     notes = metadata.metadata
     options = notes.get("options")
-    found = options.get("model") if isinstance(options, Mapping) else notes.get("base_model", notes.get("model"))
+    found = (
+        options.get("model")
+        if isinstance(options, Mapping)
+        else notes.get("base_model", notes.get("model"))
+    )
     return found if isinstance(found, str) else ""
 
 
@@ -144,32 +194,60 @@ def read_foreign(path: Path, lm_head_VD: torch.Tensor | None = None) -> FoundHea
         CheckpointError: nothing that is known, damaged, or something that the format's own reader would misread.
     """
     if not path.exists():
-        raise CheckpointError("There are no heads.", given=str(path), expected="a folder or a file", do="Check the path.")
+        raise CheckpointError(
+            "There are no heads.",
+            given=str(path),
+            expected="a folder or a file",
+            do="Check the path.",
+        )
     folder = path if path.is_dir() else path.parent
     config = read_config(folder)
-    heads_file = path if path.is_file() else next((folder / name for name in HEADS_FILES if (folder / name).exists()), None)
+    heads_file = (
+        path
+        if path.is_file()
+        else next((folder / name for name in HEADS_FILES if (folder / name).exists()), None)
+    )
     if heads_file is None:
         return _read_model(folder, config, lm_head_VD)
     files = open_files([file_inside(folder, heads_file.name)])
     own = any(name.endswith(".weight") and ".linear." not in name for name in files.header)
-    name = "tgi-v2" if not own else "tgi-v1" if heads_file.suffix == ".safetensors" else "fasterdecoding"
+    name = (
+        "tgi-v2"
+        if not own
+        else "tgi-v1"
+        if heads_file.suffix == ".safetensors"
+        else "fasterdecoding"
+    )
     return _read(name, files, config, lm_head_VD, str(path))
 
 
-def _read_model(folder: Path, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None) -> FoundHeads:
+def _read_model(
+    folder: Path, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None
+) -> FoundHeads:
     """Heads inside a whole model, or in a folder for stock vLLM."""
     prefixes = tuple(FULL_MODELS)
-    files = open_files(model_files(folder), lambda name: name.startswith(prefixes) or is_output_table(name) or _stock(config))
+    files = open_files(
+        model_files(folder),
+        lambda name: name.startswith(prefixes) or is_output_table(name) or _stock(config),
+    )
     name = _full_format(files, config, folder)
     if name == "vllm":
         return _read_stock(files, config, lm_head_VD, str(folder))
     lm_head_VD = base_lm_head(files, config) if lm_head_VD is None else lm_head_VD
-    heads = TensorFiles({key: entry for key, entry in files.header.items() if key.startswith(prefixes)}, files.places)
+    heads = TensorFiles(
+        {key: entry for key, entry in files.header.items() if key.startswith(prefixes)},
+        files.places,
+    )
     return _read(name, heads, config, lm_head_VD, str(folder))
 
 
 def _read(
-    name: str, files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str, notes: Sequence[str] = ()
+    name: str,
+    files: TensorFiles,
+    config: Mapping[str, Any],
+    lm_head_VD: torch.Tensor | None,
+    where: str,
+    notes: Sequence[str] = (),
 ) -> FoundHeads:
     claims = _claims(name, config)
     layout = read_layout(files.header, TABLES[name], claims, where)
@@ -185,14 +263,18 @@ def _read(
     if vocab_size is None:
         given = f"{where}: no lm_head, and no vocab_size in {CONFIG_NAME}"
         do = "Give the model's folder with --model."
-        raise CheckpointError("Nothing says how large the vocabulary is.", given=given, expected="the model", do=do)
+        raise CheckpointError(
+            "Nothing says how large the vocabulary is.", given=given, expected="the model", do=do
+        )
     heads, more = plain_heads(layout, files.read(layout.names), lm_head_VD, vocab_size, where)
     base = config.get("base_model_name_or_path")
     return FoundHeads(name, heads, base if isinstance(base, str) else "", (*notes, *more))
 
 
 def _full_format(files: TensorFiles, config: Mapping[str, Any], folder: Path) -> str:
-    if _stock(config) and any(name.startswith(("blocks.", "medusa_heads.", "0.")) for name in files.header):
+    if _stock(config) and any(
+        name.startswith(("blocks.", "medusa_heads.", "0.")) for name in files.header
+    ):
         return "vllm"
     for prefix, name in FULL_MODELS.items():
         if any(key.startswith(prefix) for key in files.header):
@@ -219,7 +301,10 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
         if value is not None and (type(value) is not int or not 0 < value <= 1 << 24):
             given, expected = f"{key} {str(value)[:40]!r}", "a positive whole number"
             raise CheckpointError(
-                "The configuration of the heads is damaged.", given=given, expected=expected, do=f"Correct {CONFIG_NAME}."
+                "The configuration of the heads is damaged.",
+                given=given,
+                expected=expected,
+                do=f"Correct {CONFIG_NAME}.",
             )
     return Claims(*map(values.get, keys))
 
@@ -227,32 +312,58 @@ def _claims(name: str, config: Mapping[str, Any]) -> Claims:
 # ---- stock vLLM ------------------------------------------------------------------------------------------------------------------
 
 
-def _read_stock(files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str) -> FoundHeads:
+def _read_stock(
+    files: TensorFiles, config: Mapping[str, Any], lm_head_VD: torch.Tensor | None, where: str
+) -> FoundHeads:
     """vLLM's own directory, with its traps: older names, biases without a flag, the two places of a shared lm_head, token maps."""
     shared = config.get("original_lm_head") is True
     names = _vllm_names(files, shared, where)
     notes: list[str] = []
     if config.get("logit_scale", 1) not in (1, 1.0):
-        raise _refused(where, f"logit_scale {str(config['logit_scale'])[:20]}", "our heads have none, and sampled drafts would differ")
+        raise _refused(
+            where,
+            f"logit_scale {str(config['logit_scale'])[:20]}",
+            "our heads have none, and sampled drafts would differ",
+        )
     clobbers = [key for key in config if "num" in key and "heads" in key and key != "num_heads"]
     if clobbers:
-        notes.append(f"vLLM would take {clobbers[0][:40]} for the number of heads; the tensors say it.")
+        notes.append(
+            f"vLLM would take {clobbers[0][:40]} for the number of heads; the tensors say it."
+        )
     if "token_map" in names:
         if not shared:
-            raise _refused(where, "token_map with one lm_head per head", "vLLM itself can't load these (shape mismatch)")
+            raise _refused(
+                where,
+                "token_map with one lm_head per head",
+                "vLLM itself can't load these (shape mismatch)",
+            )
         del names["token_map"]
         names.pop(SHARED, None)
-        notes.append("The truncated vocabulary (token_map) is left out: with our plug-in, engine.draft_vocab does that while it serves.")
+        notes.append(
+            "The truncated vocabulary (token_map) is left out: with our plug-in, engine.draft_vocab does that while it serves."
+        )
     if not shared and SHARED in names:
         del names[SHARED]
-        notes.append("lm_head.weight is left out: original_lm_head is not true, and vLLM ignores it.")
+        notes.append(
+            "lm_head.weight is left out: original_lm_head is not true, and vLLM ignores it."
+        )
     if shared and any(OWN.format(k=k) in names for k in range(1, 64)):
-        raise _refused(where, "one lm_head per head and original_lm_head true", "vLLM would drop all but the first")
+        raise _refused(
+            where,
+            "one lm_head per head and original_lm_head true",
+            "vLLM would drop all but the first",
+        )
     if any(name.endswith(".bias") for name in names) and config.get("medusa_fc_bias") is not True:
-        notes.append("The file has biases and medusa_fc_bias is not true: vLLM drops them in silence. Here they count.")
+        notes.append(
+            "The file has biases and medusa_fc_bias is not true: vLLM drops them in silence. Here they count."
+        )
     header = {name: files.header[source] for name, source in names.items()}
     if not shared and header and OWN.format(k=0) not in header:
-        raise _refused(where, "no lm_heads, and original_lm_head is not true", "vLLM would not start: weights are missing")
+        raise _refused(
+            where,
+            "no lm_heads, and original_lm_head is not true",
+            "vLLM would not start: weights are missing",
+        )
     view = TensorFiles(header, {name: files.places[source] for name, source in names.items()})
     return _read("vllm", view, config, lm_head_VD, where, notes)
 
@@ -265,15 +376,25 @@ def _vllm_names(files: TensorFiles, shared: bool, where: str) -> dict[str, str]:
         parts = name.split(".")
         if len(parts) >= 3 and parts[0].isdigit() and parts[1].isdigit():
             rest = parts[2:]
-            name = f"blocks.{parts[0]}.layers.{parts[1]}.{rest[-1]}" if rest[0] == "linear" else f"lm_heads.{parts[0]}.{'.'.join(rest)}"
+            name = (
+                f"blocks.{parts[0]}.layers.{parts[1]}.{rest[-1]}"
+                if rest[0] == "linear"
+                else f"lm_heads.{parts[0]}.{'.'.join(rest)}"
+            )
         if shared and name == OWN.format(k=0):
             name = SHARED
         if name in names:
-            raise _refused(where, f"{source[:60]} and {names[name][:60]}, which are the same to vLLM", "each tensor once")
+            raise _refused(
+                where,
+                f"{source[:60]} and {names[name][:60]}, which are the same to vLLM",
+                "each tensor once",
+            )
         names[name] = source
     return names
 
 
 def _refused(where: str, given: str, expected: str) -> CheckpointError:
     problem = "These heads are written for stock vLLM in a way that can't be taken over."
-    return CheckpointError(problem, given=f"{where}: {given}", expected=expected, do="See docs/formats.md.")
+    return CheckpointError(
+        problem, given=f"{where}: {given}", expected=expected, do="See docs/formats.md."
+    )

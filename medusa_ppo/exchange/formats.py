@@ -19,7 +19,12 @@ from heads.checkpoint import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from heads.errors import CheckpointError, ConfigError
 from heads.tensorfile import FLOAT_DTYPES, Header
 
-BLOCK, BIAS, OWN, SHARED = "blocks.{k}.layers.{l}.weight", "blocks.{k}.layers.{l}.bias", "lm_heads.{k}.weight", "lm_head.weight"
+BLOCK, BIAS, OWN, SHARED = (
+    "blocks.{k}.layers.{l}.weight",
+    "blocks.{k}.layers.{l}.bias",
+    "lm_heads.{k}.weight",
+    "lm_head.weight",
+)
 """The names of heads that are free of any format: stock vLLM's, which are our native ones too."""
 INDEX = "(0|[1-9][0-9]{0,2})"
 
@@ -47,13 +52,17 @@ class KeyTable:
     needs_lm_head: bool = False
 
     def prefixed(self, prefix: str) -> KeyTable:
-        return replace(self, block=prefix + self.block, bias=prefix + self.bias, own=prefix + self.own)
+        return replace(
+            self, block=prefix + self.block, bias=prefix + self.bias, own=prefix + self.own
+        )
 
 
 NUMBERED = KeyTable("{k}.{l}.linear.weight", "{k}.{l}.linear.bias", "{k}.{n}.weight")
 TABLES: dict[str, KeyTable] = {
     "native": KeyTable(BLOCK, BIAS, OWN, SHARED, biases="never", lm_heads="any"),
-    "vllm": KeyTable(BLOCK, BIAS, OWN, SHARED, biases="optional", lm_heads="any", needs_lm_head=True),
+    "vllm": KeyTable(
+        BLOCK, BIAS, OWN, SHARED, biases="optional", lm_heads="any", needs_lm_head=True
+    ),
     "fasterdecoding": replace(NUMBERED, layers="tied"),
     "medusa-1.0": replace(NUMBERED, layers="tied").prefixed("medusa_head."),
     "tgi-v1": NUMBERED,
@@ -111,10 +120,16 @@ class PlainHeads:
     @property
     def tied(self) -> bool:
         """The layers of each head are bit for bit the same."""
-        pairs = [(k, layer) for k in range(self.config.num_heads) for layer in range(1, self.config.num_layers)]
+        pairs = [
+            (k, layer)
+            for k in range(self.config.num_heads)
+            for layer in range(1, self.config.num_layers)
+        ]
         names = (BLOCK, BIAS) if self.biased else (BLOCK,)
         return all(
-            torch.equal(self.tensors[name.format(k=k, l=layer)], self.tensors[name.format(k=k, l=0)])
+            torch.equal(
+                self.tensors[name.format(k=k, l=layer)], self.tensors[name.format(k=k, l=0)]
+            )
             for k, layer in pairs
             for name in names
         )
@@ -133,7 +148,9 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
     Raises:
         CheckpointError: a name that the format doesn't have, one that is missing, or sizes that contradict each other.
     """
-    blocks, biases, own = (_indices(template, header) for template in (table.block, table.bias, table.own))
+    blocks, biases, own = (
+        _indices(template, header) for template in (table.block, table.bias, table.own)
+    )
     if not blocks:
         raise _wrong(where, "no residual block", f"names like {table.block}")
     K, present = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
@@ -143,18 +160,28 @@ def read_layout(header: Header, table: KeyTable, claims: Claims, where: str) -> 
     for k in range(K):
         for layer in range(present):
             copies = range(L) if present == 1 else (layer,)
-            names[table.block.format(k=k, l=layer)] = tuple(BLOCK.format(k=k, l=copy) for copy in copies)
+            names[table.block.format(k=k, l=layer)] = tuple(
+                BLOCK.format(k=k, l=copy) for copy in copies
+            )
             if biases:
-                names[table.bias.format(k=k, l=layer)] = tuple(BIAS.format(k=k, l=copy) for copy in copies)
+                names[table.bias.format(k=k, l=layer)] = tuple(
+                    BIAS.format(k=k, l=copy) for copy in copies
+                )
         if own:
             names[table.own.format(k=k, n=L)] = (OWN.format(k=k),)
     if table.shared and table.shared in header:
         names[table.shared] = (SHARED,)
     missing, unknown = sorted(set(names) - set(header)), sorted(set(header) - set(names))
     if unknown:
-        raise _wrong(where, f"unknown tensors {[name[:60] for name in unknown[:3]]}", f"names like {table.block}")
+        raise _wrong(
+            where,
+            f"unknown tensors {[name[:60] for name in unknown[:3]]}",
+            f"names like {table.block}",
+        )
     if missing:
-        raise _wrong(where, f"{missing[0]} is missing", f"{K} heads of {L} layers, alike in all tensors")
+        raise _wrong(
+            where, f"{missing[0]} is missing", f"{K} heads of {L} layers, alike in all tensors"
+        )
     return _sized(header, names, K, L, claims, notes, where)
 
 
@@ -164,30 +191,48 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
     for letter in "kln":
         text = text.replace(re.escape("{" + letter + "}"), INDEX)
     found = [re.fullmatch(text, name) for name in header if template and len(name) < 100]
-    return [(int(match[1]), int(match[2]) if match.re.groups > 1 else 0) for match in found if match]
+    return [
+        (int(match[1]), int(match[2]) if match.re.groups > 1 else 0) for match in found if match
+    ]
 
 
 def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where: str) -> list[str]:
     """Refuse what can't be, and note where the configuration says something else than the tensors."""
     notes = []
     if K > MAX_HEADS or L > MAX_LAYERS:
-        raise _wrong(where, f"{K} heads of {L} layers", f"at most {MAX_HEADS} heads of {MAX_LAYERS} layers")
+        raise _wrong(
+            where, f"{K} heads of {L} layers", f"at most {MAX_HEADS} heads of {MAX_LAYERS} layers"
+        )
     if L < 1 or present not in (1, L):
         expected = "as many layers as come before the lm_head, or one tied layer"
         raise _wrong(where, f"{present} layers, and lm_heads after layer {L}", expected)
     if L > 1 and present == 1:
-        notes.append(f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and are written as {L} copies.")
+        notes.append(
+            f"Only the first of {L} layers is in the file: they were one repeated layer (tied), and are written as {L} copies."
+        )
     elif claims.num_layers not in (None, L) and present == 1 and not own:
         given = f"1 layer in the tensors, {claims.num_layers} in the configuration"
         raise _wrong(where, given, "the same number: tied layers look like this")
     elif claims.num_layers not in (None, L):
-        notes.append(f"The configuration says {claims.num_layers} layers, the tensors have {L}: {L} it is.")
+        notes.append(
+            f"The configuration says {claims.num_layers} layers, the tensors have {L}: {L} it is."
+        )
     if claims.num_heads not in (None, K):
-        notes.append(f"The configuration says {claims.num_heads} heads, the tensors have {K}: {K} it is.")
+        notes.append(
+            f"The configuration says {claims.num_heads} heads, the tensors have {K}: {K} it is."
+        )
     return notes
 
 
-def _sized(header: Header, names: dict[str, tuple[str, ...]], K: int, L: int, claims: Claims, notes: list[str], where: str) -> Layout:
+def _sized(
+    header: Header,
+    names: dict[str, tuple[str, ...]],
+    K: int,
+    L: int,
+    claims: Claims,
+    notes: list[str],
+    where: str,
+) -> Layout:
     """Compare all shapes and dtypes with each other, and with the configuration where it says something."""
     by_target = {targets[0]: header[name] for name, targets in names.items()}
     code, first = by_target[BLOCK.format(k=0, l=0)]
@@ -197,19 +242,38 @@ def _sized(header: Header, names: dict[str, tuple[str, ...]], K: int, L: int, cl
     for target, (dtype, shape) in by_target.items():
         expected = (V, D) if target in tables else (D, D) if target.endswith("weight") else (D,)
         if shape != expected or 0 in shape or D > MAX_WIDTH or (V or 0) > MAX_VOCAB:
-            raise _wrong(where, f"{target} has shape {shape}", f"{expected}, as the others have, within {MAX_VOCAB} x {MAX_WIDTH}")
+            raise _wrong(
+                where,
+                f"{target} has shape {shape}",
+                f"{expected}, as the others have, within {MAX_VOCAB} x {MAX_WIDTH}",
+            )
         if dtype not in FLOAT_DTYPES or (dtype != code and target != SHARED):
-            raise _wrong(where, f"{target} has dtype {dtype[:20]}", f"one of {', '.join(FLOAT_DTYPES)}, the same for all heads")
+            raise _wrong(
+                where,
+                f"{target} has dtype {dtype[:20]}",
+                f"one of {', '.join(FLOAT_DTYPES)}, the same for all heads",
+            )
     if claims.hidden_size not in (None, D):
-        raise _wrong(where, f"hidden size {D} in the tensors, {claims.hidden_size} in the configuration", "the same")
+        raise _wrong(
+            where,
+            f"hidden size {D} in the tensors, {claims.hidden_size} in the configuration",
+            "the same",
+        )
     if V is not None and claims.vocab_size not in (None, V):
-        notes = [*notes, f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}: {V} it is."]
+        notes = [
+            *notes,
+            f"The configuration says a vocabulary of {claims.vocab_size}, the tensors have {V}: {V} it is.",
+        ]
     own = OWN.format(k=0) in by_target
     return Layout(names, D, K, L, V, own, FLOAT_DTYPES[code], tuple(notes))
 
 
 def plain_heads(
-    layout: Layout, tensors: Mapping[str, torch.Tensor], lm_head_VD: torch.Tensor | None, vocab_size: int, where: str
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    lm_head_VD: torch.Tensor | None,
+    vocab_size: int,
+    where: str,
 ) -> tuple[PlainHeads, list[str]]:
     """Heads free of any format from the tensors that a layout names; own lm_heads that are all the actor's become a shared one.
 
@@ -220,8 +284,14 @@ def plain_heads(
     named = {target: tensors[name] for name, targets in layout.names.items() for target in targets}
     notes = list(layout.notes)
     inside = named.pop(SHARED, None)
-    if inside is not None and lm_head_VD is not None and not torch.equal(inside.to(layout.dtype), lm_head_VD.to(layout.dtype)):
-        notes.append("The lm_head in the file is not the model's (a policy that moved on?): the model's is used.")
+    if (
+        inside is not None
+        and lm_head_VD is not None
+        and not torch.equal(inside.to(layout.dtype), lm_head_VD.to(layout.dtype))
+    ):
+        notes.append(
+            "The lm_head in the file is not the model's (a policy that moved on?): the model's is used."
+        )
     lm_head_VD = inside if lm_head_VD is None else lm_head_VD
     biases = [name for name in named if name.endswith(".bias")]
     if biases and not any(named[name].count_nonzero() for name in biases):
@@ -234,16 +304,32 @@ def plain_heads(
         named = {name: tensor for name, tensor in named.items() if not name.startswith("lm_heads.")}
         own = []
     elif same and len(own) > 1:
-        notes.append("All heads have the same lm_head. Give --model to let it be compared with the model's and shared.")
-    config = HeadsConfig(layout.hidden_size, vocab_size, layout.num_heads, "medusa", layout.num_layers, "own" if own else "shared")
+        notes.append(
+            "All heads have the same lm_head. Give --model to let it be compared with the model's and shared."
+        )
+    config = HeadsConfig(
+        layout.hidden_size,
+        vocab_size,
+        layout.num_heads,
+        "medusa",
+        layout.num_layers,
+        "own" if own else "shared",
+    )
     if lm_head_VD is not None and tuple(lm_head_VD.shape) != (vocab_size, layout.hidden_size):
-        raise _wrong(where, f"lm_head of shape {tuple(lm_head_VD.shape)}", f"{(vocab_size, layout.hidden_size)}")
+        raise _wrong(
+            where,
+            f"lm_head of shape {tuple(lm_head_VD.shape)}",
+            f"{(vocab_size, layout.hidden_size)}",
+        )
     return PlainHeads(config, named, lm_head_VD), notes
 
 
 def _wrong(where: str, given: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        "The heads in the file are not as their format says.", given=f"{where}: {given}", expected=expected, do="See docs/formats.md."
+        "The heads in the file are not as their format says.",
+        given=f"{where}: {given}",
+        expected=expected,
+        do="See docs/formats.md.",
     )
 
 
@@ -255,9 +341,16 @@ def refuse_unrepresentable(plain: PlainHeads, target: str) -> None:
     reason = _obstacle(plain, target)
     if reason:
         others = ", ".join(representable_formats(plain)) or "none without the model's lm_head"
-        do = "Give the model's folder with --model." if reason is NO_LM_HEAD else "Choose one of these."
+        do = (
+            "Give the model's folder with --model."
+            if reason is NO_LM_HEAD
+            else "Choose one of these."
+        )
         raise ConfigError(
-            f"These heads can't be written as {target}.", given=reason, expected=f"a format that can hold them: {others}", do=do
+            f"These heads can't be written as {target}.",
+            given=reason,
+            expected=f"a format that can hold them: {others}",
+            do=do,
         )
 
 
@@ -280,7 +373,11 @@ def _obstacle(plain: PlainHeads, target: str) -> str:
         return f"the heads have {config.num_layers} layers, and the format knows one"
     if table.layers == "tied" and config.num_layers > 1 and not plain.tied:
         return f"the {config.num_layers} layers differ; the format's loader repeats one layer and would keep the last only"
-    if config.lm_head == "shared" and plain.lm_head_VD is None and (table.needs_lm_head or table.lm_heads == "own"):
+    if (
+        config.lm_head == "shared"
+        and plain.lm_head_VD is None
+        and (table.needs_lm_head or table.lm_heads == "own")
+    ):
         return NO_LM_HEAD
     return ""
 
@@ -295,7 +392,9 @@ def to_keys(plain: PlainHeads, target: str) -> dict[str, torch.Tensor]:
             out[table.block.format(k=k, l=layer)] = plain.tensors[BLOCK.format(k=k, l=layer)]
             if biased:
                 zeros_D = torch.zeros(config.hidden_size, dtype=plain.dtype)
-                out[table.bias.format(k=k, l=layer)] = plain.tensors.get(BIAS.format(k=k, l=layer), zeros_D)
+                out[table.bias.format(k=k, l=layer)] = plain.tensors.get(
+                    BIAS.format(k=k, l=layer), zeros_D
+                )
         if config.lm_head == "own":
             out[table.own.format(k=k, n=config.num_layers)] = plain.tensors[OWN.format(k=k)]
         elif table.lm_heads == "own" and plain.lm_head_VD is not None:

@@ -26,10 +26,33 @@ CARD = Path(__file__).with_name("card.md.jinja")
 PREFIX = "hf://"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
-PULLED = ["config.json", "model.safetensors", "model-*.safetensors", *HEADS_FILES, "pytorch_model*.bin"]
+PULLED = [
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    *HEADS_FILES,
+    "pytorch_model*.bin",
+]
 PUSHED = ["config.json", "model.safetensors", "README.md"]
-NEEDED = ("mean_acceptance_length", "acceptance_per_position", "confidence_interval", "drafts", "generated_tokens", "settings")
-SHOWN_SETTINGS = ("draft", "draft_temperature", "temperature", "top_p", "top_k", "max_new_tokens", "limit", "seed", "data")
+NEEDED = (
+    "mean_acceptance_length",
+    "acceptance_per_position",
+    "confidence_interval",
+    "drafts",
+    "generated_tokens",
+    "settings",
+)
+SHOWN_SETTINGS = (
+    "draft",
+    "draft_temperature",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "limit",
+    "seed",
+    "data",
+)
 
 
 def shareable(value: Any) -> Any:
@@ -49,13 +72,17 @@ def _is_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~")) or Path(text).exists()
 
 
-def render_card(repo: str, config: HeadsConfig, metadata: HeadsMetadata, figures: Sequence[Path] = ()) -> str:
+def render_card(
+    repo: str, config: HeadsConfig, metadata: HeadsMetadata, figures: Sequence[Path] = ()
+) -> str:
     """README.md of a repository with heads.
 
     Raises:
         DataError: a file of figures is not what `medusa-ppo eval --json` writes.
     """
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
     environment.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")
     base = shareable(base_model_of(metadata))
     numbers = sum(math.prod(shape) for shape in config.tensor_shapes().values())
@@ -63,7 +90,9 @@ def render_card(repo: str, config: HeadsConfig, metadata: HeadsMetadata, figures
         "kind": config.kind,
         "heads": config.num_heads,
         "layers per head": config.num_layers,
-        "lm_head": "shared with the model" if config.lm_head == "shared" else "one of its own for each head",
+        "lm_head": "shared with the model"
+        if config.lm_head == "shared"
+        else "one of its own for each head",
         "hidden size, vocabulary": f"{config.hidden_size}, {config.vocab_size}",
         "parameters": f"{numbers:,} ({metadata.dtype})",
         "version": metadata.version,
@@ -88,7 +117,9 @@ def _replayed(notes: Mapping[str, Any]) -> str:
     if not isinstance(length, int | float):
         return ""
     after = f", after {tokens:,} training tokens" if isinstance(tokens, int) else ""
-    return f"Mean acceptance length {length:.3f} by replay on responses held out of training{after}."
+    return (
+        f"Mean acceptance length {length:.3f} by replay on responses held out of training{after}."
+    )
 
 
 def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,19 +127,35 @@ def _measured(figures: Mapping[str, Any]) -> dict[str, Any]:
     (low, high), settings = figures["confidence_interval"], figures["settings"]
     return {
         "mean acceptance length": f"**{figures['mean_acceptance_length']:.3f}** (95 % interval {low:.3f} to {high:.3f})",
-        "accepted per step, by position": ", ".join(f"{value:.3f}" for value in figures["acceptance_per_position"]),
-        "measured by": "vLLM's own counters" if settings.get("engine") == "vllm" else "replay of rollouts",
+        "accepted per step, by position": ", ".join(
+            f"{value:.3f}" for value in figures["acceptance_per_position"]
+        ),
+        "measured by": "vLLM's own counters"
+        if settings.get("engine") == "vllm"
+        else "replay of rollouts",
         "draft steps, tokens": f"{figures['drafts']:,}, {figures['generated_tokens']:,}",
-        **{name.replace("_", " "): shareable(settings[name]) for name in SHOWN_SETTINGS if name in settings},
+        **{
+            name.replace("_", " "): shareable(settings[name])
+            for name in SHOWN_SETTINGS
+            if name in settings
+        },
     }
 
 
 def _trained(notes: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the heads remember."""
-    rest = {key: value for key, value in notes.items() if key not in ("options", "replay_mean_acceptance_length", "trained_tokens")}
+    rest = {
+        key: value
+        for key, value in notes.items()
+        if key not in ("options", "replay_mean_acceptance_length", "trained_tokens")
+    }
     options = notes.get("options")
     rows = {**(options if isinstance(options, Mapping) else {}), **rest}
-    return {key: shareable(value) for key, value in rows.items() if isinstance(value, str | int | float | bool) and value != ""}
+    return {
+        key: shareable(value)
+        for key, value in rows.items()
+        if isinstance(value, str | int | float | bool) and value != ""
+    }
 
 
 def _read_figures(path: Path) -> dict[str, Any]:
@@ -117,20 +164,43 @@ def _read_figures(path: Path) -> dict[str, Any]:
         missing = [name for name in NEEDED if name not in found]
     except (OSError, ValueError, TypeError) as error:
         given, do = f"{path}: {error}", "Give one of eval --json."
-        raise DataError("The figures can't be read.", given=given, expected="a JSON file", do=do) from None
+        raise DataError(
+            "The figures can't be read.", given=given, expected="a JSON file", do=do
+        ) from None
     if missing or not isinstance(found, dict):
-        raise DataError("These are no figures of eval.", given=f"{path}: no {missing}", expected=NEEDED, do="Give one of eval --json.")
+        raise DataError(
+            "These are no figures of eval.",
+            given=f"{path}: no {missing}",
+            expected=NEEDED,
+            do="Give one of eval --json.",
+        )
     return found
 
 
 class Hub(Protocol):
     """What is used of huggingface_hub.HfApi."""
 
-    def create_repo(self, repo_id: str, *, private: bool | None = None, repo_type: str | None = None, exist_ok: bool = False) -> Any: ...
+    def create_repo(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        repo_type: str | None = None,
+        exist_ok: bool = False,
+    ) -> Any: ...
 
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str | None = None, allow_patterns: Any = None) -> Any: ...
+    def upload_folder(
+        self,
+        *,
+        repo_id: str,
+        folder_path: str,
+        commit_message: str | None = None,
+        allow_patterns: Any = None,
+    ) -> Any: ...
 
-    def snapshot_download(self, repo_id: str, *, revision: str | None = None, allow_patterns: Any = None) -> Any: ...
+    def snapshot_download(
+        self, repo_id: str, *, revision: str | None = None, allow_patterns: Any = None
+    ) -> Any: ...
 
 
 def local_heads(name: str, hub: Hub | None = None) -> Path:
@@ -145,12 +215,26 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
     repo, _, revision = name.removeprefix(PREFIX).partition("@")
     _check_repo(repo)
     if revision and (not REVISION.fullmatch(revision) or ".." in revision):
-        raise ConfigError("This is no revision.", given=revision[:80], expected="a branch, a tag or a commit", do="Correct what follows @.")
+        raise ConfigError(
+            "This is no revision.",
+            given=revision[:80],
+            expected="a branch, a tag or a commit",
+            do="Correct what follows @.",
+        )
     with _hub_errors(f"pulling {repo}"):
-        return Path(_open(hub).snapshot_download(repo, revision=revision or None, allow_patterns=PULLED))
+        return Path(
+            _open(hub).snapshot_download(repo, revision=revision or None, allow_patterns=PULLED)
+        )
 
 
-def push_heads(heads: Path, repo: str, *, private: bool = False, figures: Sequence[Path] = (), hub: Hub | None = None) -> str:
+def push_heads(
+    heads: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    figures: Sequence[Path] = (),
+    hub: Hub | None = None,
+) -> str:
     """Push a native heads directory; nothing else that lies in the folder goes along.
 
     Args:
@@ -170,13 +254,21 @@ def push_heads(heads: Path, repo: str, *, private: bool = False, figures: Sequen
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-push-") as scratch:
         folder = Path(scratch) / "heads"
         shared = shareable(metadata.metadata)
-        save_heads(folder, module, lm_head_VD=load_lm_head(heads), metadata=shared, version=metadata.version)
+        save_heads(
+            folder,
+            module,
+            lm_head_VD=load_lm_head(heads),
+            metadata=shared,
+            version=metadata.version,
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
         with _hub_errors(f"pushing {repo}"):
             api = _open(hub)
             api.create_repo(repo, private=private, repo_type="model", exist_ok=True)
             message = f"Heads of kind {module.config.kind}, version {metadata.version}"
-            done = api.upload_folder(repo_id=repo, folder_path=str(folder), commit_message=message, allow_patterns=PUSHED)
+            done = api.upload_folder(
+                repo_id=repo, folder_path=str(folder), commit_message=message, allow_patterns=PUSHED
+            )
     logger.info("Pushed heads version %d to %s.", metadata.version, repo)
     return str(getattr(done, "commit_url", None) or repo)
 
@@ -197,7 +289,12 @@ def scrubbed(text: str, secrets: Mapping[str, Any] | Sequence[str] = ()) -> str:
 
 def _check_repo(repo: str) -> None:
     if not NAME.fullmatch(repo) or ".." in repo:
-        raise ConfigError("This is no repository of the hub.", given=repo[:120], expected="owner/name", do="Correct the name.")
+        raise ConfigError(
+            "This is no repository of the hub.",
+            given=repo[:120],
+            expected="owner/name",
+            do="Correct the name.",
+        )
 
 
 def _open(hub: Hub | None) -> Hub:

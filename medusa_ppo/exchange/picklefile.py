@@ -40,7 +40,11 @@ STORAGES = {
     "torch BoolStorage": "BOOL",
 }
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
-ORDERED_DICT, TENSOR, PARAMETER = "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
+ORDERED_DICT, TENSOR, PARAMETER = (
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+)
 NAMES = {*STORAGES, ORDERED_DICT, TENSOR, PARAMETER}
 
 
@@ -73,7 +77,9 @@ def read_pickle_header(path: Path) -> Header:
     records = {name.split("/", 1)[1]: info for name, info in entries.items()}
     description = records.get("data.pkl")
     if description is None or description.file_size > MAX_PICKLE_BYTES:
-        given = "no data.pkl" if description is None else f"data.pkl of {description.file_size} bytes"
+        given = (
+            "no data.pkl" if description is None else f"data.pkl of {description.file_size} bytes"
+        )
         raise _damaged(path, given, f"a data.pkl of at most {MAX_PICKLE_BYTES} bytes")
     order = records.get("byteorder")
     if order is not None and (order.file_size > 16 or _entry(path, order).strip() != b"little"):
@@ -87,11 +93,15 @@ def read_pickle_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = {name: loaded[name].detach().clone() for name in names}
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, KeyError, ... for what it can't read
+    except (
+        Exception
+    ) as error:  # torch raises RuntimeError, UnpicklingError, KeyError, ... for what it can't read
         raise _damaged(path, f"{type(error).__name__}", "a file written by torch.save") from error
     for name, tensor in state.items():
         if tuple(tensor.shape) != header[name][1]:
-            raise _damaged(path, f"{name} {tuple(tensor.shape)}", f"{header[name][1]}, as its description says")
+            raise _damaged(
+                path, f"{name} {tuple(tensor.shape)}", f"{header[name][1]}, as its description says"
+            )
     require_finite(state, str(path))
     return state
 
@@ -113,14 +123,35 @@ def _checked_entries(path: Path) -> dict[str, zipfile.ZipInfo]:
         raise _damaged(path, "an entry twice in the zip", "each entry once")
     for name, info in entries.items():
         parts = name.split("/")
-        if len(parts) < 2 or "" in parts or ".." in parts or "\\" in name or parts[0] != next(iter(entries)).split("/")[0]:
+        if (
+            len(parts) < 2
+            or "" in parts
+            or ".." in parts
+            or "\\" in name
+            or parts[0] != next(iter(entries)).split("/")[0]
+        ):
             raise _damaged(path, f"the entry {name[:80]!r}", "entries below one folder")
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-            raise _damaged(path, f"{name[:80]!r} is compressed or encrypted ({info.file_size} bytes unpacked)", "stored entries only")
-    spans = sorted((info.header_offset, info.header_offset + LOCAL_HEADER_BYTES + info.file_size) for info in infos)
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.compress_size != info.file_size
+            or info.flag_bits & 1
+        ):
+            raise _damaged(
+                path,
+                f"{name[:80]!r} is compressed or encrypted ({info.file_size} bytes unpacked)",
+                "stored entries only",
+            )
+    spans = sorted(
+        (info.header_offset, info.header_offset + LOCAL_HEADER_BYTES + info.file_size)
+        for info in infos
+    )
     ends = [end for _, end in spans]
-    if any(begin < end for (begin, _), end in zip(spans[1:], ends, strict=False)) or (ends and ends[-1] > start):
-        raise _damaged(path, "entries that overlap or leave the file", "entries one after the other")
+    if any(begin < end for (begin, _), end in zip(spans[1:], ends, strict=False)) or (
+        ends and ends[-1] > start
+    ):
+        raise _damaged(
+            path, "entries that overlap or leave the file", "entries one after the other"
+        )
     return entries
 
 
@@ -140,7 +171,11 @@ def _check_directory_size(path: Path, size: int) -> None:
         tail = handle.read()
         end, locator = tail[-END_BYTES:], tail[: -END_BYTES or None]
         if len(tail) < END_BYTES or end[:4] != END_RECORD:
-            raise _damaged(path, f"{size} bytes without a zip's end record", "a file written by torch.save (torch 1.6 or newer)")
+            raise _damaged(
+                path,
+                f"{size} bytes without a zip's end record",
+                "a file written by torch.save (torch 1.6 or newer)",
+            )
         claims = [int.from_bytes(end[12:16], "little")]
         if locator[:4] == END64_LOCATOR:
             handle.seek(min(size, int.from_bytes(locator[8:16], "little")))
@@ -149,7 +184,9 @@ def _check_directory_size(path: Path, size: int) -> None:
                 raise _damaged(path, "a broken zip64 end record", "a file written by torch.save")
             claims = [int.from_bytes(record[40:48], "little")]
     if max(claims) > min(MAX_DIRECTORY_BYTES, size):
-        raise _damaged(path, f"a zip directory of {max(claims)} bytes", f"at most {MAX_DIRECTORY_BYTES}")
+        raise _damaged(
+            path, f"a zip directory of {max(claims)} bytes", f"at most {MAX_DIRECTORY_BYTES}"
+        )
 
 
 # ---- the pickle ------------------------------------------------------------------------------------------------------------------
@@ -165,9 +202,14 @@ class _Description:
         self._memo: dict[int, Any] = {}
         self._actions: dict[str, Callable[[Any], None]] = {
             **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _: None),
-            **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), self._stack.append),
+            **dict.fromkeys(
+                ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"),
+                self._stack.append,
+            ),
             **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._put),
-            **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda index: self._stack.append(self._memo[index])),
+            **dict.fromkeys(
+                ("BINGET", "LONG_BINGET"), lambda index: self._stack.append(self._memo[index])
+            ),
             "MEMOIZE": lambda _: self._put(len(self._memo)),
             "MARK": lambda _: self._stack.append(_MARK),
             "NONE": lambda _: self._stack.append(None),
@@ -230,7 +272,13 @@ class _Description:
         kind, name, key, _, items = identifier
         code = STORAGES[name.text]
         record = self._records.get(f"data/{key}")
-        if kind != "storage" or type(items) is not int or items < 0 or record is None or record.file_size != items * ITEM_BYTES[code]:
+        if (
+            kind != "storage"
+            or type(items) is not int
+            or items < 0
+            or record is None
+            or record.file_size != items * ITEM_BYTES[code]
+        ):
             raise self._refused(f"a storage {str(key)[:20]!r} whose bytes are not in the file")
         return _Storage(code, key, items)
 
@@ -246,14 +294,20 @@ class _Description:
         else:
             raise self._refused(f"a call of {name}")
 
-    def _tensor(self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Tensor:
+    def _tensor(
+        self, storage: _Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> _Tensor:
         numbers = (offset, *shape, *stride)
         sound = isinstance(storage, _Storage) and len(shape) == len(stride) <= MAX_DIMENSIONS
         if not sound or any(type(n) is not int or n < 0 for n in numbers):
             raise self._refused("a tensor without a sound size")
         contiguous = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        if offset + prod(shape) > storage.items or any(s != c for s, c, n in zip(stride, contiguous, shape, strict=True) if n > 1):
-            raise self._refused(f"a tensor of shape {shape!s:.80} that does not lie in its storage as it should")
+        if offset + prod(shape) > storage.items or any(
+            s != c for s, c, n in zip(stride, contiguous, shape, strict=True) if n > 1
+        ):
+            raise self._refused(
+                f"a tensor of shape {shape!s:.80} that does not lie in its storage as it should"
+            )
         return _Tensor(storage.dtype, shape)
 
     def _build(self) -> None:
@@ -282,5 +336,8 @@ class _Description:
 
 def _damaged(path: Path, given: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        "The .pt file can't be read.", given=f"{path}: {given}", expected=expected, do="Copy it again, or save it anew with torch.save."
+        "The .pt file can't be read.",
+        given=f"{path}: {given}",
+        expected=expected,
+        do="Copy it again, or save it anew with torch.save.",
     )

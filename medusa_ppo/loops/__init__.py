@@ -9,7 +9,12 @@ from typing import Any
 
 from heads.errors import UnsupportedVersionError
 
-CHECKED: dict[str, tuple[str, ...]] = {"trl": ("1.16",), "trl.experimental.ppo": ("1.12",), "verl": ("0.9",), "openrlhf": ("0.11",)}
+CHECKED: dict[str, tuple[str, ...]] = {
+    "trl": ("1.16",),
+    "trl.experimental.ppo": ("1.12",),
+    "verl": ("0.9",),
+    "openrlhf": ("0.11",),
+}
 """Distribution (and which part of it) -> the minor versions whose classes and signatures tests/contracts/ compares with what we rely on."""
 
 
@@ -26,7 +31,10 @@ def require_loop(name: str) -> str:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise UnsupportedVersionError(
-            f"{name} is not installed.", given=f"no package named {package}", expected=expected, do=f"{install}."
+            f"{name} is not installed.",
+            given=f"no package named {package}",
+            expected=expected,
+            do=f"{install}.",
         ) from None
     if ".".join(version.split(".")[:2]) not in CHECKED[name]:
         raise UnsupportedVersionError(

@@ -48,7 +48,9 @@ OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
 FINAL_HEADS = "heads-final"
 
 
-def as_config(medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> RunConfig | None:
+def as_config(
+    medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> RunConfig | None:
     """The configuration in whatever form it was given; None when it asks for neither drafts nor a companion. Raises ConfigError."""
     if medusa is None:
         return None
@@ -123,7 +125,11 @@ class Attachment:
         drafting = self._plan.drafting
 
         def every(method: str, *arguments: Any) -> list[Any]:
-            return [answer for answers in self.ranks.call(method, arguments, self._serve) for answer in answers]
+            return [
+                answer
+                for answers in self.ranks.call(method, arguments, self._serve)
+                for answer in answers
+            ]
 
         def attach() -> None:
             self.engine = AttachedEngine(
@@ -153,14 +159,19 @@ class Attachment:
 
         def attach() -> None:
             settings = self.config.engine.model_copy(update={"backend": url()})
-            self.engine = ServerEngine(model.name_or_path, self.config.heads.path, settings, self.config.seed)
+            self.engine = ServerEngine(
+                model.name_or_path, self.config.heads.path, settings, self.config.seed
+            )
 
         self._led(attach)
 
     def sync_by_file(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Carry the actor into the engine through one file, where the trainer's own way does not work. Every process walks its weights."""
         own: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:  # Where they are cut over processes each is put together as it is walked to.
+        for (
+            name,
+            tensor,
+        ) in weights:  # Where they are cut over processes each is put together as it is walked to.
             if self.ranks.leads:
                 own[name] = tensor.detach().to("cpu", copy=True).contiguous()
         path = self._home.path / "actor.safetensors"
@@ -227,7 +238,11 @@ class Attachment:
         """Of the rollouts what only the first process knows."""
         engine = self.engine
         assert engine is not None, "the engine is attached when the trainer is built"
-        versions = {"heads_version": engine.heads_version, "policy_version": self._policy_version, "num_drafts": engine.num_drafts}
+        versions = {
+            "heads_version": engine.heads_version,
+            "policy_version": self._policy_version,
+            "num_drafts": engine.num_drafts,
+        }
         return {"counters": engine.counters() - before, "seconds": seconds, **versions}
 
     # ---- the trainer's events -----------------------------------------------------------------------------------------------
@@ -247,7 +262,9 @@ class Attachment:
     def _start(self, actor: HFActor) -> MedusaPlugin:
         assert self.engine is not None, "the engine is attached when the trainer is built"
         companion = self.config.companion
-        self._stack.enter_context(local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes))
+        self._stack.enter_context(
+            local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes)
+        )
         self.plugin = MedusaPlugin.start(self.config, actor, self.engine, self.folder)
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
@@ -260,7 +277,9 @@ class Attachment:
             return
         actor, gathered = self._actor, self._actor.gathered_bytes
         changed = actor.refresh()
-        self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + actor.gathered_bytes - gathered
+        self._more[names.TABLE_BYTES] = (
+            self._more.get(names.TABLE_BYTES, 0) + actor.gathered_bytes - gathered
+        )
         parts = self.ranks.first_gets(self._share.take()) if self._share else []
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
@@ -276,7 +295,12 @@ class Attachment:
         """One line for each rollout batch: a loop may update more often than it generates."""
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None and self._writer is not None and self.plugin is not None:
-            values = {names.STEP: self._steps, **names.rollout_figures(rollouts), **self.plugin.metrics(), **self._more}
+            values = {
+                names.STEP: self._steps,
+                **names.rollout_figures(rollouts),
+                **self.plugin.metrics(),
+                **self._more,
+            }
             values[names.WALL_S] = time.monotonic() - self._began
             self._writer.step(values)
             self._steps += 1
@@ -296,7 +320,9 @@ class Attachment:
         atexit.unregister(self._stack.close)
         self.plugin, self._tap, self._writer, self._share = None, None, None, None
         # Should the trainer train again, it goes on with these.
-        self.config = self.config.model_copy(update={"heads": self.config.heads.model_copy(update={"path": heads})})
+        self.config = self.config.model_copy(
+            update={"heads": self.config.heads.model_copy(update={"path": heads})}
+        )
 
     def _finish(self) -> str:
         assert self.plugin is not None and self._writer is not None, "begin() has made them"
@@ -323,7 +349,9 @@ class DraftingEngine:
         plugin: None where the settings ask for neither drafts nor a companion.
     """
 
-    def __init__(self, config: RunConfig, actor: nn.Module, model_path: str | Path, run_dir: str | Path) -> None:
+    def __init__(
+        self, config: RunConfig, actor: nn.Module, model_path: str | Path, run_dir: str | Path
+    ) -> None:
         """Start Ray (if there is none), the engine and the companion.
 
         Args:
@@ -342,8 +370,14 @@ class DraftingEngine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
             wanted = as_config(config) is not None
-            heads = MedusaPlugin.prepare_heads(config, actor, self._folder / "heads") if wanted else None
-            self.engine: RolloutEngine = stack.enter_context(make_engine(model_path, heads, config.engine, config.seed))
+            heads = (
+                MedusaPlugin.prepare_heads(config, actor, self._folder / "heads")
+                if wanted
+                else None
+            )
+            self.engine: RolloutEngine = stack.enter_context(
+                make_engine(model_path, heads, config.engine, config.seed)
+            )
             if wanted:
                 self.plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)
                 stack.callback(self.plugin.close)

@@ -34,7 +34,13 @@ from medusa_ppo.types import RolloutBatch, Rollouts
 SETTINGS = {
     "heads": {"num_heads": 2},
     "engine": {"num_drafts": 2},
-    "companion": {"wait": True, "learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "on_error": "raise"},
+    "companion": {
+        "wait": True,
+        "learning_rate": 1e-2,
+        "epochs": 8,
+        "batch_positions": 256,
+        "on_error": "raise",
+    },
 }
 """What the loop is given where the user names no file: small heads that learn quickly, every batch waited for."""
 TIMEOUT_S = 1800.0
@@ -84,7 +90,14 @@ class Watch:
         self._beside(plugin, "close", before=lambda *_: self.calls.append("close"))
         self._beside(CompanionClient, "submit", before=self._submitted)
 
-    def _beside(self, kind: Any, name: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
+    def _beside(
+        self,
+        kind: Any,
+        name: str,
+        *,
+        before: Callable[..., Any] | None = None,
+        after: Callable[..., Any] | None = None,
+    ) -> None:
         whole = getattr(kind, name)
 
         @functools.wraps(whole)
@@ -102,13 +115,20 @@ class Watch:
         self.calls.append("before_generation")
         installed = plugin.installer.installed
         if installed is not None and hasattr(plugin._engine, "checksums"):
-            self.swapped = [installed.version, installed.checksum, plugin._engine.checksums()["heads"]]
+            self.swapped = [
+                installed.version,
+                installed.checksum,
+                plugin._engine.checksums()["heads"],
+            ]
 
     def _rollouts(self, plugin: Any, rollouts: Rollouts) -> None:
         self.calls.append("rollout_ready")
         self._table = plugin._tables[0].detach().clone()
         counters, responses = rollouts.counters, rollouts.responses
-        known = sum(len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs) for r in responses)
+        known = sum(
+            len(r.logprobs) == len(r.token_ids) and all(p <= 1e-4 for p in r.logprobs)
+            for r in responses
+        )
         self.batches.append(
             {
                 "responses": len(responses),
@@ -131,8 +151,12 @@ class Watch:
         if greedy:
             good = float((logits_MV.argmax(-1) == ids_M).float().mean())
         else:
-            given_M = (logits_MV / batch.temperature).log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
-            cut = batch.top_k > 0 or batch.top_p < 1  # Behaviour log-probs are then higher than the whole distribution's.
+            given_M = (
+                (logits_MV / batch.temperature).log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
+            )
+            cut = (
+                batch.top_k > 0 or batch.top_p < 1
+            )  # Behaviour log-probs are then higher than the whole distribution's.
             off_M = (known_M - given_M).clamp(max=0).abs() if cut else (known_M - given_M).abs()
             good = float((off_M < NEAR_NATS).float().mean())
         self.fits.append({"responses": batch.lengths_S.numel(), "good": good})
@@ -141,7 +165,10 @@ class Watch:
         self.calls.append("policy_updated")
         self.versions.append(version)
         if tables is not None and self._model is not None:
-            self.wrong_tables += not torch.equal(tables[0].detach().cpu(), plain_model(self._model).get_output_embeddings().weight.cpu())
+            self.wrong_tables += not torch.equal(
+                tables[0].detach().cpu(),
+                plain_model(self._model).get_output_embeddings().weight.cpu(),
+            )
 
 
 # ---- one training, in a process of its own -----------------------------------------------------------------------------------
@@ -158,17 +185,32 @@ def run_arm(spec: str, medusa: Any, out: Path) -> None:
     trainer.train()
     digest = hashlib.sha256()
     for key, tensor in sorted(plain_model(trainer.model).state_dict().items()):
-        digest.update(key.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    seen = {name: getattr(watch, name) for name in ("calls", "batches", "versions", "fits", "wrong_tables", "swapped")}
+        digest.update(
+            key.encode()
+            + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+    seen = {
+        name: getattr(watch, name)
+        for name in ("calls", "batches", "versions", "fits", "wrong_tables", "swapped")
+    }
     out.write_text(json.dumps(seen | {"weights": digest.hexdigest()}), encoding="utf-8")
 
 
 def train_apart(spec: str, medusa: Any, folder: Path) -> dict[str, Any]:
     """`run_arm` in another process. ConfigError with the end of its output when it fails."""
     out = folder / f"arm-{len(list(folder.iterdir()))}.json"
-    command = [sys.executable, "-m", "medusa_ppo.loops.check_loop", spec, json.dumps(medusa), str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "medusa_ppo.loops.check_loop",
+        spec,
+        json.dumps(medusa),
+        str(out),
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
         end = (done.stdout + done.stderr)[-1500:]
     except subprocess.TimeoutExpired:
         end = f"no end after {TIMEOUT_S:.0f} s"
@@ -196,20 +238,35 @@ def check_loop(spec: str, medusa: Any = None) -> Iterator[Finding]:
         ConfigError: `spec` is none, or a training fails.
     """
     if spec.count(":") != 1:
-        raise ConfigError("This names no function.", given=spec, expected="module:function", do="Write my_module:make_trainer.")
+        raise ConfigError(
+            "This names no function.",
+            given=spec,
+            expected="module:function",
+            do="Write my_module:make_trainer.",
+        )
     with tempfile.TemporaryDirectory() as name:
         seen = train_apart(spec, medusa or SETTINGS, Path(name))
         yield from judge(seen)
         without = train_apart(spec, None, Path(name))
-        again = without if without["weights"] == seen["weights"] else train_apart(spec, None, Path(name))
+        again = (
+            without
+            if without["weights"] == seen["weights"]
+            else train_apart(spec, None, Path(name))
+        )
     steady, same = without["weights"] == again["weights"], without["weights"] == seen["weights"]
     yield Finding(
         "gradients",
         same,
         "the actor's weights are the same to the bit with and without the plug-in"
         if same
-        else ("other weights with the plug-in" if steady else "the loop learns something else at each call, without the plug-in too"),
-        "Look for hooks that change what the loop computes or draws." if steady else "Sample greedily, and seed everything.",
+        else (
+            "other weights with the plug-in"
+            if steady
+            else "the loop learns something else at each call, without the plug-in too"
+        ),
+        "Look for hooks that change what the loop computes or draws."
+        if steady
+        else "Sample greedily, and seed everything.",
     )
 
 
@@ -218,10 +275,18 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
     calls, batches, versions, fits = seen["calls"], seen["batches"], seen["versions"], seen["fits"]
     starts, ends = calls.count("start"), calls.count("close")
     yield Finding(
-        "one plug-in", starts == 1 <= ends, f"{starts} started, closed {ends} times", "Make one for a job, and close it at the end."
+        "one plug-in",
+        starts == 1 <= ends,
+        f"{starts} started, closed {ends} times",
+        "Make one for a job, and close it at the end.",
     )
     if not batches:
-        yield Finding("order of hooks", False, "no rollout_ready", "Call plugin.rollout_ready(rollouts) after each generation.")
+        yield Finding(
+            "order of hooks",
+            False,
+            "no rollout_ready",
+            "Call plugin.rollout_ready(rollouts) after each generation.",
+        )
         return
     hooks = [call for call in calls if call not in ("start", "close")]
     after = {"before_generation": "rollout_ready", "rollout_ready": "policy_updated"}
@@ -232,7 +297,9 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
         f"{len(batches)} rollout batches; out of order: {wrong[0] if wrong else 'none'}",
         "before_generation, rollout_ready, the scored passes, policy_updated: in this order, for at least four batches.",
     )
-    known = sum(batch["known"] for batch in batches) / max(1, sum(batch["responses"] for batch in batches))
+    known = sum(batch["known"] for batch in batches) / max(
+        1, sum(batch["responses"] for batch in batches)
+    )
     yield Finding(
         "log-probs",
         known == 1.0,
@@ -266,7 +333,12 @@ def judge(seen: dict[str, Any]) -> Iterator[Finding]:
 def _versions(batches: list[dict[str, Any]], versions: list[int]) -> Finding:
     rising = all(a < b for a, b in pairwise(versions))
     follow = [batch["policy"] for batch in batches]
-    ok = rising and follow[-1] > follow[0] and set(follow[1:]) <= {*versions, follow[0]} and follow == sorted(follow)
+    ok = (
+        rising
+        and follow[-1] > follow[0]
+        and set(follow[1:]) <= {*versions, follow[0]}
+        and follow == sorted(follow)
+    )
     return Finding(
         "versions",
         ok,

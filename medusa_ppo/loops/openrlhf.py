@@ -26,7 +26,14 @@ from medusa_ppo.config import RunConfig, load_config
 from medusa_ppo.loops import require_loop
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.passes import PassTap, Row
-from medusa_ppo.loops.remote import RemoteAttachment, Tables, WorkerTables, call_all, refuse, sum_counters
+from medusa_ppo.loops.remote import (
+    RemoteAttachment,
+    Tables,
+    WorkerTables,
+    call_all,
+    refuse,
+    sum_counters,
+)
 from medusa_ppo.types import Counters, RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
@@ -43,7 +50,11 @@ def __getattr__(name: str) -> type[Any]:
 
     from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
-    return type(name, (MedusaWorker, WorkerWrap), {"__module__": __name__, "__doc__": "OpenRLHF's weight broadcast beside our swaps."})
+    return type(
+        name,
+        (MedusaWorker, WorkerWrap),
+        {"__module__": __name__, "__doc__": "OpenRLHF's weight broadcast beside our swaps."},
+    )
 
 
 def plain_class(actor_class: Any) -> type[Any]:
@@ -78,17 +89,23 @@ def policy_actor() -> Any:
         _medusa_tap: PassTap | None = None
         _medusa_tables: WorkerTables | None = None
 
-        def forward(self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        def forward(
+            self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
+        ) -> Any:
             if self.strategy.get_rank() != 0:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
             if self._medusa_tap is None:
                 rollout = self.strategy.args.rollout
                 sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p)
-                self._medusa_tap = PassTap(self.actor.model, sampling, self.strategy.args.medusa.companion.queue_bytes)
+                self._medusa_tap = PassTap(
+                    self.actor.model, sampling, self.strategy.args.medusa.companion.queue_bytes
+                )
             rows, spans = rows_of(sequences, action_mask, attention_mask)
             with self._medusa_tap.watch(rows):
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            self._medusa_tap.add_logprobs([log_probs[row, first:last] for row, first, last in spans])
+            self._medusa_tap.add_logprobs(
+                [log_probs[row, first:last] for row, first, last in spans]
+            )
             return log_probs
 
         def medusa_take(self, policy_version: int) -> RolloutBatch | None:
@@ -96,7 +113,9 @@ def policy_actor() -> Any:
 
         def medusa_tables(self) -> Tables | None:
             if self._medusa_tables is None:
-                self._medusa_tables = WorkerTables(self.actor.model, reports=self.strategy.get_rank() == 0)
+                self._medusa_tables = WorkerTables(
+                    self.actor.model, reports=self.strategy.get_rank() == 0
+                )
             return self._medusa_tables.changed()
 
     return ray.remote(num_gpus=1)(MedusaPolicyActor)
@@ -109,13 +128,20 @@ def trainer_actor() -> Any:
     class MedusaPPOTrainer(plain_class(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
         def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(pretrain, strategy, *args, **kwargs)
-            self.medusa = RemoteAttachment(strategy.args.medusa, pretrain, Path(strategy.args.ckpt.output_dir) / "medusa")
+            self.medusa = RemoteAttachment(
+                strategy.args.medusa, pretrain, Path(strategy.args.ckpt.output_dir) / "medusa"
+            )
             make = self.experience_maker.make_experience_batch
 
             def make_and_take(rollout_samples: Any) -> Any:
                 experiences = make(rollout_samples)
-                taken = ray.get(self.actor_model_group.async_run_method("medusa_take", self._medusa_version))
-                self.medusa.scored(next((batch for batch in taken if batch is not None), None), self._medusa_sampling())
+                taken = ray.get(
+                    self.actor_model_group.async_run_method("medusa_take", self._medusa_version)
+                )
+                self.medusa.scored(
+                    next((batch for batch in taken if batch is not None), None),
+                    self._medusa_sampling(),
+                )
                 return experiences
 
             self.experience_maker.make_experience_batch = make_and_take
@@ -125,7 +151,10 @@ def trainer_actor() -> Any:
             self._medusa_version = global_step
             engines = self.vllm_engines
             with engines_awake(self.args, engines):
-                self.medusa.attach(lambda method, args: call_all(engines, method, args), lambda: sum_counters(engines))
+                self.medusa.attach(
+                    lambda method, args: call_all(engines, method, args),
+                    lambda: sum_counters(engines),
+                )
             self.medusa.start()
             try:
                 super().fit(global_step)
@@ -145,7 +174,9 @@ def trainer_actor() -> Any:
             self.medusa.synced(lost_heads=False)
 
         def _medusa_sampling(self) -> Sampling:
-            return Sampling(temperature=self.args.rollout.temperature, top_p=self.args.rollout.top_p)
+            return Sampling(
+                temperature=self.args.rollout.temperature, top_p=self.args.rollout.top_p
+            )
 
     return ray.remote(MedusaPPOTrainer)
 
@@ -162,7 +193,9 @@ def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
         batch_vllm_engine_call(engines, "sleep")
 
 
-def rows_of(sequences: Any, action_mask: Any, attention_mask: Any) -> tuple[list[Row], list[tuple[int, int, int]]]:
+def rows_of(
+    sequences: Any, action_mask: Any, attention_mask: Any
+) -> tuple[list[Row], list[tuple[int, int, int]]]:
     """Prompt and response of those rows that the heads can learn from, and where their log-probs stand: (row, first, last).
 
     `action_mask[b, i]` belongs to token i + 1 of the row. Left out are rows with more than one stretch of actions.
@@ -203,10 +236,14 @@ def install(config: RunConfig) -> None:
     create = vllm_engine.create_vllm_engines
     kept: list[RemoteAttachment] = []  # The heads' folder must outlive the engines' start.
 
-    def create_with_heads(num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any) -> Any:
+    def create_with_heads(
+        num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
+    ) -> Any:
         attachment = RemoteAttachment(config, pretrain, config.run_dir)
         kept.append(attachment)
-        vllm_engine.RolloutRayActor = rollout_actor({**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1})
+        vllm_engine.RolloutRayActor = rollout_actor(
+            {**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1}
+        )
         return create(num_engines, tensor_parallel_size, pretrain, *args, **kwargs)
 
     def strategy_with_heads(args: Any) -> Any:
@@ -222,7 +259,9 @@ def install(config: RunConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run OpenRLHF's own command with draft heads; without `--medusa`, as it is."""
-    parser = argparse.ArgumentParser(prog="python -m medusa_ppo.loops.openrlhf", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m medusa_ppo.loops.openrlhf", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--medusa", default="")
     given, rest = parser.parse_known_args(arguments)
     require_loop("openrlhf")

@@ -39,13 +39,19 @@ class Generated:
     def known(self) -> int:
         """Rows that have a log-prob for each token; the others are left out of the rollouts."""
         return sum(
-            None not in logprobs and len(logprobs) == len(row) for row, logprobs in zip(self.completions, self.logprobs, strict=True)
+            None not in logprobs and len(logprobs) == len(row)
+            for row, logprobs in zip(self.completions, self.logprobs, strict=True)
         )
 
     @classmethod
     def join(cls, parts: Sequence[Generated]) -> Generated:
         """The rows of all, in order."""
-        return cls(*(list(itertools.chain.from_iterable(getattr(part, field.name) for part in parts)) for field in fields(cls)))
+        return cls(
+            *(
+                list(itertools.chain.from_iterable(getattr(part, field.name) for part in parts))
+                for field in fields(cls)
+            )
+        )
 
 
 def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
@@ -56,11 +62,18 @@ def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
     """
     counts = len(part.prompts), len(part.completions), len(part.logprobs)
     if len(set(counts)) > 1:
-        raise DataError("A loop's rows do not fit together.", given=counts, expected="as many of each", do="Report this with its version.")
+        raise DataError(
+            "A loop's rows do not fit together.",
+            given=counts,
+            expected="as many of each",
+            do="Report this with its version.",
+        )
     prompts = list(dict.fromkeys(tuple(prompt) for prompt in part.prompts))
     index = {prompt: i for i, prompt in enumerate(prompts)}
     responses = []
-    for prompt, completion, logprobs in zip(part.prompts, part.completions, part.logprobs, strict=True):
+    for prompt, completion, logprobs in zip(
+        part.prompts, part.completions, part.logprobs, strict=True
+    ):
         known = tuple(value for value in logprobs if value is not None and math.isfinite(value))
         if len(known) == len(completion):
             reason = "length" if len(completion) >= sampling.max_new_tokens else "stop"
@@ -85,7 +98,9 @@ class RowFinder:
         """Every response was found."""
         return not self._waiting
 
-    def find(self, ids_BT: torch.Tensor, attention_BT: torch.Tensor) -> tuple[torch.Tensor, list[int | None]]:
+    def find(
+        self, ids_BT: torch.Tensor, attention_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int | None]]:
         """Response mask of the rows, and for each row the index of its response; None for rows that are none of those left.
 
         Args:
@@ -153,7 +168,12 @@ class ForwardTap:
         if self._finder is None or self._finder.done or adapters_in_use(module) != self._adapters:
             return  # With an adapter off or another one it is the reference policy's pass.
         ids, attention = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if not isinstance(ids, torch.Tensor) or not isinstance(attention, torch.Tensor) or ids.dim() != 2 or ids.shape != attention.shape:
+        if (
+            not isinstance(ids, torch.Tensor)
+            or not isinstance(attention, torch.Tensor)
+            or ids.dim() != 2
+            or ids.shape != attention.shape
+        ):
             return  # A decoding step, or a layout of the caller's own.
         mask_BT, found = self._finder.find(ids, attention)
         if any(index is not None for index in found):
@@ -184,7 +204,9 @@ class RowShare:
         self._collector = BatchCollector(rollouts, sample)
 
     @contextlib.contextmanager
-    def actor_forward(self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None]) -> Iterator[None]:
+    def actor_forward(
+        self, model: Actor, response_mask_BT: torch.Tensor, sequences: Sequence[int | None]
+    ) -> Iterator[None]:
         """As of MedusaPlugin."""
         if self._collector is None:
             yield
@@ -237,7 +259,10 @@ class RowTap(ABC):
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism cuts them up.
         """
         rows = rows if self.reports else ()
-        responses = tuple(Response(self._prompt(prompt), tuple(answer), (0.0,) * len(answer), "stop") for prompt, answer in rows)
+        responses = tuple(
+            Response(self._prompt(prompt), tuple(answer), (0.0,) * len(answer), "stop")
+            for prompt, answer in rows
+        )
         rollouts = Rollouts(tuple(self._prompts), responses, Counters(), 0.0, self._sampling)
         self._finder, self._collector = RowFinder(rollouts), BatchCollector(rollouts)
         with self._hooked():
@@ -257,7 +282,10 @@ class RowTap(ABC):
             return
         batch = collector.batch()
         if collector.complete:
-            batch = replace(batch, logprobs_M=torch.cat([values.detach().float().cpu() for values in logprobs_by_row]))
+            batch = replace(
+                batch,
+                logprobs_M=torch.cat([values.detach().float().cpu() for values in logprobs_by_row]),
+            )
             if sum(part.nbytes for part in self._parts) + batch.nbytes <= self._max_bytes:
                 self._parts.append(batch)
 
@@ -310,12 +338,16 @@ class PassTap(RowTap):
         finally:
             handle.remove()
 
-    def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not self._waiting or not isinstance(ids, torch.Tensor):
             return
         hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        for row, first, last in spans(ids, kwargs.get("attention_mask"), kwargs.get("position_ids")):
+        for row, first, last in spans(
+            ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
+        ):
             self._see(ids[row, first:last], hidden_BTD[row, first:last])
 
 

@@ -86,7 +86,9 @@ class Ranks:
             if len({repr(value) for value in values}) > 1:
                 raise ConfigError(
                     f"The processes of the training do not have the same {name}.",
-                    given="; ".join(f"process {rank}: {value}" for rank, value in enumerate(values)),
+                    given="; ".join(
+                        f"process {rank}: {value}" for rank, value in enumerate(values)
+                    ),
                     expected="the same in each: one companion feeds all their engines, through files",
                     do="Give every process the same settings, and train on one node.",
                 )
@@ -142,7 +144,10 @@ class Ranks:
         problems = [f"process {rank}: {text}" for rank, (_, text) in enumerate(every) if text]
         if problems:
             raise EngineError(
-                "An engine of the training failed.", given="; ".join(problems), expected="an answer of each", do="Read that process's log."
+                "An engine of the training failed.",
+                given="; ".join(problems),
+                expected="an answer of each",
+                do="Read that process's log.",
             )
         return [answers for answers, _ in every]
 

@@ -31,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
     """A worker method on every worker of every engine."""
-    return [answer for answers in ray.get([engine.medusa_call.remote(method, args) for engine in engines]) for answer in answers]
+    return [
+        answer
+        for answers in ray.get([engine.medusa_call.remote(method, args) for engine in engines])
+        for answer in answers
+    ]
 
 
 def sum_counters(engines: list[Any]) -> Counters:
@@ -58,7 +62,12 @@ class RemoteAttachment(Attachment):
         self.folder = folder
         self._tables = read_tables(model_path)
         self._heads = heads_for_table(config, self._tables[0])
-        save_heads(self._home.path / "heads", self._heads, lm_head_VD=self._tables[0], metadata={"start": config.heads.path or "zero"})
+        save_heads(
+            self._home.path / "heads",
+            self._heads,
+            lm_head_VD=self._tables[0],
+            metadata={"start": config.heads.path or "zero"},
+        )
         save_state(self._kept_state, self._heads.trainable_state())
         self._plan = plan_launch(model_path, self._home.path / "heads", config.engine, config.seed)
         self._before = Counters()
@@ -76,12 +85,16 @@ class RemoteAttachment(Attachment):
     def attach(self, call: Call, counters: Callable[[], Counters]) -> None:
         """The engines run, and are awake."""
         assert self._plan is not None, "planned in __init__"
-        self.engine = AttachedEngine(call, self._kept_state, counters=counters, drafting=self._plan.drafting)
+        self.engine = AttachedEngine(
+            call, self._kept_state, counters=counters, drafting=self._plan.drafting
+        )
 
     def start(self) -> None:
         """Training begins: companion, plugin, run folder. Ray is the loop's."""
         assert self.engine is not None, "attach() comes first"
-        self.plugin = MedusaPlugin.start_from_tables(self.config, self._heads, self._tables, self.engine, self.folder)
+        self.plugin = MedusaPlugin.start_from_tables(
+            self.config, self._heads, self._tables, self.engine, self.folder
+        )
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
         self._before = self.engine.counters()
@@ -92,7 +105,16 @@ class RemoteAttachment(Attachment):
         if plugin is None or engine is None:
             return
         now = engine.counters()
-        rollouts = Rollouts((), (), now - self._before, 0.0, sampling, self._policy_version, engine.heads_version, engine.num_drafts)
+        rollouts = Rollouts(
+            (),
+            (),
+            now - self._before,
+            0.0,
+            sampling,
+            self._policy_version,
+            engine.heads_version,
+            engine.num_drafts,
+        )
         self._before, self._rollouts = now, rollouts
         plugin.rollout_ready(rollouts)
         if batch is None:
@@ -126,7 +148,9 @@ class WorkerTables:
         changed = self._actor.refresh()
         if not (changed and self._actor.reports):
             return None
-        return self._actor.lm_head_VD.detach().to("cpu", copy=True), self._actor.embedding_VD.detach().to("cpu", copy=True)
+        return self._actor.lm_head_VD.detach().to(
+            "cpu", copy=True
+        ), self._actor.embedding_VD.detach().to("cpu", copy=True)
 
 
 def read_tables(model_path: str) -> Tables:
@@ -160,16 +184,35 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
     if not (Path(heads) / "config.json").is_file():
         MedusaPlugin.prepare_heads(config, load_actor(model), heads)
     # The address that was checked comes last, so that it counts: vLLM takes the last one, and abbreviations.
-    flags = [*server_flags(model, str(Path(heads).resolve()), config), *(word for word in more if word != "--"), "--host", host]
+    flags = [
+        *server_flags(model, str(Path(heads).resolve()), config),
+        *(word for word in more if word != "--"),
+        "--host",
+        host,
+    ]
     # The server keeps its API in one process and the model in another; the route that reaches our workers is one of development mode.
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    os.execvpe(sys.executable, [sys.executable, "-m", SERVER_MODULE, *flags], environment | {"VLLM_SERVER_DEV_MODE": "1"})
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
+    }
+    os.execvpe(
+        sys.executable,
+        [sys.executable, "-m", SERVER_MODULE, *flags],
+        environment | {"VLLM_SERVER_DEV_MODE": "1"},
+    )
 
 
 def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
     """vLLM's flags for drafting and swapping. Raises as `plan_launch`."""
     arguments = plan_launch(model, heads, config.engine, config.seed).engine_args
-    return ["--model", model, "--middleware", GUARD, *engine_flags({name: arguments[name] for name in (*OURS, "logprobs_mode")})]
+    return [
+        "--model",
+        model,
+        "--middleware",
+        GUARD,
+        *engine_flags({name: arguments[name] for name in (*OURS, "logprobs_mode")}),
+    ]
 
 
 def refuse(loop: str, reasons: dict[str, bool]) -> None:

@@ -41,22 +41,34 @@ logger = logging.getLogger(__name__)
 class MedusaGeneration(vllm_generation.VLLMGeneration):
     """TRL's generation with our heads in its vLLM."""
 
-    def __init__(self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any) -> None:
+    def __init__(
+        self, attachment: Attachment, *, model: Any, mode: str = "colocate", **arguments: Any
+    ) -> None:
         _refuse(arguments)
         self.attachment = attachment
         self.packed_weights = is_cpu_build()  # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill them.
         if mode == "server":
-            with replaced(vllm_generation, "VLLMClient", _WithoutCommunicator if self.packed_weights else _Client):
+            with replaced(
+                vllm_generation,
+                "VLLMClient",
+                _WithoutCommunicator if self.packed_weights else _Client,
+            ):
                 super().__init__(model=model, mode=mode, **arguments)
             attachment.attach_server(model, lambda: self.vllm_client.base_url)
         else:
             extra = attachment.engine_arguments(model)
-            with replaced(vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)):
+            with replaced(
+                vllm_generation, "LLM", functools.partial(_start, vllm_generation.LLM, extra)
+            ):
                 super().__init__(model=model, mode=mode, **arguments)
             tensor_parallel = self.tensor_parallel_size
-            attachment.attach_llm(self.llm, counts=self.accelerator.process_index % tensor_parallel == 0)
+            attachment.attach_llm(
+                self.llm, counts=self.accelerator.process_index % tensor_parallel == 0
+            )
         if self.logprobs is None:
-            self.logprobs = 0  # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them.
+            self.logprobs = (
+                0  # RLOO doesn't ask for the sampled tokens' log-probs, and passes over them.
+            )
 
     def sync_weights(self) -> None:
         """The actor's weights into vLLM, and what hangs on them."""
@@ -66,11 +78,17 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
             self.attachment.sync_by_file(self._iter_named_params())
             return
         else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+            self.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": self._iter_named_params()}
+            )
             self.llm.reset_prefix_cache()
-        self.attachment.weights_synced(lost_heads=self.mode == "colocate" and self.enable_sleep_mode)
+        self.attachment.weights_synced(
+            lost_heads=self.mode == "colocate" and self.enable_sleep_mode
+        )
 
-    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+    def generate(
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
         """As TRL's; newer heads go in before, and training rollouts come out to the plugin."""
         if self.mode == "colocate" and self._llm_weights_sleeping:
             self.sync_weights()  # TRL would do so a moment later; the heads need awake weights.
@@ -127,8 +145,12 @@ class MedusaMixin:
         if config is None:
             super().__init__(*args, **kwargs)
             return
-        named = [name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)]
-        named += ["torch_compile=True"] if getattr(kwargs.get("args"), "torch_compile", False) else []
+        named = [
+            name for name in ("tools", "rollout_func", "environment_factory") if kwargs.get(name)
+        ]
+        named += (
+            ["torch_compile=True"] if getattr(kwargs.get("args"), "torch_compile", False) else []
+        )
         if named:
             raise ConfigError(
                 "Draft heads can't learn from this kind of rollout yet.",
@@ -137,12 +159,19 @@ class MedusaMixin:
                 do="Leave `medusa` or these arguments out.",
             )
         attachment = Attachment(config, ranks)
-        module = next(sys.modules[kind.__module__] for kind in type(self).__mro__ if kind.__module__.startswith("trl.trainer."))
+        module = next(
+            sys.modules[kind.__module__]
+            for kind in type(self).__mro__
+            if kind.__module__.startswith("trl.trainer.")
+        )
         with replaced(module, "VLLMGeneration", functools.partial(MedusaGeneration, attachment)):
             super().__init__(*args, **kwargs)
         if not getattr(self, "use_vllm", False):
             raise ConfigError(
-                "Draft heads need vLLM.", given="use_vllm=False", expected="use_vllm=True", do="Set it in the trainer's args."
+                "Draft heads need vLLM.",
+                given="use_vllm=False",
+                expected="use_vllm=True",
+                do="Set it in the trainer's args.",
             )
         self.medusa = attachment
         attachment.folder = Path(self.args.output_dir) / "medusa"  # type: ignore[attr-defined]
@@ -165,7 +194,10 @@ class MedusaRLOOTrainer(MedusaMixin, trl.RLOOTrainer):
 def _refuse(arguments: dict[str, Any]) -> None:
     if arguments.get("min_p"):
         raise ConfigError(
-            "vLLM refuses min_p with speculative decoding.", given=f"min_p={arguments['min_p']}", expected="min_p=0", do="Use top_p."
+            "vLLM refuses min_p with speculative decoding.",
+            given=f"min_p={arguments['min_p']}",
+            expected="min_p=0",
+            do="Use top_p.",
         )
 
 

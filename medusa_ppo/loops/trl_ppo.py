@@ -15,7 +15,9 @@ from typing import Any
 from heads.errors import ConfigError
 from medusa_ppo.loops import replaced, require_loop
 
-require_loop("trl.experimental.ppo")  # First: another version may not even have what is imported next.
+require_loop(
+    "trl.experimental.ppo"
+)  # First: another version may not even have what is imported next.
 
 import torch  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
@@ -91,11 +93,15 @@ class MedusaPPOTrainer(PPOTrainer):
         finally:
             self._showing = False
 
-    def _generate_and_tell(self, model: Any, queries: torch.Tensor, size: int, pad_token_id: int, settings: Any) -> Any:
+    def _generate_and_tell(
+        self, model: Any, queries: torch.Tensor, size: int, pad_token_id: int, settings: Any
+    ) -> Any:
         assert self.medusa is not None, "only replaced with heads"
         if self._showing:
             return _generate(model, queries, size, pad_token_id, settings)
-        sampling = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens)
+        sampling = Sampling(
+            temperature=settings.temperature, max_new_tokens=settings.max_new_tokens
+        )
         with self.medusa.generation(sampling) as generated:
             query_responses, logits = _generate(model, queries, size, pad_token_id, settings)
             generated.append(rows_of(queries, query_responses, logits, pad_token_id))
@@ -105,7 +111,12 @@ class MedusaPPOTrainer(PPOTrainer):
 _generate = ppo_trainer.batch_generation
 
 
-def rows_of(queries_BQ: torch.Tensor, query_responses_BT: torch.Tensor, logits_BRV: torch.Tensor, pad_token_id: int) -> Generated:
+def rows_of(
+    queries_BQ: torch.Tensor,
+    query_responses_BT: torch.Tensor,
+    logits_BRV: torch.Tensor,
+    pad_token_id: int,
+) -> Generated:
     """TRL's padded generation as rows. The logits are those that were sampled from, the temperature included."""
     width = queries_BQ.shape[1]
     responses_BR = query_responses_BT[:, width:]

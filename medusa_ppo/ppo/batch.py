@@ -77,7 +77,13 @@ class PPOBatch:
         total_lengths: prompt plus response tokens of each sequence.
     """
 
-    def __init__(self, rollouts: Rollouts, device: torch.device | str = "cpu", pad_id: int = 0, first: int = 0) -> None:
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        device: torch.device | str = "cpu",
+        pad_id: int = 0,
+        first: int = 0,
+    ) -> None:
         """
         Args:
             first: place of its first response in the rollout batch, where it is a piece of one.
@@ -94,16 +100,22 @@ class PPOBatch:
         self.lengths_S = torch.tensor([len(ids) for ids in self._responses])
         self.prompts_S = torch.tensor([r.prompt_index for r in rollouts.responses])
         self.cut_S = torch.tensor([r.finish_reason == "length" for r in rollouts.responses])
-        self.total_lengths = [len(p) + len(r) for p, r in zip(self._prompts, self._responses, strict=True)]
+        self.total_lengths = [
+            len(p) + len(r) for p, r in zip(self._prompts, self._responses, strict=True)
+        ]
         columns_R = torch.arange(int(self.lengths_S.max()))
         self.mask_SR = columns_R[None] < self.lengths_S[:, None]
         self.behaviour_SR = torch.zeros(self.mask_SR.shape)
-        self.behaviour_SR[self.mask_SR] = torch.tensor([x for r in rollouts.responses for x in r.logprobs], dtype=torch.float32)
+        self.behaviour_SR[self.mask_SR] = torch.tensor(
+            [x for r in rollouts.responses for x in r.logprobs], dtype=torch.float32
+        )
 
     def __len__(self) -> int:
         return len(self._responses)
 
-    def micro_batches(self, sequences: list[int], size: int, tokens: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, sequences: list[int], size: int, tokens: int | None = None
+    ) -> Iterator[MicroBatch]:
         """Cut the given sequences into micro batches of at most `size`, alike in length; each is padded to its own longest.
 
         Args:
@@ -111,7 +123,9 @@ class PPOBatch:
         """
         rows: list[int] = []
         for s in sorted(sequences, key=lambda s: (self.total_lengths[s], s)):
-            if len(rows) == size or (rows and tokens is not None and (len(rows) + 1) * self.total_lengths[s] > tokens):
+            if len(rows) == size or (
+                rows and tokens is not None and (len(rows) + 1) * self.total_lengths[s] > tokens
+            ):
                 yield self._micro(tuple(rows))
                 rows = []
             rows.append(s)
@@ -127,7 +141,9 @@ class PPOBatch:
             total = len(prompt) + len(response)
             input_ids_BT[row, :total] = torch.tensor([*prompt, *response])
             response_mask_BT[row, len(prompt) : total] = True
-        return MicroBatch(sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device), self.first)
+        return MicroBatch(
+            sequences, input_ids_BT.to(self.device), response_mask_BT.to(self.device), self.first
+        )
 
     def prompts_of(self, micro: MicroBatch) -> list[tuple[int, ...]]:
         """The prompts of its rows."""
@@ -204,23 +220,37 @@ class Measured:
         """Of pieces of the batch, each with the place of its first sequence."""
         whole = cls(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
         for first, piece in pieces:
-            for ours, theirs in ((vars(whole.policy), vars(piece.policy)), (vars(whole), vars(piece))):
+            for ours, theirs in (
+                (vars(whole.policy), vars(piece.policy)),
+                (vars(whole), vars(piece)),
+            ):
                 for name, theirs_SR in theirs.items():
                     if isinstance(theirs_SR, Tensor):
-                        ours[name][first : first + theirs_SR.shape[0], : theirs_SR.shape[1]] = theirs_SR
+                        ours[name][first : first + theirs_SR.shape[0], : theirs_SR.shape[1]] = (
+                            theirs_SR
+                        )
         return whole
 
 
 def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: int) -> PPOBatch:
     """Whole texts, of two tokens and more: all but the first token of each is a response."""
-    responses = tuple(Response(i, ids[1:], (0.0,) * (len(ids) - 1), "stop") for i, ids in enumerate(texts))
-    return PPOBatch(Rollouts(tuple(ids[:1] for ids in texts), responses, Counters(), 0.0, Sampling()), device, pad_id)
+    responses = tuple(
+        Response(i, ids[1:], (0.0,) * (len(ids) - 1), "stop") for i, ids in enumerate(texts)
+    )
+    return PPOBatch(
+        Rollouts(tuple(ids[:1] for ids in texts), responses, Counters(), 0.0, Sampling()),
+        device,
+        pad_id,
+    )
 
 
 def _check(rollouts: Rollouts) -> None:
     if not rollouts.responses:
         raise DataError(
-            "The engine returned no responses.", given="0 responses", expected="at least one", do="Check the prompts and the engine's log."
+            "The engine returned no responses.",
+            given="0 responses",
+            expected="at least one",
+            do="Check the prompts and the engine's log.",
         )
     for index, response in enumerate(rollouts.responses):
         if not response.token_ids or len(response.token_ids) != len(response.logprobs):
@@ -232,11 +262,16 @@ def _check(rollouts: Rollouts) -> None:
             )
         if not rollouts.prompts[response.prompt_index]:
             raise DataError(
-                "A prompt is empty.", given=f"prompt {response.prompt_index}", expected="at least one token", do="Correct the template."
+                "A prompt is empty.",
+                given=f"prompt {response.prompt_index}",
+                expected="at least one token",
+                do="Correct the template.",
             )
 
 
-def minibatches(trained: Sequence[int], config: PPOConfig, seed: int, step: int) -> Iterator[list[int]]:
+def minibatches(
+    trained: Sequence[int], config: PPOConfig, seed: int, step: int
+) -> Iterator[list[int]]:
     """Of the sequences that are learned from, those of each optimizer step of an update.
 
     Seeded by the step and by nothing else, so that a resumed run draws the same.

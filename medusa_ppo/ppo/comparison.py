@@ -44,9 +44,14 @@ def compare(
 ) -> dict[str, Any]:
     """`rollouts` and `steps`, `config.report.compare_pairs` pairs of each; `plain` are the run's parts without the plugin."""
     pairs = config.report.compare_pairs or 0
-    report = config.report.model_copy(update={"keep_rollouts": None, "speed_every": None})  # These steps are no part of the run.
+    report = config.report.model_copy(
+        update={"keep_rollouts": None, "speed_every": None}
+    )  # These steps are no part of the run.
     quiet = config.model_copy(update={"report": report})
-    loops = [make_loop(quiet, replace(given, evaluation=None), progress, position) for given in (parts, plain)]
+    loops = [
+        make_loop(quiet, replace(given, evaluation=None), progress, position)
+        for given in (parts, plain)
+    ]
     comparison = Comparison(quiet, *loops)
     return {"rollouts": comparison.rollouts(pairs), "steps": comparison.steps(pairs)}
 
@@ -89,7 +94,9 @@ class Comparison:
 
     def _generate(self, loop: PPOLoop, step: int, most: int | None = None) -> float:
         prompts = loop.prompts.batch(step, self._config.ppo.prompts_per_step)[:most]
-        return loop.engine.generate([p.token_ids for p in prompts], sampling_of(self._config, step)).tokens_per_s
+        return loop.engine.generate(
+            [p.token_ids for p in prompts], sampling_of(self._config, step)
+        ).tokens_per_s
 
     def _step(self, loop: PPOLoop, step: int) -> dict[str, float]:
         """One step, timed, from the state that it would find if all steps were of its kind."""

@@ -55,7 +55,10 @@ class PromptStream:
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, left_out: int = 0) -> None:
         if not prompts:
             raise DataError(
-                "No prompt is usable.", given=f"0 prompts, {left_out} left out", expected="at least one", do="Raise data.max_prompt_tokens."
+                "No prompt is usable.",
+                given=f"0 prompts, {left_out} left out",
+                expected="at least one",
+                do="Raise data.max_prompt_tokens.",
             )
         self.prompts = list(prompts)
         self.left_out = left_out
@@ -82,7 +85,9 @@ class PromptStream:
         """
         rows = _rows(config)
         texts = render_prompts(rows, template=config.template)
-        if config.answer_column and (needs_answer or all(config.answer_column in row for row in rows)):
+        if config.answer_column and (
+            needs_answer or all(config.answer_column in row for row in rows)
+        ):
             require_column(rows, config.answer_column)
             rows = [{**row, ANSWER: row[config.answer_column]} for row in rows]
         if reader is None or config.images is None:
@@ -90,32 +95,52 @@ class PromptStream:
         else:
             ids = reader.prompts(texts, image_files(rows, config.images, config.path))
         every = [Prompt(*parts) for parts in zip(texts, ids, rows, strict=True)]
-        usable = [prompt for prompt in every if 0 < len(prompt.token_ids) <= config.max_prompt_tokens]
+        usable = [
+            prompt for prompt in every if 0 < len(prompt.token_ids) <= config.max_prompt_tokens
+        ]
         if len(usable) < len(every):
             logger.warning(
-                "%d of %d prompts are longer than %d tokens and left out", len(every) - len(usable), len(every), config.max_prompt_tokens
+                "%d of %d prompts are longer than %d tokens and left out",
+                len(every) - len(usable),
+                len(every),
+                config.max_prompt_tokens,
             )
         return cls(usable, seed=seed, left_out=len(every) - len(usable))
 
     @classmethod
     def load_evaluation(
-        cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, needs_answer: bool = True, reader: ImageReader | None = None
+        cls,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        needs_answer: bool = True,
+        reader: ImageReader | None = None,
     ) -> PromptStream:
         """The prompts of the evaluation. Raises DataError, also where they would be those of the training."""
         path = config.eval_path or config.path
         if path == config.path and path != DEMO and Path(path).is_file():
             do = "Set data.eval_path to another file."
-            raise DataError("A file has no splits.", given=f"{path}, {config.eval_split}", expected="other prompts", do=do)
+            raise DataError(
+                "A file has no splits.",
+                given=f"{path}, {config.eval_split}",
+                expected="other prompts",
+                do=do,
+            )
         other = config.model_copy(update={"path": path, "split": config.eval_split})
         return cls.load(other, tokenizer, seed=0, needs_answer=needs_answer, reader=reader)
 
     @classmethod
-    def load_texts(cls, path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, longest: int) -> PromptStream:
+    def load_texts(
+        cls, path: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, longest: int
+    ) -> PromptStream:
         """Texts to learn by heart beside PPO, each cut to so many tokens. Raises DataError."""
         rows = load_rows(path)
         require_column(rows, TEXT)
         texts = render_prompts(rows, column=TEXT)
-        every = [Prompt(text, tuple(ids[:longest]), row) for text, ids, row in zip(texts, tokenizer(texts)["input_ids"], rows, strict=True)]
+        every = [
+            Prompt(text, tuple(ids[:longest]), row)
+            for text, ids, row in zip(texts, tokenizer(texts)["input_ids"], rows, strict=True)
+        ]
         return cls([prompt for prompt in every if len(prompt.token_ids) > 1], seed=seed)
 
     def batch(self, step: int, size: int) -> list[Prompt]:
@@ -139,7 +164,9 @@ def _rows(config: DataConfig) -> list[dict[str, Any]]:
     split, limit = (first["split"], int(first["limit"])) if first else (config.split, 0)
     if config.path == DEMO:
         split = "eval" if split == "test" else split  # What others call so.
-        return list(demo_rows(split, limit=limit or (DEMO_ROWS if split == "train" else DEMO_EVAL_ROWS)))
+        return list(
+            demo_rows(split, limit=limit or (DEMO_ROWS if split == "train" else DEMO_EVAL_ROWS))
+        )
     return load_rows(config.path, split=split, limit=limit)
 
 
@@ -220,7 +247,11 @@ class SpeedPairs:
         return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, step: int, finished: Finished | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        step: int,
+        finished: Finished | None = None,
     ) -> tuple[Rollouts, dict[str, float]]:
         """The step's rollouts, and the figures of the pair (empty on steps without one).
 
@@ -228,13 +259,19 @@ class SpeedPairs:
             finished: hears of responses as they end, on steps without a pair: work beside it would be timed with it.
         """
         if not self.due(step):
-            found = self._engine.generate_as_finished(prompts, sampling, finished) if finished else self._engine.generate(prompts, sampling)
+            found = (
+                self._engine.generate_as_finished(prompts, sampling, finished)
+                if finished
+                else self._engine.generate(prompts, sampling)
+            )
             return found, {}
         subset = prompts[: self._prompts]
         plain_first = (step // self._every) % 2 == 0
         plain = self._plain(subset, sampling) if plain_first else None
         rollouts = self._engine.generate(prompts, sampling)
-        drafting = rollouts if len(subset) == len(prompts) else self._engine.generate(subset, sampling)
+        drafting = (
+            rollouts if len(subset) == len(prompts) else self._engine.generate(subset, sampling)
+        )
         if plain is None:
             plain = self._plain(subset, sampling)
         return rollouts, pair_figures(drafting.tokens_per_s, plain.tokens_per_s)
@@ -250,4 +287,8 @@ class SpeedPairs:
 def pair_figures(drafting: float, plain: float) -> dict[str, float]:
     """Tokens/s of a pair with and without drafting, and their ratio."""
     speedup = drafting / plain if plain else float("nan")
-    return {names.PAIR_DRAFTING_TOKENS_PER_S: drafting, names.PAIR_PLAIN_TOKENS_PER_S: plain, names.PAIR_SPEEDUP: speedup}
+    return {
+        names.PAIR_DRAFTING_TOKENS_PER_S: drafting,
+        names.PAIR_PLAIN_TOKENS_PER_S: plain,
+        names.PAIR_SPEEDUP: speedup,
+    }

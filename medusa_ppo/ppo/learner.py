@@ -29,10 +29,24 @@ from medusa_ppo.actors.vision import FeatureStore, copy_without_tower, tower_of
 from medusa_ppo.config import PPOConfig
 from medusa_ppo.ppo import models
 from medusa_ppo.ppo.batch import Measured, MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
-from medusa_ppo.ppo.models import Critic, Support, TokenStats, load_trained, save_trained, token_stats
+from medusa_ppo.ppo.models import (
+    Critic,
+    Support,
+    TokenStats,
+    load_trained,
+    save_trained,
+    token_stats,
+)
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, Turns
 from medusa_ppo.ppo.run_progress import Timeline
-from medusa_ppo.ppo.shaping import GradientNorms, Shaping, adamw, engine_gap, learning_rate_share, set_learning_rate
+from medusa_ppo.ppo.shaping import (
+    GradientNorms,
+    Shaping,
+    adamw,
+    engine_gap,
+    learning_rate_share,
+    set_learning_rate,
+)
 from medusa_ppo.types import Sampling
 
 # Signature of MedusaPlugin.actor_forward: a context around the actor's own forward pass.
@@ -54,7 +68,9 @@ class PPOLearner(ABC):
     device: torch.device
     features: FeatureStore | None = None
 
-    def __init__(self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False) -> None:
+    def __init__(
+        self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False
+    ) -> None:
         """
         Args:
             critic: value network; None: the advantages need none.
@@ -68,7 +84,11 @@ class PPOLearner(ABC):
         self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
-        self.critic_optimizer = adamw(list(critic.parameters()), config.critic_learning_rate) if critic is not None else None
+        self.critic_optimizer = (
+            adamw(list(critic.parameters()), config.critic_learning_rate)
+            if critic is not None
+            else None
+        )
         if critic is not None:
             self.turns.add(CRITIC, critic, self.critic_optimizer)
         if config.recompute is True and critic is not None:
@@ -83,13 +103,22 @@ class PPOLearner(ABC):
 
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
         config = self.config
-        micros = batch.micro_batches(list(sequences), config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens)
+        micros = batch.micro_batches(
+            list(sequences),
+            config.micro_batch_size or config.minibatch_size,
+            config.micro_batch_tokens,
+        )
         if (store := self.features) is None:
             return list(micros)
-        return [replace(micro, seen=store.look(batch.prompts_of(micro), micro.input_ids_BT)) for micro in micros]
+        return [
+            replace(micro, seen=store.look(batch.prompts_of(micro), micro.input_ids_BT))
+            for micro in micros
+        ]
 
     @torch.no_grad()
-    def score(self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None) -> tuple[Scores, dict[str, float]]:
+    def score(
+        self, batch: PPOBatch, rewards: Tensor, sampling: Sampling, tap: Tap | None = None
+    ) -> tuple[Scores, dict[str, float]]:
         """Log-probs, values, advantages of a rollout batch, and what the log should say about it: `begin_batch`, `measure` and `conclude`.
 
         Args:
@@ -105,10 +134,19 @@ class PPOLearner(ABC):
         """New rollouts will be measured: what was kept of those before is forgotten."""
 
     @torch.no_grad()
-    def measure(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None = None, timeline: Timeline | None = None) -> Measured:
+    def measure(
+        self,
+        batch: PPOBatch,
+        sampling: Sampling,
+        tap: Tap | None = None,
+        timeline: Timeline | None = None,
+    ) -> Measured:
         """The passes of actor, reference and critic over a rollout batch or a piece of it; one at a time."""
         timeline = timeline or Timeline()
-        policy, values_SR = self._begin_scoring(batch, sampling, tap, timeline), torch.zeros(batch.mask_SR.shape)
+        policy, values_SR = (
+            self._begin_scoring(batch, sampling, tap, timeline),
+            torch.zeros(batch.mask_SR.shape),
+        )
         if self.critic is not None:
             with timeline.at_work("critic"), self.turns.on(CRITIC):
                 for micro in self._micros(batch, range(len(batch))):
@@ -116,34 +154,75 @@ class PPOLearner(ABC):
         return Measured(policy(), values_SR)
 
     @torch.no_grad()
-    def conclude(self, batch: PPOBatch, measured: Measured, rewards: Tensor) -> tuple[Scores, dict[str, float]]:
+    def conclude(
+        self, batch: PPOBatch, measured: Measured, rewards: Tensor
+    ) -> tuple[Scores, dict[str, float]]:
         """What follows for a whole rollout batch from the passes over it."""
         config, mask_SR, trained_S = self.config, batch.mask_SR, self.shaping.trained(batch)
-        found, values_SR, coefficient = measured.policy, measured.values_SR, self.shaping.kl_coefficient
+        found, values_SR, coefficient = (
+            measured.policy,
+            measured.values_SR,
+            self.shaping.kl_coefficient,
+        )
         earned = self.shaping.rewards(batch, rewards)
         penalty = 0.0 if config.kl_in_loss else coefficient
-        rewards_SR = models.token_rewards(earned, found.logprobs_SR, found.reference_SR, mask_SR, penalty, config.kl_estimator)
+        rewards_SR = models.token_rewards(
+            earned, found.logprobs_SR, found.reference_SR, mask_SR, penalty, config.kl_estimator
+        )
         advantages_SR, returns_SR = self._advantages(batch, rewards_SR, values_SR, trained_S)
         gap_SR, gaps = engine_gap(batch, found, config.importance_bound)
-        weights_SR = None if config.importance_bound is None else models.importance_weights(gap_SR, config.importance_bound)
+        weights_SR = (
+            None
+            if config.importance_bound is None
+            else models.importance_weights(gap_SR, config.importance_bound)
+        )
         sequences = tuple(trained_S.nonzero()[:, 0].tolist())
-        scores = Scores(found.logprobs_SR, found.reference_SR, values_SR, advantages_SR, returns_SR, weights_SR, sequences, coefficient)
+        scores = Scores(
+            found.logprobs_SR,
+            found.reference_SR,
+            values_SR,
+            advantages_SR,
+            returns_SR,
+            weights_SR,
+            sequences,
+            coefficient,
+        )
         kl = models.masked_mean(found.logprobs_SR - found.reference_SR, mask_SR).item()
         self.shaping.adapt(kl)
         entropy = models.masked_mean(found.entropy_SR, mask_SR).item()
-        return scores, {names.KL_REFERENCE: kl, names.KL_COEFFICIENT: coefficient, names.ENTROPY: entropy, **gaps}
+        return scores, {
+            names.KL_REFERENCE: kl,
+            names.KL_COEFFICIENT: coefficient,
+            names.ENTROPY: entropy,
+            **gaps,
+        }
 
-    def _advantages(self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor) -> tuple[Tensor, Tensor]:
+    def _advantages(
+        self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """advantages_SR and returns_SR: GAE, whitened over what is learned from, or those of groups."""
         config, mask_SR = self.config, batch.mask_SR
         if config.advantages == "gae":
-            advantages_SR, returns_SR = models.generalized_advantages(rewards_SR, values_SR, mask_SR, config.gamma, config.lam)
+            advantages_SR, returns_SR = models.generalized_advantages(
+                rewards_SR, values_SR, mask_SR, config.gamma, config.lam
+            )
             return models.whiten(advantages_SR, mask_SR & trained_S[:, None]), returns_SR
         totals_S = rewards_SR.sum(dim=1)
-        advantages_S = models.group_advantages(totals_S, batch.prompts_S, trained_S, config.advantages)
-        return torch.where(mask_SR, advantages_S[:, None], 0.0), torch.where(mask_SR, totals_S[:, None], 0.0)
+        advantages_S = models.group_advantages(
+            totals_S, batch.prompts_S, trained_S, config.advantages
+        )
+        return torch.where(mask_SR, advantages_S[:, None], 0.0), torch.where(
+            mask_SR, totals_S[:, None], 0.0
+        )
 
-    def update(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: PPOBatch,
+        scores: Scores,
+        sampling: Sampling,
+        step: int,
+        texts: PPOBatch | None = None,
+    ) -> dict[str, float]:
         """Passes of clipped PPO over the batch; returns the means of the update.
 
         Optimizer steps with a gradient that is not finite are left out.
@@ -157,16 +236,26 @@ class PPOLearner(ABC):
         """
         share = learning_rate_share(self.config, step)
         policy = self._begin_update(batch, scores, sampling, step, texts)
-        value, skipped = ({}, 0) if self.critic is None else self._update_critic(batch, scores, step, share)
-        report = {**policy().report(), **value, names.LEARNING_RATE: share * self.config.actor_learning_rate}
+        value, skipped = (
+            ({}, 0) if self.critic is None else self._update_critic(batch, scores, step, share)
+        )
+        report = {
+            **policy().report(),
+            **value,
+            names.LEARNING_RATE: share * self.config.actor_learning_rate,
+        }
         report[names.STEPS_SKIPPED] += skipped
         return report | (self.features.figures() if self.features is not None else {})
 
     def _trained_critic(self) -> tuple[Critic, torch.optim.AdamW]:
-        assert self.critic is not None and self.critic_optimizer is not None, "only asked for where there is one"
+        assert self.critic is not None and self.critic_optimizer is not None, (
+            "only asked for where there is one"
+        )
         return self.critic, self.critic_optimizer
 
-    def _update_critic(self, batch: PPOBatch, scores: Scores, step: int, share: float) -> tuple[dict[str, float], int]:
+    def _update_critic(
+        self, batch: PPOBatch, scores: Scores, step: int, share: float
+    ) -> tuple[dict[str, float], int]:
         """All optimizer steps of the critic: what the log says about them, and how many were left out."""
         config, loss, tokens, norms = self.config, 0.0, 0, GradientNorms()
         clip_range = config.value_clip_range
@@ -181,16 +270,34 @@ class PPOLearner(ABC):
         return {names.VALUE_LOSS: loss / max(1, tokens)}, norms.skipped
 
     def _critic_minibatch(
-        self, batch: PPOBatch, scores: Scores, sequences: list[int], clip_range: float | None, norms: GradientNorms
+        self,
+        batch: PPOBatch,
+        scores: Scores,
+        sequences: list[int],
+        clip_range: float | None,
+        norms: GradientNorms,
     ) -> float:
         """One optimizer step of the critic; its summed loss."""
-        (critic, optimizer), total, tokens = self._trained_critic(), 0.0, int(batch.lengths_S[sequences].sum())
+        (critic, optimizer), total, tokens = (
+            self._trained_critic(),
+            0.0,
+            int(batch.lengths_S[sequences].sum()),
+        )
         for micro in self._micros(batch, sequences):
-            old_M, returns_M = batch.pack(scores.values_SR, micro), batch.pack(scores.returns_SR, micro)
-            value_loss = models.clipped_value_loss(critic(micro, self.autocast), old_M, returns_M, clip_range)
-            (value_loss / (2 * tokens)).backward()  # Half of the squared error; its scale only matters to the clip.
+            old_M, returns_M = (
+                batch.pack(scores.values_SR, micro),
+                batch.pack(scores.returns_SR, micro),
+            )
+            value_loss = models.clipped_value_loss(
+                critic(micro, self.autocast), old_M, returns_M, clip_range
+            )
+            (
+                value_loss / (2 * tokens)
+            ).backward()  # Half of the squared error; its scale only matters to the clip.
             total += value_loss.item()
-        if norms.sound(torch.nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()):
+        if norms.sound(
+            torch.nn.utils.clip_grad_norm_(list(critic.parameters()), self.config.clip_norm).item()
+        ):
             optimizer.step()
         self.turns.report(CRITIC)
         optimizer.zero_grad(set_to_none=True)
@@ -218,7 +325,9 @@ class PPOLearner(ABC):
         """Write the actor as a checkpoint of transformers, without its tokenizer."""
 
     @abstractmethod
-    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
+    def _begin_scoring(
+        self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
+    ) -> Callable[[], PolicyScores]:
         """Begin with the actor's and the reference's passes; the function waits for the end of what goes on elsewhere."""
 
     @abstractmethod
@@ -277,13 +386,21 @@ class Learner(PPOLearner):
     def begin_batch(self, sampling: Sampling) -> None:
         self._support = Support(sampling)
 
-    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
+    def _begin_scoring(
+        self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
+    ) -> Callable[[], PolicyScores]:
         found, micros = PolicyScores.zeros(batch), self._micros(batch, range(len(batch)))
 
         def reference() -> None:
             with torch.no_grad(), timeline.at_work("reference"), self.turns.on(REFERENCE):
                 for micro in micros:
-                    stats = token_stats(self.reference, micro, sampling, support=self._support, autocast=self.autocast)
+                    stats = token_stats(
+                        self.reference,
+                        micro,
+                        sampling,
+                        support=self._support,
+                        autocast=self.autocast,
+                    )
                     batch.unpack(stats.logprobs_M, micro, found.reference_SR)
 
         # What the sampling left to the actor the reference learns from the actor's pass.
@@ -291,8 +408,19 @@ class Learner(PPOLearner):
         # First: whoever taps it can start while reference and critic still run.
         with timeline.at_work("actor"), self.turns.on(ACTOR):
             for micro in micros:
-                with tap(self.actor, micro.response_mask_BT, micro.sequences) if tap else contextlib.nullcontext():
-                    stats = token_stats(self.actor, micro, sampling, entropy=True, support=self._support, autocast=self.autocast)
+                with (
+                    tap(self.actor, micro.response_mask_BT, micro.sequences)
+                    if tap
+                    else contextlib.nullcontext()
+                ):
+                    stats = token_stats(
+                        self.actor,
+                        micro,
+                        sampling,
+                        entropy=True,
+                        support=self._support,
+                        autocast=self.autocast,
+                    )
                 found.put(batch, micro, stats)
         refer = early or self._meanwhile(reference)
         return lambda: (refer(), found)[1]
@@ -302,18 +430,29 @@ class Learner(PPOLearner):
     ) -> Callable[[], UpdateTotals]:
         return self._meanwhile(lambda: self._update_actor(batch, scores, sampling, step, texts))
 
-    def _update_actor(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None) -> UpdateTotals:
+    def _update_actor(
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
+    ) -> UpdateTotals:
         with self.turns.on(ACTOR, training=True):
             return self._actor_steps(batch, scores, sampling, step, texts)
 
-    def _actor_steps(self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None) -> UpdateTotals:
+    def _actor_steps(
+        self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
+    ) -> UpdateTotals:
         config, totals = self.config, UpdateTotals()
-        set_learning_rate(self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate)
+        set_learning_rate(
+            self.actor_optimizer, learning_rate_share(config, step) * config.actor_learning_rate
+        )
         for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
             tokens, kl_before = int(batch.lengths_S[sequences].sum()), totals.kl
             for micro in self._micros(batch, sequences):
                 stats = token_stats(
-                    self.actor, micro, sampling, entropy=config.entropy_coefficient > 0, support=self._support, autocast=self.autocast
+                    self.actor,
+                    micro,
+                    sampling,
+                    entropy=config.entropy_coefficient > 0,
+                    support=self._support,
+                    autocast=self.autocast,
                 )
                 (totals.policy_loss_of(batch, scores, micro, stats, config) / tokens).backward()
             totals.tokens += tokens
@@ -321,7 +460,9 @@ class Learner(PPOLearner):
                 self.actor_optimizer.zero_grad(set_to_none=True)
                 break
             if texts is not None:
-                totals.text_losses.append(self._learn_texts(texts, number * config.minibatch_size, len(sequences)))
+                totals.text_losses.append(
+                    self._learn_texts(texts, number * config.minibatch_size, len(sequences))
+                )
             norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()
@@ -334,7 +475,10 @@ class Learner(PPOLearner):
         chosen = sorted({(first + n) % len(texts) for n in range(count)})
         total, tokens = 0.0, int(texts.lengths_S[chosen].sum())
         for micro in self._micros(texts, chosen):
-            loss = -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum() / tokens
+            loss = (
+                -token_stats(self.actor, micro, Sampling(), autocast=self.autocast).logprobs_M.sum()
+                / tokens
+            )
             ((self.config.ptx_coefficient or 0.0) * loss).backward()
             total += loss.item()
         return total
@@ -372,19 +516,37 @@ class UpdateTotals:
             total.kl += share.kl
         return total
 
-    def policy_loss_of(self, batch: PPOBatch, scores: Scores, micro: MicroBatch, stats: TokenStats, config: PPOConfig) -> Tensor:
+    def policy_loss_of(
+        self,
+        batch: PPOBatch,
+        scores: Scores,
+        micro: MicroBatch,
+        stats: TokenStats,
+        config: PPOConfig,
+    ) -> Tensor:
         """The loss of a micro batch, summed over its tokens; its figures are added up. Every token weighs the same, wherever it stands."""
-        old_M, advantages_M = batch.pack(scores.logprobs_SR, micro), batch.pack(scores.advantages_SR, micro)
+        old_M, advantages_M = (
+            batch.pack(scores.logprobs_SR, micro),
+            batch.pack(scores.advantages_SR, micro),
+        )
         weights_M = None if scores.weights_SR is None else batch.pack(scores.weights_SR, micro)
-        terms = models.clipped_surrogate(stats.logprobs_M, old_M, advantages_M, config.clip_range, weights_M)
+        terms = models.clipped_surrogate(
+            stats.logprobs_M, old_M, advantages_M, config.clip_range, weights_M
+        )
         self.policy_loss += terms.loss.item()
         self.clipped += terms.clipped.item()
         self.kl += terms.kl.item()
         loss = terms.loss
         if config.kl_in_loss:
-            estimates_M = models.kl_estimates(stats.logprobs_M, batch.pack(scores.reference_SR, micro), config.kl_estimator)
+            estimates_M = models.kl_estimates(
+                stats.logprobs_M, batch.pack(scores.reference_SR, micro), config.kl_estimator
+            )
             loss = loss + scores.kl_coefficient * estimates_M.sum()
-        return loss if stats.entropy_M is None else loss - config.entropy_coefficient * stats.entropy_M.sum()
+        return (
+            loss
+            if stats.entropy_M is None
+            else loss - config.entropy_coefficient * stats.entropy_M.sum()
+        )
 
     def report(self) -> dict[str, float]:
         """Means over tokens and steps. RunError when no gradient was finite."""

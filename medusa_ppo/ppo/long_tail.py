@@ -48,7 +48,10 @@ class Carried:
 
     def oldest(self, newest: int) -> int:
         """Version of its oldest token; `newest` where it has none."""
-        return min((version for response in self.responses for version in response.versions), default=newest)
+        return min(
+            (version for response in self.responses for version in response.versions),
+            default=newest,
+        )
 
 
 class LongTail:
@@ -74,7 +77,12 @@ class LongTail:
             first_version: of the actor that learns from step 0.
             carried: into this step, these.
         """
-        self._engine, self._prompts_of, self._share, self._staleness = engine, prompts_of, share, staleness
+        self._engine, self._prompts_of, self._share, self._staleness = (
+            engine,
+            prompts_of,
+            share,
+            staleness,
+        )
         self._last_step, self._first_version = last_step, first_version
         self._into = {carried[0]: tuple(carried[1])}
 
@@ -82,28 +90,69 @@ class LongTail:
         """What is carried into a step, once the one before has been written."""
         return self._into.get(step, ())
 
-    def write(self, step: int, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Prompt], Rollouts]:
+    def write(
+        self, step: int, prompts: list[Prompt], sampling: Sampling
+    ) -> tuple[list[Prompt], Rollouts]:
         """The prompts that are answered now, and their rollouts. The engine has the actor that is to write.
 
         Raises:
             CheckpointError: what was carried over is not of this run's prompts and sampling.
         """
-        count, version, learned_at = sampling.responses_per_prompt, self._engine.policy_version, self._first_version + step
+        count, version, learned_at = (
+            sampling.responses_per_prompt,
+            self._engine.policy_version,
+            self._first_version + step,
+        )
         nothing = tuple(Response(0, (), (), UNFINISHED) for _ in range(count))
-        fresh = (Carried(step, place, tuple(prompt.token_ids), nothing) for place, prompt in enumerate(prompts))
-        groups, every = [*self.into(step), *fresh], [*self._prompts_of_carried(step, sampling), *prompts]
-        begun = tuple(replace(response, prompt_index=index) for index, group in enumerate(groups) for response in group.responses)
-        due = {i for i, group in enumerate(groups) if learned_at + 1 - group.oldest(version) > self._staleness}
+        fresh = (
+            Carried(step, place, tuple(prompt.token_ids), nothing)
+            for place, prompt in enumerate(prompts)
+        )
+        groups, every = (
+            [*self.into(step), *fresh],
+            [*self._prompts_of_carried(step, sampling), *prompts],
+        )
+        begun = tuple(
+            replace(response, prompt_index=index)
+            for index, group in enumerate(groups)
+            for response in group.responses
+        )
+        due = {
+            i
+            for i, group in enumerate(groups)
+            if learned_at + 1 - group.oldest(version) > self._staleness
+        }
         everything = range(len(groups)) if step >= self._last_step else ()
-        asked = Partly(begun, math.ceil(self._share * len(groups)), frozenset(due.union(everything)))
-        found = self._engine.generate_partly([group.prompt_ids for group in groups], sampling, asked)
-        written = [_stamped(was, now, found.policy_version) for was, now in zip(begun, found.responses, strict=True)]
-        groups = [replace(group, responses=tuple(written[i * count : (i + 1) * count])) for i, group in enumerate(groups)]
-        self._into = {step: self.into(step), step + 1: tuple(group for group in groups if not group.answered)}
+        asked = Partly(
+            begun, math.ceil(self._share * len(groups)), frozenset(due.union(everything))
+        )
+        found = self._engine.generate_partly(
+            [group.prompt_ids for group in groups], sampling, asked
+        )
+        written = [
+            _stamped(was, now, found.policy_version)
+            for was, now in zip(begun, found.responses, strict=True)
+        ]
+        groups = [
+            replace(group, responses=tuple(written[i * count : (i + 1) * count]))
+            for i, group in enumerate(groups)
+        ]
+        self._into = {
+            step: self.into(step),
+            step + 1: tuple(group for group in groups if not group.answered),
+        }
         answered = [i for i, group in enumerate(groups) if group.answered]
-        responses = tuple(replace(r, prompt_index=place) for place, i in enumerate(answered) for r in groups[i].responses)
-        rollouts = replace(found, prompts=tuple(groups[i].prompt_ids for i in answered), responses=responses)
-        return [every[i] for i in answered], replace(rollouts, written_tokens=found.generated_tokens)
+        responses = tuple(
+            replace(r, prompt_index=place)
+            for place, i in enumerate(answered)
+            for r in groups[i].responses
+        )
+        rollouts = replace(
+            found, prompts=tuple(groups[i].prompt_ids for i in answered), responses=responses
+        )
+        return [every[i] for i in answered], replace(
+            rollouts, written_tokens=found.generated_tokens
+        )
 
     def _prompts_of_carried(self, step: int, sampling: Sampling) -> list[Prompt]:
         """With their texts and rows."""
@@ -112,9 +161,18 @@ class LongTail:
             if group.step not in batches:
                 batches[group.step] = self._prompts_of(group.step)
             batch = batches[group.step]
-            fits = group.place < len(batch) and tuple(batch[group.place].token_ids) == group.prompt_ids
-            longest = max((len(r.token_ids) for r in group.responses if r.finish_reason == UNFINISHED), default=0)
-            if not fits or len(group.responses) != sampling.responses_per_prompt or longest >= sampling.max_new_tokens:
+            fits = (
+                group.place < len(batch) and tuple(batch[group.place].token_ids) == group.prompt_ids
+            )
+            longest = max(
+                (len(r.token_ids) for r in group.responses if r.finish_reason == UNFINISHED),
+                default=0,
+            )
+            if (
+                not fits
+                or len(group.responses) != sampling.responses_per_prompt
+                or longest >= sampling.max_new_tokens
+            ):
                 raise CheckpointError(
                     "What was carried over is not of this run.",
                     given=f"place {group.place} of step {group.step}: {len(group.responses)} responses, {longest} tokens"
@@ -127,13 +185,17 @@ class LongTail:
 
 def _stamped(was: Response, now: Response, version: int) -> Response:
     """A response with the version of each token; what was there before keeps its own."""
-    return replace(now, versions=was.versions + (version,) * (len(now.token_ids) - len(was.token_ids)))
+    return replace(
+        now, versions=was.versions + (version,) * (len(now.token_ids) - len(was.token_ids))
+    )
 
 
 def save_carried(folder: Path, carried: Sequence[Carried]) -> None:
     """Write what is carried into the next step to a checkpoint, a line each; no file where that is nothing."""
     if carried:
-        (folder / FILE).write_text("".join(json.dumps(asdict(group)) + "\n" for group in carried), encoding="utf-8")
+        (folder / FILE).write_text(
+            "".join(json.dumps(asdict(group)) + "\n" for group in carried), encoding="utf-8"
+        )
 
 
 def read_carried(folder: Path, *, wanted: bool) -> tuple[Carried, ...]:
@@ -149,16 +211,28 @@ def read_carried(folder: Path, *, wanted: bool) -> tuple[Carried, ...]:
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         carried = tuple(
-            Carried(int(row["step"]), int(row["place"]), tuple(row["prompt_ids"]), tuple(_read(r) for r in row["responses"]))
+            Carried(
+                int(row["step"]),
+                int(row["place"]),
+                tuple(row["prompt_ids"]),
+                tuple(_read(r) for r in row["responses"]),
+            )
             for row in rows
         )
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         do = "Start without --resume."
-        raise CheckpointError("The saved run is damaged.", given=f"{file}: {error!r}", expected="a prompt in each line", do=do) from None
+        raise CheckpointError(
+            "The saved run is damaged.",
+            given=f"{file}: {error!r}",
+            expected="a prompt in each line",
+            do=do,
+        ) from None
     if carried and not wanted:
         do = "Resume with ppo.carry_after, or start without --resume."
         given = f"{len(carried)} prompts, ppo.carry_after=null"
-        raise ConfigError("The saved run carries prompts over.", given=given, expected="ppo.carry_after", do=do)
+        raise ConfigError(
+            "The saved run carries prompts over.", given=given, expected="ppo.carry_after", do=do
+        )
     return carried
 
 

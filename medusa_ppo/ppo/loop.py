@@ -37,12 +37,23 @@ Metrics = dict[str, Any]
 class PPOLoop:
     """One run. `parts` come from `session`; tests bring an engine of their own."""
 
-    def __init__(self, config: RunConfig, parts: Parts, progress: ProgressSink | None = None, position: RunPosition | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        progress: ProgressSink | None = None,
+        position: RunPosition | None = None,
+    ) -> None:
         self.config = config
         self.progress = progress or ProgressSink()
         self.position = position or RunPosition()
         self.prompts, self.tokenizer, self.learner = parts.prompts, parts.tokenizer, parts.learner
-        self.reward, self.engine, self.sync, self.trackers = parts.reward, parts.engine, parts.sync, parts.trackers
+        self.reward, self.engine, self.sync, self.trackers = (
+            parts.reward,
+            parts.engine,
+            parts.sync,
+            parts.trackers,
+        )
         self.evaluation, self.texts, self.turns = parts.evaluation, parts.texts, parts.learner.turns
         self.plugin, self.remembered = parts.plugin, parts.remembered  # medusa
         self.maker = RolloutMaker(
@@ -67,8 +78,19 @@ class PPOLoop:
         def prompts_of(step: int) -> list[Prompt]:
             return self.prompts.batch(step, ppo.prompts_per_step)
 
-        first, carried = position.policy_version - position.next_step, (position.next_step, position.carried)
-        return LongTail(self.engine, prompts_of, ppo.carry_after, ppo.staleness, ppo.steps - 1, first_version=first, carried=carried)
+        first, carried = (
+            position.policy_version - position.next_step,
+            (position.next_step, position.carried),
+        )
+        return LongTail(
+            self.engine,
+            prompts_of,
+            ppo.carry_after,
+            ppo.staleness,
+            ppo.steps - 1,
+            first_version=first,
+            carried=carried,
+        )
 
     def run(self, writer: RunWriter) -> None:
         """All steps from the current position on; every finished step is on disk before the next begins."""
@@ -77,7 +99,12 @@ class PPOLoop:
         for step in range(self.position.next_step, config.ppo.steps):
             values = self.step(step)
             wall_s = time.monotonic() - began
-            self.position = RunPosition(step + 1, self.position.policy_version + 1, wall_s, self.maker.carried_into(step + 1))
+            self.position = RunPosition(
+                step + 1,
+                self.position.policy_version + 1,
+                wall_s,
+                self.maker.carried_into(step + 1),
+            )
             values[names.WALL_S] = wall_s
             writer.step(values)
             self.trackers.log(values)
@@ -113,14 +140,21 @@ class PPOLoop:
         self.rollout_files.write(step, rollouts)
 
         # (2) SCORE: rewards; log-probs of actor and reference; values; whitened advantages.
-        with self.progress.phase(phases.SCORE, step) as score_s, self.memory.during(names.SCORE_PEAK):
+        with (
+            self.progress.phase(phases.SCORE, step) as score_s,
+            self.memory.during(names.SCORE_PEAK),
+        ):
             batch, rewards, scores, report = self.maker.score(rollouts, tap)
         values |= report | self._reward_metrics(rewards)
         self._alarm(report[names.LOGPROB_GAP])
 
         # (3) UPDATE: epochs of clipped PPO on actor and critic.
         at_work = self.maker.timeline.at_work
-        with self.progress.phase(phases.UPDATE, step) as update_s, at_work("update"), self.memory.during(names.UPDATE_PEAK):
+        with (
+            self.progress.phase(phases.UPDATE, step) as update_s,
+            at_work("update"),
+            self.memory.during(names.UPDATE_PEAK),
+        ):
             texts = None
             if self.texts is not None:
                 drawn = self.texts.batch(step, len(batch))
@@ -168,13 +202,21 @@ class PPOLoop:
 
     def _rewards(self, rollouts: Rollouts, prompts: list[Prompt]) -> torch.Tensor:
         """Of each response (S), or with steps of each token (S, R)."""
-        asked, separator = [prompts[r.prompt_index] for r in rollouts.responses], self.config.ppo.step_separator
+        asked, separator = (
+            [prompts[r.prompt_index] for r in rollouts.responses],
+            self.config.ppo.step_separator,
+        )
         texts, rows = [p.text for p in asked], [p.row for p in asked]
         if separator is not None:
-            pieces = [self.tokenizer.batch_decode([[i] for i in r.token_ids], skip_special_tokens=True) for r in rollouts.responses]
+            pieces = [
+                self.tokenizer.batch_decode([[i] for i in r.token_ids], skip_special_tokens=True)
+                for r in rollouts.responses
+            ]
             with self.turns.on(REWARD):
                 return earned_by_steps(self.reward, pieces, texts, rows, separator)
-        responses = self.tokenizer.batch_decode([list(r.token_ids) for r in rollouts.responses], skip_special_tokens=True)
+        responses = self.tokenizer.batch_decode(
+            [list(r.token_ids) for r in rollouts.responses], skip_special_tokens=True
+        )
         with self.turns.on(REWARD):
             return self.reward.score(texts, responses, rows)
 
@@ -186,24 +228,38 @@ class PPOLoop:
             values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}
             if names.CORRECT_FRAC in means:
                 values[names.EVAL_CORRECT] = means[names.CORRECT_FRAC]
-            keep_best(self.config.run_dir, {names.STEP: step, **values}, self.learner, self.tokenizer)
+            keep_best(
+                self.config.run_dir, {names.STEP: step, **values}, self.learner, self.tokenizer
+            )
         return {**values, names.EVALUATE_S: evaluate_s()}
 
     def _alarm(self, gap: float) -> None:
         """Said once: engine and actor are not the same policy."""
         if gap > LOGPROB_GAP_NATS and not self.alarmed:
             self.alarmed = True
-            self.progress.note(f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, see ppo.importance_bound.")
+            self.progress.note(
+                f"Engine and actor differ by {gap:.3f} nats a token: compare their dtypes, see ppo.importance_bound."
+            )
 
     def _reward_metrics(self, rewards: torch.Tensor) -> Metrics:
         rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
         correct_S = self.reward.correct(rewards_S)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
-        late = {} if self.config.ppo.reward_timeout_s is None else {names.REWARDS_LATE: self.reward.late}
+        late = (
+            {}
+            if self.config.ppo.reward_timeout_s is None
+            else {names.REWARDS_LATE: self.reward.late}
+        )
         return {names.REWARD_MEAN: rewards_S.mean().item(), **known, **late}
 
 
-def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: bool = False, allow: Sequence[str] = ()) -> dict[str, Any]:
+def run_ppo(
+    config: RunConfig,
+    progress: ProgressSink | None = None,
+    *,
+    resume: bool = False,
+    allow: Sequence[str] = (),
+) -> dict[str, Any]:
     """Run PPO as configured, from nothing to the report; Ray, engine and companion are started here and closed here.
 
     Args:
@@ -226,5 +282,7 @@ def run_ppo(config: RunConfig, progress: ProgressSink | None = None, *, resume: 
         loop.run(writer)
         session.save(parts, loop.position)
         if config.report.compare_pairs and parts.plugin is not None:  # medusa
-            session.compare(parts, lambda plain: compare(config, PPOLoop, parts, plain, progress, loop.position))  # medusa
+            session.compare(
+                parts, lambda plain: compare(config, PPOLoop, parts, plain, progress, loop.position)
+            )  # medusa
         return session.finish()

@@ -41,30 +41,55 @@ NEVER = -1e30
 """A logit whose probability is 0, with log-probs that 0 can be multiplied with."""
 
 
-def save_trained(folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_trained(
+    folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Write `NAME.safetensors`, the weights, and `NAME_optimizer.safetensors`, AdamW's moments as `weight/moment` (none before a step).
 
     Of tied weights the first name only (safetensors holds no aliases). Buffers are rebuilt, not saved.
     """
     own = dict(module.named_parameters())
-    moments = {f"{weight}/{key}": optimizer.state[own[weight]][key] for weight in own for key in MOMENTS if own[weight] in optimizer.state}
-    save_state(folder / f"{name}.safetensors", {weight: parameter.detach() for weight, parameter in own.items()})
+    moments = {
+        f"{weight}/{key}": optimizer.state[own[weight]][key]
+        for weight in own
+        for key in MOMENTS
+        if own[weight] in optimizer.state
+    }
+    save_state(
+        folder / f"{name}.safetensors",
+        {weight: parameter.detach() for weight, parameter in own.items()},
+    )
     save_state(folder / f"{name}_optimizer.safetensors", moments)
 
 
-def load_trained(folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_trained(
+    folder: Path, name: str, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Fill both from what `save_trained` wrote. CheckpointError when a file is missing, damaged, or does not fit."""
     own = dict(module.named_parameters())
-    weights, moments = (load_state(folder / f"{file}.safetensors") for file in (name, f"{name}_optimizer"))
+    weights, moments = (
+        load_state(folder / f"{file}.safetensors") for file in (name, f"{name}_optimizer")
+    )
     split = {full: full.rpartition("/")[::2] for full in moments}
-    wrong = [n for n in own.keys() | weights.keys() if n not in own or n not in weights or own[n].shape != weights[n].shape]
+    wrong = [
+        n
+        for n in own.keys() | weights.keys()
+        if n not in own or n not in weights or own[n].shape != weights[n].shape
+    ]
     for full, (weight, key) in split.items():
-        if key not in MOMENTS or weight not in own or (key != "step" and own[weight].shape != moments[full].shape):
+        if (
+            key not in MOMENTS
+            or weight not in own
+            or (key != "step" and own[weight].shape != moments[full].shape)
+        ):
             wrong.append(full)
     if wrong:
         given = f"{name}: {', '.join(sorted(wrong)[:3])}"
         raise CheckpointError(
-            "The saved weights do not fit the model.", given=given, expected="the same names and shapes", do="Check model.path."
+            "The saved weights do not fit the model.",
+            given=given,
+            expected="the same names and shapes",
+            do="Check model.path.",
         )
     optimizer.state.clear()
     with torch.no_grad():
@@ -101,7 +126,9 @@ class Support:
         self._bits: dict[int, np.ndarray] = {}
         self._begun: list[np.ndarray] = []  # Of a micro batch that comes in parts.
 
-    def cut(self, logits_CV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE, first: int = 0) -> Tensor:
+    def cut(
+        self, logits_CV: Tensor, micro: MicroBatch, vocabulary: Vocabulary = WHOLE, first: int = 0
+    ) -> Tensor:
         """The logits with next to minus infinity for all other tokens. The first to ask for a sequence is the actor that wrote it.
 
         Args:
@@ -117,14 +144,29 @@ class Support:
             self._begun = [*(self._begun if first else []), bits_CV]
             lengths = micro.response_mask_BT.sum(dim=1).tolist()
             if rows.stop == sum(lengths):
-                self._bits.update(zip(micro.places, np.split(np.concatenate(self._begun), np.cumsum(lengths)[:-1]), strict=True))
-        kept_CV = torch.from_numpy(np.unpackbits(bits_CV, axis=1, count=logits_CV.shape[1])).to(logits_CV.device).bool()
+                self._bits.update(
+                    zip(
+                        micro.places,
+                        np.split(np.concatenate(self._begun), np.cumsum(lengths)[:-1]),
+                        strict=True,
+                    )
+                )
+        kept_CV = (
+            torch.from_numpy(np.unpackbits(bits_CV, axis=1, count=logits_CV.shape[1]))
+            .to(logits_CV.device)
+            .bool()
+        )
         return logits_CV.masked_fill(~kept_CV, NEVER)
 
     def _kept(self, logits_CV: Tensor, ids_C: Tensor, vocabulary: Vocabulary) -> np.ndarray:
-        kept_CV = vocabulary.truncate(logits_CV, self._sampling.top_k, self._sampling.top_p) > -torch.inf
+        kept_CV = (
+            vocabulary.truncate(logits_CV, self._sampling.top_k, self._sampling.top_p) > -torch.inf
+        )
         # The engine rounds in its own way, and what it sampled is kept.
-        sampled_CV = vocabulary.add_at(torch.zeros_like(logits_CV), ids_C, torch.ones_like(logits_CV[:, 0])) > 0
+        sampled_CV = (
+            vocabulary.add_at(torch.zeros_like(logits_CV), ids_C, torch.ones_like(logits_CV[:, 0]))
+            > 0
+        )
         return np.packbits((kept_CV | sampled_CV).cpu().numpy(), axis=1)
 
 
@@ -155,25 +197,35 @@ def token_stats(
             source_MX = _response_logits(actor, micro)
         else:
             base: Any = actor.base_model
-            source_MX = forward(base, micro.input_ids_BT, micro.seen).last_hidden_state[micro.predict_mask_BT]
+            source_MX = forward(base, micro.input_ids_BT, micro.seen).last_hidden_state[
+                micro.predict_mask_BT
+            ]
     ids_M = micro.response_ids_M
 
     def stats_of(source_CX: Tensor, first: int) -> tuple[Tensor, Tensor]:
         with _autocast(source_CX.device, autocast):
             logits_CV = source_CX if lm_head is None else lm_head(source_CX)
-        logits_CV = logits_CV.float() if sampling.temperature == 1.0 else logits_CV.float() / sampling.temperature
+        logits_CV = (
+            logits_CV.float()
+            if sampling.temperature == 1.0
+            else logits_CV.float() / sampling.temperature
+        )
         if support is not None:
             logits_CV = support.cut(logits_CV, micro, first=first)
         logprobs_CV = logits_CV.log_softmax(dim=-1)
         logprobs_C = logprobs_CV.gather(1, ids_M[first : first + len(source_CX), None]).squeeze(1)
-        return logprobs_C, -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1) if entropy else logprobs_C[:0]
+        return logprobs_C, -(logprobs_CV.exp() * logprobs_CV).sum(
+            dim=-1
+        ) if entropy else logprobs_C[:0]
 
     rows = chunk_rows or (len(ids_M) if lm_head is None else WHOLE.chunk_rows(lm_head.weight))
     again = torch.is_grad_enabled() and rows < len(ids_M)
     parts = []
     for first in range(0, len(ids_M), rows):
         part_CX = source_MX[first : first + rows]
-        parts.append(checkpoint(stats_of, part_CX, first, **AGAIN) if again else stats_of(part_CX, first))
+        parts.append(
+            checkpoint(stats_of, part_CX, first, **AGAIN) if again else stats_of(part_CX, first)
+        )
     logprobs, entropies = zip(*parts, strict=True)
     return TokenStats(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
 
@@ -183,7 +235,9 @@ def _plain_lm_head(actor: Any) -> nn.Linear | None:
     if not isinstance(actor, PreTrainedModel) or actor.base_model is actor:
         return None
     lm_head: Any = actor.get_output_embeddings()
-    return lm_head if isinstance(lm_head, nn.Linear) and not beyond_lm_head(actor, lm_head) else None
+    return (
+        lm_head if isinstance(lm_head, nn.Linear) and not beyond_lm_head(actor, lm_head) else None
+    )
 
 
 def recompute_layers(model: nn.Module) -> None:
@@ -191,10 +245,17 @@ def recompute_layers(model: nn.Module) -> None:
 
     transformers' own switch does nothing in eval mode, in which all networks here are. ModelError when the model has no layers of its kind.
     """
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         do = "Set ppo.recompute=false."
-        raise ModelError("The model's layers are not known.", given=type(model).__name__, expected="a model of transformers", do=do)
+        raise ModelError(
+            "The model's layers are not known.",
+            given=type(model).__name__,
+            expected="a model of transformers",
+            do=do,
+        )
     for layer in layers:
         layer.forward = _made_again(layer.forward)
 
@@ -202,7 +263,11 @@ def recompute_layers(model: nn.Module) -> None:
 def _made_again(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **kwargs, **AGAIN) if torch.is_grad_enabled() else forward(*args, **kwargs)
+        return (
+            checkpoint(forward, *args, **kwargs, **AGAIN)
+            if torch.is_grad_enabled()
+            else forward(*args, **kwargs)
+        )
 
     return run
 
@@ -219,7 +284,9 @@ class Critic(nn.Module):
             causal_lm: the model whose body (without lm_head) is copied.
         """
         super().__init__()
-        self.backbone: nn.Module = copy_without_tower(causal_lm, causal_lm.base_model).requires_grad_(True)
+        self.backbone: nn.Module = copy_without_tower(
+            causal_lm, causal_lm.base_model
+        ).requires_grad_(True)
         weight = next(self.backbone.parameters())
         self.value_head = nn.Linear(lm_head_weight(causal_lm).shape[1], 1, device=weight.device)
         # Zero start: the first values are 0, not noise as large as the rewards.
@@ -238,7 +305,11 @@ def _response_logits(actor: nn.Module, micro: MicroBatch) -> Tensor:
     """logits_MV of the positions that predict response tokens; lm_head is not run over prompts where the model allows that."""
     first = micro.first_predicting
     keep = micro.input_ids_BT.shape[1] - first
-    extra = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(actor.forward).parameters else {}
+    extra = (
+        {"logits_to_keep": keep}
+        if "logits_to_keep" in inspect.signature(actor.forward).parameters
+        else {}
+    )
     logits = forward(actor, micro.input_ids_BT, micro.seen, **extra).logits
     return logits[micro.predict_mask_BT[:, -logits.shape[1] :]]
 
@@ -278,7 +349,12 @@ def kl_estimates(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 def token_rewards(
-    scores: Tensor, logprobs_SR: Tensor, reference_SR: Tensor, mask_SR: Tensor, kl_coefficient: float, estimator: str = "k1"
+    scores: Tensor,
+    logprobs_SR: Tensor,
+    reference_SR: Tensor,
+    mask_SR: Tensor,
+    kl_coefficient: float,
+    estimator: str = "k1",
 ) -> Tensor:
     """Per-token rewards: minus the KL penalty at every token, and the score: at the sequence's last token, or where its steps end.
 
@@ -291,7 +367,9 @@ def token_rewards(
         mask_SR: bool; every row holds at least one token, and real tokens come first.
         kl_coefficient: reward units per nat.
     """
-    rewards_SR = torch.where(mask_SR, -kl_coefficient * kl_estimates(logprobs_SR, reference_SR, estimator), 0.0)
+    rewards_SR = torch.where(
+        mask_SR, -kl_coefficient * kl_estimates(logprobs_SR, reference_SR, estimator), 0.0
+    )
     if scores.dim() == 2:
         return rewards_SR + scores
     last_S = mask_SR.sum(dim=1) - 1
@@ -313,7 +391,10 @@ def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, ki
 
     def group_mean(values_S: Tensor) -> Tensor:
         """Of each response's group."""
-        sums_G, counts_G = (torch.zeros(groups).index_add_(0, prompts_S, part_S) for part_S in (values_S * weights_S, weights_S))
+        sums_G, counts_G = (
+            torch.zeros(groups).index_add_(0, prompts_S, part_S)
+            for part_S in (values_S * weights_S, weights_S)
+        )
         return (sums_G / counts_G.clamp(min=1))[prompts_S]
 
     centred_S = (rewards_S - group_mean(rewards_S)) * weights_S
@@ -323,7 +404,9 @@ def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, ki
     return centred_S * counts_S / (counts_S - 1).clamp(min=1)
 
 
-def generalized_advantages(rewards_SR: Tensor, values_SR: Tensor, mask_SR: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def generalized_advantages(
+    rewards_SR: Tensor, values_SR: Tensor, mask_SR: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """GAE: advantages_SR and returns_SR = advantages + values, zero on padding.
 
     delta_r = reward_r + gamma V_{r+1} - V_r and A_r = delta_r + gamma lam A_{r+1}. The value after the last token is 0, for
@@ -368,7 +451,11 @@ class PolicyTerms:
 
 
 def clipped_surrogate(
-    logprobs_M: Tensor, old_logprobs_M: Tensor, advantages_M: Tensor, clip_range: float, weights_M: Tensor | None = None
+    logprobs_M: Tensor,
+    old_logprobs_M: Tensor,
+    advantages_M: Tensor,
+    clip_range: float,
+    weights_M: Tensor | None = None,
 ) -> PolicyTerms:
     """PPO's pessimistic surrogate: -min(ratio A, clip(ratio, 1 - c, 1 + c) A), summed over rows, each with its weight."""
     log_ratio_M = logprobs_M - old_logprobs_M
@@ -379,7 +466,9 @@ def clipped_surrogate(
         clipped = (clipped_M < free_M).sum()
         kl = (ratio_M - 1 - log_ratio_M).sum()
     worse_M = torch.minimum(free_M, clipped_M)
-    return PolicyTerms(loss=-(worse_M if weights_M is None else weights_M * worse_M).sum(), clipped=clipped, kl=kl)
+    return PolicyTerms(
+        loss=-(worse_M if weights_M is None else weights_M * worse_M).sum(), clipped=clipped, kl=kl
+    )
 
 
 def importance_weights(gap: Tensor, bound: float) -> Tensor:
@@ -388,7 +477,9 @@ def importance_weights(gap: Tensor, bound: float) -> Tensor:
     return gap.exp().clamp(max=bound)
 
 
-def clipped_value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip_range: float | None) -> Tensor:
+def clipped_value_loss(
+    values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip_range: float | None
+) -> Tensor:
     """Half the squared error to the return, the worse of free and clipped around the old value, summed over rows; None: not clipped."""
     free_M = (values_M - returns_M) ** 2
     if clip_range is None:

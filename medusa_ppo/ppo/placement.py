@@ -56,7 +56,10 @@ class Ledger:
     def take(self) -> dict[str, Any]:
         """The most of all together, and of each, since the last time."""
         with self._lock:
-            found = {names.LEDGER_PEAK: self.peak / GIB, names.LEDGER_ROLES: {role: most / GIB for role, most in self.most.items() if most}}
+            found = {
+                names.LEDGER_PEAK: self.peak / GIB,
+                names.LEDGER_ROLES: {role: most / GIB for role, most in self.most.items() if most},
+            }
             self.peak, self.most = sum(self.now.values()), dict(self.now)
         return found
 
@@ -104,8 +107,16 @@ class Resident:
 
     def _slots(self) -> dict[str, Tensor]:
         """Its tensors by name: weights, and moments as `weight/moment`."""
-        own, state = dict(self._module.named_parameters()), self._optimizer.state if self._optimizer else {}
-        moments = {name + MOMENT + key: value for name in own for key, value in state.get(own[name], {}).items() if value.dim()}
+        own, state = (
+            dict(self._module.named_parameters()),
+            self._optimizer.state if self._optimizer else {},
+        )
+        moments = {
+            name + MOMENT + key: value
+            for name in own
+            for key, value in state.get(own[name], {}).items()
+            if value.dim()
+        }
         return {**own, **moments}
 
     def leave(self, spare: Spare) -> int:
@@ -128,7 +139,11 @@ class Resident:
 
     def lacks(self, training: bool) -> dict[str, Tensor]:
         """What would come, as it waits on the host; moments only for training."""
-        return {name: self._host[name] for name in self._slots() if name in self._away and (training or MOMENT not in name)}
+        return {
+            name: self._host[name]
+            for name in self._slots()
+            if name in self._away and (training or MOMENT not in name)
+        }
 
     def come(self, spare: Spare, training: bool) -> int:
         """To the device. Gives the bytes that were copied."""
@@ -153,8 +168,16 @@ class Resident:
     def nbytes(self) -> int:
         """On the device now, with gradients."""
         tensors = [tensor for name, tensor in self._slots().items() if name not in self._away]
-        tensors += [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for tensor in tensors for storage in [tensor.untyped_storage()]}.values())
+        tensors += [
+            parameter.grad for parameter in self._module.parameters() if parameter.grad is not None
+        ]
+        return sum(
+            {
+                storage.data_ptr(): storage.nbytes()
+                for tensor in tensors
+                for storage in [tensor.untyped_storage()]
+            }.values()
+        )
 
     def full_bytes(self) -> int:
         """On the device at most."""
@@ -172,7 +195,9 @@ class Turns:
         self._left: list[tuple[StorageWeakRef, int]] = []
         self._moved, self._move_s, self._wake_s = 0, 0.0, 0.0
 
-    def add(self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def add(
+        self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         """A role of this process; its tensors are on the device. `optimizer`: of a role that learns."""
         self._roles[role] = Resident(module, optimizer)
         self.report(role)
@@ -244,7 +269,11 @@ class Turns:
         """Room for all roles on a machine without a GPU, what they have already included. Host memory is the device: copies that wait take
         room of the same kind."""
         full = [resident.full_bytes() for resident in self._roles.values()]
-        return psutil.virtual_memory().available + sum(self.ledger.now.values()) - (sum(full) if self.shared else 0)
+        return (
+            psutil.virtual_memory().available
+            + sum(self.ledger.now.values())
+            - (sum(full) if self.shared else 0)
+        )
 
     def check_room(self, room: int, engine: int = 0) -> None:
         """ConfigError when the roles don't fit.
@@ -257,7 +286,10 @@ class Turns:
         need = max(full.values()) if self.shared else sum(full.values()) + engine
         if need <= room:
             return
-        parts = ", ".join(f"{role} {count / GIB:.2f}" for role, count in {**full, **({ENGINE: engine} if engine else {})}.items())
+        parts = ", ".join(
+            f"{role} {count / GIB:.2f}"
+            for role, count in {**full, **({ENGINE: engine} if engine else {})}.items()
+        )
         do = "Set ppo.placement=shared (with engine.sleep_level=1), or cut the actor over ranks: actor.backend=megatron."
         if self.shared:
             do = "Cut the actor over ranks (actor.backend=megatron), or take a smaller model."
@@ -278,7 +310,11 @@ class Turns:
                 self.report(role)
         if coming is not None:
             self._moved += self._roles[coming].come(spare, training)
-        self._left = [(storage, count) for storage, count in [*self._left, *spare.freed] if not storage.expired()]
+        self._left = [
+            (storage, count)
+            for storage, count in [*self._left, *spare.freed]
+            if not storage.expired()
+        ]
         if self._left or UNFREED in self.ledger.now:
             self.ledger.report(UNFREED, sum(count for _, count in self._left))
         if torch.cuda.is_available():

@@ -51,15 +51,22 @@ class Worker:
     """A process that calls the function."""
 
     def __init__(self, name: str) -> None:
-        context = multiprocessing.get_context("spawn")  # A fork would take over the loop's threads and devices.
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # A fork would take over the loop's threads and devices.
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(name, theirs), daemon=True, name="medusa-ppo-reward")
+        self.process = context.Process(
+            target=serve, args=(name, theirs), daemon=True, name="medusa-ppo-reward"
+        )
         self.process.start()
         theirs.close()
         self.ready, self.place, self.until = False, -1, time.monotonic() + START_S
 
     def give(self, place: int, sample: Sample, timeout_s: float | None) -> None:
-        self.place, self.until = place, float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        self.place, self.until = (
+            place,
+            float("inf") if timeout_s is None else time.monotonic() + timeout_s,
+        )
         self.pipe.send(sample)
 
     def end(self) -> None:
@@ -97,7 +104,10 @@ class RewardPool:
                     worker.give(place := waiting.popleft(), samples[place], self._timeout_s)
             busy = [worker for worker in self._workers if worker.place >= 0 or not worker.ready]
             until = min(worker.until for worker in busy)
-            heard = wait([worker.pipe for worker in busy], None if until == float("inf") else max(0.0, until - time.monotonic()))
+            heard = wait(
+                [worker.pipe for worker in busy],
+                None if until == float("inf") else max(0.0, until - time.monotonic()),
+            )
             for worker in busy:
                 if worker.pipe in heard:
                     self._hear(worker, found)
@@ -110,8 +120,13 @@ class RewardPool:
             said = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(1.0)
-            given, do = f"{self._name}, exit code {worker.process.exitcode}", "Read its last words, and correct the function."
-            problem = RunError("A process of the reward function ended.", given=given, expected="a number", do=do)
+            given, do = (
+                f"{self._name}, exit code {worker.process.exitcode}",
+                "Read its last words, and correct the function.",
+            )
+            problem = RunError(
+                "A process of the reward function ended.", given=given, expected="a number", do=do
+            )
             self._replace(worker, Outcome(error=problem), found)
             return
         if said != READY:
@@ -126,7 +141,12 @@ class RewardPool:
             self.close()
             given = f"{self._name}: {'no word in time' if outcome.late else f'exit code {worker.process.exitcode}'}"
             do = "Import its module in a fresh Python; what fails there fails here."
-            raise RunError("A process for rewards did not start.", given=given, expected=f"within {START_S:.0f} s", do=do)
+            raise RunError(
+                "A process for rewards did not start.",
+                given=given,
+                expected=f"within {START_S:.0f} s",
+                do=do,
+            )
         found[worker.place] = outcome
         self._workers[self._workers.index(worker)] = Worker(self._name)
 
@@ -167,21 +187,36 @@ def find_callable(name: str) -> RewardFunction:
     module_name, mark, function_name = name.partition(":")
     if not mark or not module_name or not function_name:
         raise ConfigError(
-            "ppo.reward must be module:function.", given=name, expected="e.g. medusa_ppo.ppo.rewards:exact_answer", do="Correct ppo.reward."
+            "ppo.reward must be module:function.",
+            given=name,
+            expected="e.g. medusa_ppo.ppo.rewards:exact_answer",
+            do="Correct ppo.reward.",
         )
     module = _import(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        known = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and not key.startswith("_")
+        ]
         near = difflib.get_close_matches(function_name, known, n=1)
         do = f"Did you mean {module_name}:{near[0]}?" if near else "Correct ppo.reward."
-        raise ConfigError("The module has no such reward function.", given=name, expected=", ".join(known) or "a function in it", do=do)
+        raise ConfigError(
+            "The module has no such reward function.",
+            given=name,
+            expected=", ".join(known) or "a function in it",
+            do=do,
+        )
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError:
         given = f"{name}{inspect.signature(function)}"
         raise ConfigError(
-            "The reward function takes other arguments.", given=given, expected="(prompt, response, row)", do="Change it."
+            "The reward function takes other arguments.",
+            given=given,
+            expected="(prompt, response, row)",
+            do="Change it.",
         ) from None
     return function
 
@@ -198,7 +233,10 @@ def _import(name: str) -> Any:
         given = f"{name}: {error}"
         do = "Run from the folder that holds the module, or install it."
         raise ConfigError(
-            "The module of the reward function can't be imported.", given=given, expected="an importable module", do=do
+            "The module of the reward function can't be imported.",
+            given=given,
+            expected="an importable module",
+            do=do,
         ) from error
     finally:
         if added:

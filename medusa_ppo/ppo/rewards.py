@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
@@ -47,11 +51,15 @@ class RewardSource(ABC):
     late: int = 0
 
     @abstractmethod
-    def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
+    def score(
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
+    ) -> Tensor:
         """rewards_S float32. Raises RunError when a reward can't be computed or is not finite."""
 
     @abstractmethod
-    def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
+    def score_steps(
+        self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]
+    ) -> list[list[float]]:
         """The same for each step of each response. Raises RunError, also for rewards of another number of steps."""
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
@@ -65,7 +73,13 @@ class RewardSource(ABC):
 class CallableReward(RewardSource):
     """`reward(prompt, response, row) -> float`."""
 
-    def __init__(self, function: RewardFunction, name: str, correct_from: float = RIGHT_FROM, pool: RewardPool | None = None) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        name: str,
+        correct_from: float = RIGHT_FROM,
+        pool: RewardPool | None = None,
+    ) -> None:
         """
         Args:
             pool: calls the function in its processes; None: it is called here.
@@ -74,17 +88,30 @@ class CallableReward(RewardSource):
         self._name = name
         self._correct_from = correct_from
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
+    def score(
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
+    ) -> Tensor:
         samples = list(zip(prompts, responses, rows, strict=True))
-        found = [self._called(call, sample[1], lambda given: [float(given)], 1)[0] for sample, call in self._calls(samples)]
+        found = [
+            self._called(call, sample[1], lambda given: [float(given)], 1)[0]
+            for sample, call in self._calls(samples)
+        ]
         return torch.tensor(found, dtype=torch.float32)
 
     def correct(self, scores_S: Tensor) -> Tensor | None:
         return scores_S >= self._correct_from
 
-    def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
-        samples = [(prompt, "".join(steps), row) for prompt, steps, row in zip(prompts, responses, rows, strict=True)]
-        return [self._steps(call, steps) for steps, (_, call) in zip(responses, self._calls(samples), strict=True)]
+    def score_steps(
+        self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]
+    ) -> list[list[float]]:
+        samples = [
+            (prompt, "".join(steps), row)
+            for prompt, steps, row in zip(prompts, responses, rows, strict=True)
+        ]
+        return [
+            self._steps(call, steps)
+            for steps, (_, call) in zip(responses, self._calls(samples), strict=True)
+        ]
 
     def close(self) -> None:
         if self._pool is not None:
@@ -98,18 +125,39 @@ class CallableReward(RewardSource):
         late = sum(outcome.late for outcome in outcomes)
         self.late += late
         if late:
-            logger.warning("%s took too long for %d of %d responses: their reward is 0.", self._name, late, len(samples))
-        return [(sample, None if outcome.late else outcome.take) for sample, outcome in zip(samples, outcomes, strict=True)]
+            logger.warning(
+                "%s took too long for %d of %d responses: their reward is 0.",
+                self._name,
+                late,
+                len(samples),
+            )
+        return [
+            (sample, None if outcome.late else outcome.take)
+            for sample, outcome in zip(samples, outcomes, strict=True)
+        ]
 
     def _steps(self, call: Callable[[], Any] | None, steps: Sequence[str]) -> list[float]:
-        found = self._called(call, "".join(steps), lambda given: [float(reward) for reward in given], len(steps))
+        found = self._called(
+            call, "".join(steps), lambda given: [float(reward) for reward in given], len(steps)
+        )
         if len(found) != len(steps):
             do = "Split the response at ppo.step_separator, leave out what is blank, and give one reward for each part."
             given = f"{self._name}: {len(found)} rewards for {''.join(steps)!r:.120}"
-            raise RunError("Process rewards of another number of steps.", given=given, expected=f"{len(steps)} rewards", do=do)
+            raise RunError(
+                "Process rewards of another number of steps.",
+                given=given,
+                expected=f"{len(steps)} rewards",
+                do=do,
+            )
         return found
 
-    def _called(self, call: Callable[[], Any] | None, response: str, read: Callable[[Any], list[float]], count: int) -> list[float]:
+    def _called(
+        self,
+        call: Callable[[], Any] | None,
+        response: str,
+        read: Callable[[Any], list[float]],
+        count: int,
+    ) -> list[float]:
         """The call's rewards; so many zeros where there is none."""
         if call is None:
             return [0.0] * count
@@ -121,7 +169,9 @@ class CallableReward(RewardSource):
             do = "Correct the function; it must handle any text, also an empty one."
             given = f"{self._name} on response {response!r:.120}: {type(error).__name__}: {error}"
             expected = "a number (with ppo.step_separator a list of them)"
-            raise RunError("The reward function failed.", given=given, expected=expected, do=do) from error
+            raise RunError(
+                "The reward function failed.", given=given, expected=expected, do=do
+            ) from error
         for value in values:
             if not math.isfinite(value):
                 raise _not_finite(f"{self._name} -> {value}", "Correct the function.")
@@ -136,7 +186,12 @@ class ModelReward(RewardSource):
     """
 
     def __init__(
-        self, path: str, device: torch.device | str = "cpu", template: str = "{prompt}{response}", *, by_steps: bool = False
+        self,
+        path: str,
+        device: torch.device | str = "cpu",
+        template: str = "{prompt}{response}",
+        *,
+        by_steps: bool = False,
     ) -> None:
         """
         Raises:
@@ -144,20 +199,36 @@ class ModelReward(RewardSource):
             ModelError: not loadable, it has more outputs, or its tokenizer has more tokens than it.
         """
         self._before, self._after = _template_parts(template)
-        kind: Any = AutoModelForTokenClassification if by_steps else AutoModelForSequenceClassification
+        kind: Any = (
+            AutoModelForTokenClassification if by_steps else AutoModelForSequenceClassification
+        )
         expected = "a token-classification model" if by_steps else "a sequence-classification model"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            self.model: Any = kind.from_pretrained(path, weights_only=True, trust_remote_code=False).eval().to(device)
+            self.model: Any = (
+                kind.from_pretrained(path, weights_only=True, trust_remote_code=False)
+                .eval()
+                .to(device)
+            )
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ... for a bad checkpoint
             first = (str(error).strip().splitlines() or [""])[0]
             given = f"{path} ({type(error).__name__}: {first:.200})"
             do = "Check ppo.reward; a Python function is written as module:function."
-            raise ModelError("The reward model can't be loaded.", given=given, expected=expected, do=do) from error
+            raise ModelError(
+                "The reward model can't be loaded.", given=given, expected=expected, do=do
+            ) from error
         labels, allowed = self.model.config.num_labels, (1, 2) if by_steps else (1,)
         if labels not in allowed:
-            given, expected = f"{path}: {labels} labels", " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed)
-            raise ModelError("The reward model has not one output.", given=given, expected=expected, do="Use a reward model.")
+            given, expected = (
+                f"{path}: {labels} labels",
+                " or ".join(f"{n} label{'s' * (n > 1)}" for n in allowed),
+            )
+            raise ModelError(
+                "The reward model has not one output.",
+                given=given,
+                expected=expected,
+                do="Use a reward model.",
+            )
         tokens, rows = len(self._tokenizer), self.model.get_input_embeddings().weight.shape[0]
         if tokens > rows:
             raise ModelError(
@@ -174,8 +245,13 @@ class ModelReward(RewardSource):
         self._longest = int(getattr(self.model.config, "max_position_embeddings", 0) or 1024) - 1
 
     @torch.no_grad()
-    def score(self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]) -> Tensor:
-        texts = [self._before.format(prompt=p) + r + self._after for p, r in zip(prompts, responses, strict=True)]
+    def score(
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Row]
+    ) -> Tensor:
+        texts = [
+            self._before.format(prompt=p) + r + self._after
+            for p, r in zip(prompts, responses, strict=True)
+        ]
         ids = self._tokenizer(texts, truncation=True, max_length=self._longest)["input_ids"]
         scores_S = torch.zeros(len(texts))
         for chosen, logits_BX in self._logits(ids):
@@ -183,22 +259,39 @@ class ModelReward(RewardSource):
         return scores_S
 
     @torch.no_grad()
-    def score_steps(self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[list[float]]:
+    def score_steps(
+        self, prompts: Sequence[str], responses: Sequence[Sequence[str]], rows: Sequence[Row]
+    ) -> list[list[float]]:
         ids, ends = [], []
         for prompt, steps in zip(prompts, responses, strict=True):
             parts = [self._tokenizer(self._before.format(prompt=prompt))["input_ids"]]
-            parts += [self._tokenizer(step, add_special_tokens=False)["input_ids"] for step in steps]
-            after = self._tokenizer(self._after, add_special_tokens=False)["input_ids"] if self._after else []
+            parts += [
+                self._tokenizer(step, add_special_tokens=False)["input_ids"] for step in steps
+            ]
+            after = (
+                self._tokenizer(self._after, add_special_tokens=False)["input_ids"]
+                if self._after
+                else []
+            )
             whole = [*itertools.chain.from_iterable(parts), *after]
             if len(whole) > self._longest:
                 given, do = f"{len(whole)} tokens", "Set a smaller sampling.max_new_tokens."
-                raise RunError("A response is too long for the reward model.", given=given, expected=f"at most {self._longest}", do=do)
+                raise RunError(
+                    "A response is too long for the reward model.",
+                    given=given,
+                    expected=f"at most {self._longest}",
+                    do=do,
+                )
             ids.append(whole)
-            ends.append([total - 1 for total in itertools.accumulate(len(part) for part in parts)][1:])
+            ends.append(
+                [total - 1 for total in itertools.accumulate(len(part) for part in parts)][1:]
+            )
         rewards: list[list[float]] = [[] for _ in ids]
         for chosen, logits_BTX in self._logits(ids):
             # Two labels: how likely the step is right.
-            judged_BT = logits_BTX[..., 0] if logits_BTX.shape[-1] == 1 else logits_BTX.softmax(-1)[..., 1]
+            judged_BT = (
+                logits_BTX[..., 0] if logits_BTX.shape[-1] == 1 else logits_BTX.softmax(-1)[..., 1]
+            )
             for row, s in enumerate(chosen):
                 rewards[s] = judged_BT[row, ends[s]].tolist()
         return rewards
@@ -215,10 +308,19 @@ class ModelReward(RewardSource):
                 for row, s in enumerate(filled):
                     ids_BT[row, : len(ids[s])] = torch.tensor(ids[s], dtype=torch.int64)
                     mask_BT[row, : len(ids[s])] = 1
-                inputs = {"input_ids": ids_BT.to(self.model.device), "attention_mask": mask_BT.to(self.model.device)}
+                inputs = {
+                    "input_ids": ids_BT.to(self.model.device),
+                    "attention_mask": mask_BT.to(self.model.device),
+                }
                 logits = self.model(**inputs).logits[: len(chosen)].float().cpu()
-                if not logits[mask_BT[: len(chosen)].bool() if logits.dim() == 3 else ...].isfinite().all():
-                    raise _not_finite("the reward model's output", "Check the reward model's weights.")
+                if (
+                    not logits[mask_BT[: len(chosen)].bool() if logits.dim() == 3 else ...]
+                    .isfinite()
+                    .all()
+                ):
+                    raise _not_finite(
+                        "the reward model's output", "Check the reward model's weights."
+                    )
                 yield chosen, logits
 
 
@@ -248,7 +350,11 @@ def _batches(items: list[int], size: int) -> Iterator[list[int]]:
 
 
 def earned_by_steps(
-    source: RewardSource, pieces: Sequence[Sequence[str]], prompts: Sequence[str], rows: Sequence[Row], separator: str
+    source: RewardSource,
+    pieces: Sequence[Sequence[str]],
+    prompts: Sequence[str],
+    rows: Sequence[Row],
+    separator: str,
 ) -> Tensor:
     """rewards_SR: what each step of a response earned, at its last token.
 
@@ -299,12 +405,19 @@ def make_reward(config: PPOConfig, device: torch.device | str = "cpu") -> Reward
         ModelError: the reward model can't be used.
     """
     if is_model(config.reward):
-        return ModelReward(config.reward, device, config.reward_template, by_steps=config.step_separator is not None)
+        return ModelReward(
+            config.reward,
+            device,
+            config.reward_template,
+            by_steps=config.step_separator is not None,
+        )
     function, pool = find_callable(config.reward), None
     if config.reward_processes is not None:
         pool = RewardPool(config.reward, config.reward_processes, config.reward_timeout_s)
         pool.start()
-    return CallableReward(function, config.reward, getattr(function, "correct_from", RIGHT_FROM), pool)
+    return CallableReward(
+        function, config.reward, getattr(function, "correct_from", RIGHT_FROM), pool
+    )
 
 
 def is_model(reward: str) -> bool:
@@ -334,13 +447,19 @@ def exact_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
 def _reference(row: dict[str, Any]) -> Decimal:
     if ANSWER_COLUMN not in row:
         raise DataError(
-            "A row has no reference answer.", given=sorted(row), expected=f"a column {ANSWER_COLUMN!r}", do="Set data.answer_column."
+            "A row has no reference answer.",
+            given=sorted(row),
+            expected=f"a column {ANSWER_COLUMN!r}",
+            do="Set data.answer_column.",
         )
     text = str(row[ANSWER_COLUMN])
     number = _marked_number(text) if "####" in text else _number(text)
     if number is None:
         raise DataError(
-            "A reference answer holds no number.", given=repr(text[-80:]), expected="a number, or '#### number'", do="Correct the row."
+            "A reference answer holds no number.",
+            given=repr(text[-80:]),
+            expected="a number, or '#### number'",
+            do="Correct the row.",
         )
     return number
 

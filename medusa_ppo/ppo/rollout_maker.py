@@ -98,7 +98,9 @@ class RolloutMaker:
         self._begun: dict[int, tuple[list[Prompt], Sampling, Future[Written] | None]] = {}
         self._learner, self._speed, self._rewards = learner, speed, rewards
         self._piece_prompts, self._pad_id = piece_prompts, pad_id
-        self._engine_thread, self._models_thread = (ThreadPoolExecutor(1, f"medusa-ppo-{name}") for name in ("engine", "models"))
+        self._engine_thread, self._models_thread = (
+            ThreadPoolExecutor(1, f"medusa-ppo-{name}") for name in ("engine", "models")
+        )
         self._step: Step | None = None
         self._writing_since = 0.0
         self.timeline = Timeline()
@@ -116,7 +118,11 @@ class RolloutMaker:
         """Begin with a step's rollouts, and with the features of their prompts' images."""
         if _with_images(prompts) and self._learner.features is not None:
             self._learner.features.prefetch(prompt.token_ids for prompt in prompts)
-        call = self._engine_thread.submit(self._write, prompts, sampling, step) if self._ahead else None
+        call = (
+            self._engine_thread.submit(self._write, prompts, sampling, step)
+            if self._ahead
+            else None
+        )
         self._begun[step] = (prompts, sampling, call)
 
     def finish(self, step: int, *, tapped: bool = False) -> tuple[Rollouts, dict[str, float]]:
@@ -156,13 +162,19 @@ class RolloutMaker:
         finally:
             self.timeline.add("engine", self._writing_since)
 
-    def _ask(self, prompts: list[Prompt], sampling: Sampling, step: int, finished: Finished | None = None) -> Written:
+    def _ask(
+        self, prompts: list[Prompt], sampling: Sampling, step: int, finished: Finished | None = None
+    ) -> Written:
         if self._tail is not None:
             answered, rollouts = self._tail.write(step, prompts, sampling)
             return answered, rollouts, {names.PROMPTS_CARRIED: len(self._tail.into(step + 1))}
-        return prompts, *self._speed.generate([prompt.token_ids for prompt in prompts], sampling, step, finished)
+        return prompts, *self._speed.generate(
+            [prompt.token_ids for prompt in prompts], sampling, step, finished
+        )
 
-    def _generate(self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool) -> Written:
+    def _generate(
+        self, prompts: list[Prompt], sampling: Sampling, step: int, tapped: bool
+    ) -> Written:
         """The step's rollouts here and now; pieces are scored meanwhile."""
         pieces = [] if self._speed.due(step) else self._cut(len(prompts), sampling)
         if not pieces:
@@ -175,14 +187,21 @@ class RolloutMaker:
 
         def ask() -> Written:
             with self.timeline.at_work("engine"):
-                return self._ask(prompts, sampling, step, lambda place, response: self._ended(work, place, response))
+                return self._ask(
+                    prompts,
+                    sampling,
+                    step,
+                    lambda place, response: self._ended(work, place, response),
+                )
 
         call = self._engine_thread.submit(ask)
         call.add_done_callback(lambda _: work.news.put(None))
         self._reward_whole(work)
         return call.result()
 
-    def score(self, rollouts: Rollouts, tap: Tap | None = None) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
+    def score(
+        self, rollouts: Rollouts, tap: Tap | None = None
+    ) -> tuple[PPOBatch, Tensor, Scores, dict[str, float]]:
         """The batch, its rewards, what is known about it, and what the log should say; of the rollouts that `finish` gave last."""
         work, self._step = self._step, None
         assert work is not None, "finish() comes first"
@@ -193,21 +212,29 @@ class RolloutMaker:
         for piece in work.pieces:
             if piece.measured is not None:
                 piece.measured.result()
-        if work.pieces and all(piece.scored == rollouts.responses[piece.places.start : piece.places.stop] for piece in work.pieces):
+        if work.pieces and all(
+            piece.scored == rollouts.responses[piece.places.start : piece.places.stop]
+            for piece in work.pieces
+        ):
             measured, rewards = self._joined(batch, work.pieces)
             if tap is not None and work.held is not None:
                 work.held.hand_over(self._learner.actor, tap)
         else:  # In one go; after an engine was lost other responses may have come than those that were scored.
             self._learner.begin_batch(work.sampling)
             measured = self._learner.measure(batch, work.sampling, tap, self.timeline)
-            with self.timeline.at_work("reward"):  # After the critic, in whose place a reward model stands where roles take turns.
+            with self.timeline.at_work(
+                "reward"
+            ):  # After the critic, in whose place a reward model stands where roles take turns.
                 rewards = self._rewards(rollouts, work.prompts)
         return batch, rewards, *self._learner.conclude(batch, measured, rewards)
 
     def _cut(self, prompts: int, sampling: Sampling) -> list[Piece]:
         if self._piece_prompts is None:
             return []
-        size, total = self._piece_prompts * sampling.responses_per_prompt, prompts * sampling.responses_per_prompt
+        size, total = (
+            self._piece_prompts * sampling.responses_per_prompt,
+            prompts * sampling.responses_per_prompt,
+        )
         return [Piece(range(start, min(start + size, total))) for start in range(0, total, size)]
 
     def _ended(self, work: Step, place: int, response: Response) -> None:
@@ -220,7 +247,11 @@ class RolloutMaker:
             piece.scored = tuple(piece.ended[place] for place in piece.places)
             piece.measured = self._models_thread.submit(self._measure, work, piece)
         piece.measured.add_done_callback(
-            lambda done: work.news.put(error) if not done.cancelled() and (error := done.exception()) else None
+            lambda done: (
+                work.news.put(error)
+                if not done.cancelled() and (error := done.exception())
+                else None
+            )
         )
         work.news.put(piece)
 
@@ -245,12 +276,24 @@ class RolloutMaker:
 
     @staticmethod
     def _joined(batch: PPOBatch, pieces: Sequence[Piece]) -> tuple[Measured, Tensor]:
-        measured = Measured.join(batch, [(piece.places.start, piece.measured.result()) for piece in pieces if piece.measured is not None])
+        measured = Measured.join(
+            batch,
+            [
+                (piece.places.start, piece.measured.result())
+                for piece in pieces
+                if piece.measured is not None
+            ],
+        )
         found = [piece.rewards for piece in pieces if piece.rewards is not None]
         if found[0].dim() == 1:
             return measured, torch.cat(found)
         width = batch.mask_SR.shape[1]
-        return measured, torch.cat([torch.nn.functional.pad(rewards_SR, (0, width - rewards_SR.shape[1])) for rewards_SR in found])
+        return measured, torch.cat(
+            [
+                torch.nn.functional.pad(rewards_SR, (0, width - rewards_SR.shape[1]))
+                for rewards_SR in found
+            ]
+        )
 
 
 def _with_images(prompts: Sequence[Prompt]) -> bool:
@@ -259,7 +302,13 @@ def _with_images(prompts: Sequence[Prompt]) -> bool:
 
 def _part(work: Step, piece: Piece) -> Rollouts:
     """The rollouts of a piece, to all prompts of the step."""
-    return Rollouts(tuple(prompt.token_ids for prompt in work.prompts), piece.scored, Counters(), 0.0, work.sampling)
+    return Rollouts(
+        tuple(prompt.token_ids for prompt in work.prompts),
+        piece.scored,
+        Counters(),
+        0.0,
+        work.sampling,
+    )
 
 
 @dataclass
@@ -292,12 +341,16 @@ class HeldPasses:
         """To put around the passes over a piece, whose first sequence stands at this place of the batch."""
 
         @contextlib.contextmanager
-        def held(actor: Actor, response_mask_BT: Tensor, sequences: tuple[int, ...]) -> Iterator[None]:
+        def held(
+            actor: Actor, response_mask_BT: Tensor, sequences: tuple[int, ...]
+        ) -> Iterator[None]:
             with as_view(actor).tap() as tap:
                 yield
             start = int(response_mask_BT.any(dim=0).int().argmax()) - 1
             places = tuple(first + s for s in sequences)
-            self._passes.append((tap.hidden_BTD[:, start:].cpu(), response_mask_BT[:, start:].cpu(), places))
+            self._passes.append(
+                (tap.hidden_BTD[:, start:].cpu(), response_mask_BT[:, start:].cpu(), places)
+            )
 
         return held
 

@@ -11,11 +11,23 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from medusa_ppo import metrics as names
 
-RAY, ACTOR, RANKS, ENGINE = "start Ray", "prepare the actor", "start the actor's ranks", "start vLLM"
+RAY, ACTOR, RANKS, ENGINE = (
+    "start Ray",
+    "prepare the actor",
+    "start the actor's ranks",
+    "start vLLM",
+)
 GENERATE, SCORE, UPDATE, SYNC, EVALUATE = "generate", "score", "update", "sync", "evaluate"
 SAVE, COMPARE, FINISH = "save", "compare", "write the report"
 """Names of the phases: of the preparation, of a step, of the end."""
@@ -45,12 +57,18 @@ class Timeline:
 
     def add(self, role: str, began: float) -> None:
         """The role has worked since then, by the clock; what was before the timeline is left out."""
-        self.spans.setdefault(role, []).append((max(0.0, began - self._began), self._clock() - self._began))
+        self.spans.setdefault(role, []).append(
+            (max(0.0, began - self._began), self._clock() - self._began)
+        )
 
     def figures(self) -> dict[str, Any]:
         """The spans; seconds from the engine's first to the scoring's last, and the share of these in which one of the two stood idle."""
-        sides = [sorted(span for role in side for span in self.spans.get(role, [])) for side in SIDES]
-        found: dict[str, Any] = {names.SPANS: {role: _rounded(self.spans[role]) for role in ROLES if role in self.spans}}
+        sides = [
+            sorted(span for role in side for span in self.spans.get(role, [])) for side in SIDES
+        ]
+        found: dict[str, Any] = {
+            names.SPANS: {role: _rounded(self.spans[role]) for role in ROLES if role in self.spans}
+        }
         if not all(sides):
             return found
         seconds = max(end for side in sides for _, end in side) - min(side[0][0] for side in sides)
@@ -106,7 +124,9 @@ def _forget_peak() -> bool:
 def _peak_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    line = next(line for line in PROCESS_STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    line = next(
+        line for line in PROCESS_STATUS.read_text().splitlines() if line.startswith("VmHWM:")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -193,7 +213,13 @@ class LiveProgress(PrintedProgress):
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console)
-        columns = (SpinnerColumn(), TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description:<20}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
         self._live = Live(self._bars, console=self._console, refresh_per_second=8, transient=True)
         self._phase = self._bars.add_task("", total=1, note="", visible=False)
@@ -208,7 +234,9 @@ class LiveProgress(PrintedProgress):
 
     def run_started(self, name: str, first_step: int, steps: int) -> None:
         self._clock.start(first_step, steps)
-        self._bars.update(self._steps, description=name, total=steps, completed=first_step, visible=True)
+        self._bars.update(
+            self._steps, description=name, total=steps, completed=first_step, visible=True
+        )
 
     def phase_started(self, phase: str, step: int | None = None) -> None:
         self._bars.reset(self._phase, total=None, description=phase, note="", visible=True)
@@ -223,8 +251,12 @@ class LiveProgress(PrintedProgress):
         self._clock.finished()
         self.note(step_line(values))
         rate, acceptance = values.get(names.TOKENS_PER_S), values.get(names.MAL_SERVING)
-        parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [f"acceptance length {acceptance:.2f}"] * bool(acceptance)
-        self._bars.update(self._steps, advance=1, note="  ".join([*parts, f"left {self._clock.left_text()}"]))
+        parts = [f"{rate:.0f} tokens/s"] * bool(rate) + [
+            f"acceptance length {acceptance:.2f}"
+        ] * bool(acceptance)
+        self._bars.update(
+            self._steps, advance=1, note="  ".join([*parts, f"left {self._clock.left_text()}"])
+        )
 
 
 class StepClock:
@@ -243,7 +275,9 @@ class StepClock:
     def left_text(self) -> str:
         if not self._done:
             return "?"
-        minutes, seconds = divmod(round((time.monotonic() - self._began) / self._done * (self._total - self._done)), 60)
+        minutes, seconds = divmod(
+            round((time.monotonic() - self._began) / self._done * (self._total - self._done)), 60
+        )
         return f"{minutes}:{seconds:02d}"
 
 

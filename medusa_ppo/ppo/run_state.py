@@ -59,10 +59,25 @@ UNFINISHED = ".*.new-*"
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
 """What a run had whose state lacks these keys, where that is not today's default."""
-FIXED_KEYS = ("model.path", "model.critic_path", "model.dtype", "data.path", "data.template", "seed", "ppo.prompts_per_step")
+FIXED_KEYS = (
+    "model.path",
+    "model.critic_path",
+    "model.dtype",
+    "data.path",
+    "data.template",
+    "seed",
+    "ppo.prompts_per_step",
+)
 """What of a release before 0.2 is compared under --resume: its other keys had other forms. Today all of them are."""
 PLACE_KEYS = ("name", "out")
-ACTOR_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ACTOR_SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 """What of a model's config.json makes it another actor; its weights change with every step."""
 State = Mapping[str, Tensor]
 CHUNK_BYTES = 1 << 22
@@ -85,7 +100,13 @@ class RunPosition:
     carried: tuple[Carried, ...] = ()
 
 
-def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig, memory: State | None = None) -> Path:
+def save_checkpoint(
+    run_dir: Path,
+    learner: PPOLearner,
+    position: RunPosition,
+    config: RunConfig,
+    memory: State | None = None,
+) -> Path:
     """Write run_dir/checkpoint; a crash at any moment leaves either the old or the new one, complete.
 
     Args:
@@ -99,8 +120,17 @@ def save_checkpoint(run_dir: Path, learner: PPOLearner, position: RunPosition, c
         if (run_dir / METRICS_FILE).is_file():
             shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
         save_carried(folder, position.carried)
-        where = {field.name: getattr(position, field.name) for field in dataclasses.fields(position) if field.name != "carried"}
-        state = {"format_version": FORMAT_VERSION, "version": __version__, **where, "config": plain(config)}
+        where = {
+            field.name: getattr(position, field.name)
+            for field in dataclasses.fields(position)
+            if field.name != "carried"
+        }
+        state = {
+            "format_version": FORMAT_VERSION,
+            "version": __version__,
+            **where,
+            "config": plain(config),
+        }
         write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:
         _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
@@ -115,16 +145,27 @@ def _keep(run_dir: Path, step: int, count: int) -> None:
         remove_directory(old)
 
 
-def keep_best(run_dir: Path, figures: Mapping[str, float], learner: PPOLearner, tokenizer: PreTrainedTokenizerBase) -> None:
+def keep_best(
+    run_dir: Path,
+    figures: Mapping[str, float],
+    learner: PPOLearner,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Keep the actor if no evaluation of the run was better. A full disk must not end a run: a failure is logged, and the old one stays."""
     file = run_dir / BEST_FOLDER / EVALUATION_FILE
     try:
-        if file.is_file() and json.loads(file.read_text(encoding="utf-8"))[names.EVAL_REWARD] >= figures[names.EVAL_REWARD]:
+        if (
+            file.is_file()
+            and json.loads(file.read_text(encoding="utf-8"))[names.EVAL_REWARD]
+            >= figures[names.EVAL_REWARD]
+        ):
             return
         with fresh_folder(run_dir / BEST_FOLDER) as folder:
             learner.save_actor(folder)
             tokenizer.save_pretrained(folder)
-            (folder / EVALUATION_FILE).write_text(json.dumps(dict(figures), indent=1) + "\n", encoding="utf-8")
+            (folder / EVALUATION_FILE).write_text(
+                json.dumps(dict(figures), indent=1) + "\n", encoding="utf-8"
+            )
     except (OSError, KeyError, TypeError, ValueError, MedusaError) as error:
         logger.error("The best actor so far could not be kept; the one before stays: %s", error)
 
@@ -136,7 +177,10 @@ def fresh_folder(target: Path) -> Iterator[Path]:
     Two renames: a reader finds the old folder aside if it comes in between.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    new, old = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent)), target.with_name(f".{target.name}.old")
+    new, old = (
+        Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent)),
+        target.with_name(f".{target.name}.old"),
+    )
     try:
         yield new
         new.chmod(0o755)  # mkdtemp makes it ours alone.
@@ -175,7 +219,9 @@ def _to_disk(path: Path) -> None:
 def _sums(folder: Path) -> dict[str, list[int]]:
     """Size and CRC-32 of each file of a checkpoint but state.json; all are on the disk afterwards."""
     sums = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE):
+    for path in sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE
+    ):
         _to_disk(path)
         value = 0
         with path.open("rb") as file:
@@ -203,23 +249,55 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}")
-        position = RunPosition(int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"]))
+            raise ValueError(
+                f"format_version {raw['format_version']}, this program reads {FORMAT_VERSION}"
+            )
+        position = RunPosition(
+            int(raw["next_step"]), int(raw["policy_version"]), float(raw["wall_s"])
+        )
         old, default, now = raw["config"], plain(RunConfig()), plain(config)
         if "version" in raw:
-            whole = merged(merged(default, BEFORE), old)  # With the keys that are newer than the state.
+            whole = merged(
+                merged(default, BEFORE), old
+            )  # With the keys that are newer than the state.
             was = {key: _look_up(whole, key) for key in keys}
         else:  # An empty text is how earlier releases wrote what is the default today.
-            was = {key: _look_up(default if _look_up(old, key) == "" else old, key) for key in FIXED_KEYS}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            was = {
+                key: _look_up(default if _look_up(old, key) == "" else old, key)
+                for key in FIXED_KEYS
+            }
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         given, do = f"{file}: {error!r}", "Start without --resume."
-        raise CheckpointError("The saved run is damaged.", given=given, expected=f"a complete {STATE_FILE}", do=do) from None
-    changed = [key for key, value in was.items() if value != _look_up(now, key) and not any(_within(key, name) for name in allow)]
+        raise CheckpointError(
+            "The saved run is damaged.", given=given, expected=f"a complete {STATE_FILE}", do=do
+        ) from None
+    changed = [
+        key
+        for key, value in was.items()
+        if value != _look_up(now, key) and not any(_within(key, name) for name in allow)
+    ]
     if changed:
-        given = ", ".join(f"{key} was {was[key]!r} and is {_look_up(now, key)!r}" for key in changed)
+        given = ", ".join(
+            f"{key} was {was[key]!r} and is {_look_up(now, key)!r}" for key in changed
+        )
         do = f"Restore them, or let them differ: --resume {' '.join(f'--allow {key}' for key in changed)}."
-        raise ConfigError("The configuration is not the one that was saved.", given=given, expected="the same values", do=do)
-    return dataclasses.replace(position, carried=read_carried(file.parent, wanted=config.ppo.carry_after is not None))
+        raise ConfigError(
+            "The configuration is not the one that was saved.",
+            given=given,
+            expected="the same values",
+            do=do,
+        )
+    return dataclasses.replace(
+        position, carried=read_carried(file.parent, wanted=config.ppo.carry_after is not None)
+    )
 
 
 def _within(key: str, name: str) -> bool:
@@ -240,19 +318,31 @@ def saved_folder(run_dir: Path) -> Path:
         if not (folder / STATE_FILE).is_file():
             continue
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        fault = _fault_of(folder, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+        fault = _fault_of(
+            folder, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+        )
         if not fault:
             if damage:
-                logger.error("A checkpoint is damaged, the run goes on from %s: %s", folder, "; ".join(damage))
+                logger.error(
+                    "A checkpoint is damaged, the run goes on from %s: %s",
+                    folder,
+                    "; ".join(damage),
+                )
             return folder
         damage.append(f"{folder}: {fault}")
     if damage:
         do = "Copy it from elsewhere, or start without --resume; ppo.keep_checkpoints=2 keeps the one before the last."
         raise CheckpointError(
-            "The saved run is damaged.", given="; ".join(damage), expected=f"a complete {STATE_FILE} and its files", do=do
+            "The saved run is damaged.",
+            given="; ".join(damage),
+            expected=f"a complete {STATE_FILE} and its files",
+            do=do,
         )
     raise CheckpointError(
-        "There is nothing to resume from.", given=run_dir, expected=f"{FOLDER}/{STATE_FILE} in it", do="Start without --resume."
+        "There is nothing to resume from.",
+        given=run_dir,
+        expected=f"{FOLDER}/{STATE_FILE} in it",
+        do="Start without --resume.",
     )
 
 
@@ -284,8 +374,14 @@ def saved_memory(run_dir: Path) -> State | None:
 
 def memory_of(tokenizer: PreTrainedTokenizerBase, actor: Mapping[str, Any]) -> dict[str, bytes]:
     """Digests that say whose responses a memory holds: of the tokenizer's vocabulary, and of the actor's configuration."""
-    parts = {"tokenizer": sorted(tokenizer.get_vocab().items()), "actor": {name: actor.get(name) for name in ACTOR_SIZES}}
-    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest() for name, part in parts.items()}
+    parts = {
+        "tokenizer": sorted(tokenizer.get_vocab().items()),
+        "actor": {name: actor.get(name) for name in ACTOR_SIZES},
+    }
+    return {
+        name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).digest()
+        for name, part in parts.items()
+    }
 
 
 def _take_companion(source: Path, target: Path) -> None:
@@ -308,9 +404,19 @@ def _look_up(values: Any, key: str) -> Any:
     return functools.reduce(operator.getitem, key.split("."), values)
 
 
-def try_save(run_dir: Path, learner: PPOLearner, position: RunPosition, config: RunConfig, memory: State | None = None) -> None:
+def try_save(
+    run_dir: Path,
+    learner: PPOLearner,
+    position: RunPosition,
+    config: RunConfig,
+    memory: State | None = None,
+) -> None:
     """Save where a full disk must not end a run that trains well: the failure is logged and the last checkpoint stays."""
     try:
         save_checkpoint(run_dir, learner, position, config, memory)
     except (OSError, MedusaError) as error:
-        logger.error("The checkpoint of step %d could not be written; the one before stays: %s", position.next_step, error)
+        logger.error(
+            "The checkpoint of step %d could not be written; the one before stays: %s",
+            position.next_step,
+            error,
+        )

@@ -80,7 +80,9 @@ class RunSession:
         self._signals = self._stack.enter_context(StopSignals())
         return self
 
-    def prepare(self, resume: bool, allow: Sequence[str] = ()) -> tuple[Parts, RunPosition, RunWriter]:
+    def prepare(
+        self, resume: bool, allow: Sequence[str] = ()
+    ) -> tuple[Parts, RunPosition, RunWriter]:
         """Check, load and start everything.
 
         Raises:
@@ -89,7 +91,9 @@ class RunSession:
         config = self._config
         check_trackers(config.report.trackers)
         torch.set_num_threads(config.ppo.threads or 1)
-        position = run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
+        position = (
+            run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
+        )
         if resume:
             run_state.remove_unfinished(config.run_dir)
         reward = make_reward(config.ppo, _device())
@@ -108,7 +112,9 @@ class RunSession:
         heads_path = self._prepare_heads(actor)
         self._place(learner, reward)
         next_step = position.next_step if resume else None
-        self._writer = RunWriter(config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines)
+        self._writer = RunWriter(
+            config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines
+        )
         if config.model.path in RECIPES:
             self._writer.add(actor_note=actor_note(Path(actor_path)))
         self._start_ray()
@@ -123,11 +129,27 @@ class RunSession:
                 sync(actor, position.policy_version)
         remembered = self._remember(engine, tokenizer, actor_path, resume)
         prompts, evaluation, texts = streams
-        parts = Parts(prompts, tokenizer, learner, reward, engine, sync, plugin, trackers, evaluation, texts, remembered)
+        parts = Parts(
+            prompts,
+            tokenizer,
+            learner,
+            reward,
+            engine,
+            sync,
+            plugin,
+            trackers,
+            evaluation,
+            texts,
+            remembered,
+        )
         return parts, position, self._writer
 
     def _remember(
-        self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, actor_path: str, resume: bool
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        actor_path: str,
+        resume: bool,
     ) -> Callable[[], run_state.State]:
         """Give the engines what they had remembered when the run was saved; what gives their memory to save it again."""
         memory = engine.memory if isinstance(engine, EnginePool) else None
@@ -147,7 +169,12 @@ class RunSession:
             turns.add(REWARD, reward.model)
         if torch.cuda.is_available():
             room = torch.cuda.get_device_properties(0).total_memory
-            beside = torch.cuda.device_count() == 1 and config.replicas == 1 and not config.addresses and not turns.shared
+            beside = (
+                torch.cuda.device_count() == 1
+                and config.replicas == 1
+                and not config.addresses
+                and not turns.shared
+            )
             turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
         else:
             turns.check_room(turns.free_memory())
@@ -158,11 +185,17 @@ class RunSession:
         if config.addresses:
             return 0
         if torch.cuda.is_available():
-            return round(config.replicas * (config.memory_fraction or 0) * torch.cuda.get_device_properties(0).total_memory)
+            return round(
+                config.replicas
+                * (config.memory_fraction or 0)
+                * torch.cuda.get_device_properties(0).total_memory
+            )
         entries = actor_stream(actor, DTYPES.get(config.dtype or "")).entries
         weights = sum(kind.itemsize * math.prod(shape) for kind, shape in entries.values())
         text = read_model_config(actor_path)
-        return config.replicas * (weights + cache_bytes({**text, **(text.get("text_config") or {})}, config))
+        return config.replicas * (
+            weights + cache_bytes({**text, **(text.get("text_config") or {})}, config)
+        )
 
     def _streams(
         self, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
@@ -170,12 +203,18 @@ class RunSession:
         """The prompts; where they are asked for those of the evaluation, and texts to learn by heart."""
         config, data = self._config, self._config.data
         needs_answer, evaluation, texts = not is_model(config.ppo.reward), None, None
-        prompts = PromptStream.load(data, tokenizer, seed=config.seed, needs_answer=needs_answer, reader=reader)
+        prompts = PromptStream.load(
+            data, tokenizer, seed=config.seed, needs_answer=needs_answer, reader=reader
+        )
         if config.ppo.eval_every:
-            evaluation = PromptStream.load_evaluation(data, tokenizer, needs_answer=needs_answer, reader=reader)
+            evaluation = PromptStream.load_evaluation(
+                data, tokenizer, needs_answer=needs_answer, reader=reader
+            )
         if data.ptx_path:
             longest = data.max_prompt_tokens + config.sampling.max_new_tokens
-            texts = PromptStream.load_texts(data.ptx_path, tokenizer, seed=config.seed, longest=longest)
+            texts = PromptStream.load_texts(
+                data.ptx_path, tokenizer, seed=config.seed, longest=longest
+            )
         return prompts, evaluation, texts
 
     def _learner(self, actor_path: str, reader: ImageReader | None = None) -> PPOLearner:
@@ -185,19 +224,40 @@ class RunSession:
             actor = _load(actor_path)
             critic = None
             if config.ppo.advantages == "gae":
-                critic = Critic(_load(self._folder_of(config.model.critic_path)) if config.model.critic_path else actor)
+                critic = Critic(
+                    _load(self._folder_of(config.model.critic_path))
+                    if config.model.critic_path
+                    else actor
+                )
             features = FeatureStore(actor, reader) if reader is not None else None
-            return Learner(actor, critic, config.ppo, seed=config.seed, autocast=config.model.dtype == "bfloat16", features=features)
+            return Learner(
+                actor,
+                critic,
+                config.ppo,
+                seed=config.seed,
+                autocast=config.model.dtype == "bfloat16",
+                features=features,
+            )
         # An optional dependency.
         from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
 
         critic = None
         if config.ppo.advantages == "gae":
-            critic = Critic(_load(self._folder_of(config.model.critic_path) if config.model.critic_path else actor_path))
+            critic = Critic(
+                _load(
+                    self._folder_of(config.model.critic_path)
+                    if config.model.critic_path
+                    else actor_path
+                )
+            )
         self._start_ray()
         with self._progress.phase(phases.RANKS):
             # Heads from a folder may be of any kind.
-            team = RankTeam(actor_path, config, with_embedding=config.heads.kind == "hydra" or bool(config.heads.path))
+            team = RankTeam(
+                actor_path,
+                config,
+                with_embedding=config.heads.kind == "hydra" or bool(config.heads.path),
+            )
             self._stack.callback(team.close)
         return MegatronLearner(team, actor_path, critic, config)
 
@@ -208,7 +268,10 @@ class RunSession:
         config = self._config
         with self._progress.phase(phases.RAY):
             self._stack.enter_context(
-                local_ray(cpus=config.engine.replicas + config.companion.workers, queue_bytes=config.companion.queue_bytes)
+                local_ray(
+                    cpus=config.engine.replicas + config.companion.workers,
+                    queue_bytes=config.companion.queue_bytes,
+                )
             )
             self._signals.install()  # Ray has put a handler of its own in place.
         self._ray_started = True
@@ -220,7 +283,9 @@ class RunSession:
             if config.ppo.checkpoint_every:
                 if parts.plugin is not None and config.companion.wait:
                     parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
-                run_state.save_checkpoint(config.run_dir, parts.learner, position, config, parts.remembered())
+                run_state.save_checkpoint(
+                    config.run_dir, parts.learner, position, config, parts.remembered()
+                )
             with run_state.fresh_folder(config.run_dir / ACTOR_FOLDER) as folder:
                 parts.learner.save_actor(folder)
                 parts.tokenizer.save_pretrained(folder)
@@ -236,9 +301,15 @@ class RunSession:
         section = config.engine.model_copy(update={"enforce_eager": False})
         try:
             with self._progress.phase(phases.COMPARE), contextlib.ExitStack() as stack:
-                engine = stack.enter_context(make_engine(config.run_dir / ACTOR_FOLDER, None, section, config.seed, supervised=True))
+                engine = stack.enter_context(
+                    make_engine(
+                        config.run_dir / ACTOR_FOLDER, None, section, config.seed, supervised=True
+                    )
+                )
                 sync = stack.enter_context(ActorSync(engine, section.dtype or "auto"))
-                self._writer.add(comparison=measure(replace(parts, engine=engine, sync=sync, plugin=None)))
+                self._writer.add(
+                    comparison=measure(replace(parts, engine=engine, sync=sync, plugin=None))
+                )
         except MedusaError as error:
             logger.warning("The plugin was not compared with vLLM alone. %s", error)
 
@@ -250,7 +321,12 @@ class RunSession:
         self._finished = True
         return summary
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is not None and hasattr(self, "_signals"):
             self._signals.ignore()
         try:
@@ -261,12 +337,21 @@ class RunSession:
 
     def _write_partial_report(self, error: BaseException | None) -> None:
         assert self._writer is not None
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)  # Ray turns a signal during its start into SystemExit
+        stopped = isinstance(
+            error, KeyboardInterrupt | SystemExit
+        )  # Ray turns a signal during its start into SystemExit
         if not stopped:
             first_line = next(iter(str(error).splitlines()), "")
-            logger.error("The run failed (%s: %s); what was finished is in %s", type(error).__name__, first_line, self._config.run_dir)
+            logger.error(
+                "The run failed (%s: %s); what was finished is in %s",
+                type(error).__name__,
+                first_line,
+                self._config.run_dir,
+            )
         try:
-            self._writer.finish("interrupted" if stopped else "failed", None if stopped else {"error": str(error)})
+            self._writer.finish(
+                "interrupted" if stopped else "failed", None if stopped else {"error": str(error)}
+            )
         except (OSError, MedusaError) as problem:
             # The first error is the one to show; a report can be written again from the files with `medusa-ppo report`.
             logger.error("The partial report could not be written: %s", problem)
@@ -277,7 +362,11 @@ class RunSession:
             return path
         with self._progress.phase(phases.ACTOR):
             advance = self._progress.phase_advanced
-            return str(ensure_demo_actor(lambda s: advance(s.done, s.total, f"loss {s.loss:.3f}"), recipe=RECIPES[path]))
+            return str(
+                ensure_demo_actor(
+                    lambda s: advance(s.done, s.total, f"loss {s.loss:.3f}"), recipe=RECIPES[path]
+                )
+            )
 
     def _prepare_heads(self, actor: Actor) -> str:
         """Folder with the heads to begin with; empty when neither drafting nor the companion is wanted: then there is no plugin."""
@@ -287,15 +376,21 @@ class RunSession:
         self._stack.callback(folder.close)
         return str(MedusaPlugin.prepare_heads(self._config, actor, folder.path / "heads"))
 
-    def _start_engine(self, actor_path: str, heads_path: str, actor: Actor, resume: bool) -> tuple[RolloutEngine, MedusaPlugin | None]:
+    def _start_engine(
+        self, actor_path: str, heads_path: str, actor: Actor, resume: bool
+    ) -> tuple[RolloutEngine, MedusaPlugin | None]:
         config = self._config
         with self._progress.phase(phases.ENGINE):
-            engine = make_engine(actor_path, heads_path, config.engine, config.seed, supervised=True)
+            engine = make_engine(
+                actor_path, heads_path, config.engine, config.seed, supervised=True
+            )
             self._stack.callback(engine.close)
             if not heads_path:
                 return engine, None
             resume_from = run_state.companion_state(config.run_dir) if resume else ""
-            plugin = MedusaPlugin.start(config, actor, engine, config.run_dir, resume_from=resume_from)
+            plugin = MedusaPlugin.start(
+                config, actor, engine, config.run_dir, resume_from=resume_from
+            )
             self._stack.callback(plugin.close)
             return engine, plugin
 

@@ -39,7 +39,11 @@ class Shaping:
     def __init__(self, config: PPOConfig) -> None:
         self._config = config
         self.kl_coefficient = config.kl_coefficient
-        self._count, self._mean, self._squares = 0, 0.0, 0.0  # Of all rewards so far: Welford's sums.
+        self._count, self._mean, self._squares = (
+            0,
+            0.0,
+            0.0,
+        )  # Of all rewards so far: Welford's sums.
 
     def trained(self, batch: PPOBatch) -> Tensor:
         """bool_S, the responses that are learned from."""
@@ -74,21 +78,30 @@ class Shaping:
     def adapt(self, kl: float) -> None:
         """Move the coefficient of the next step: up where the KL of this one (nats a token) is above the goal, down where it is below."""
         if self._config.kl_goal is not None and math.isfinite(kl):
-            self.kl_coefficient *= 1 + KL_CHANGE * max(-1.0, min(1.0, kl / self._config.kl_goal - 1))
+            self.kl_coefficient *= 1 + KL_CHANGE * max(
+                -1.0, min(1.0, kl / self._config.kl_goal - 1)
+            )
 
     def save(self, folder: Path) -> None:
-        (folder / STATE_FILE).write_text(json.dumps([self.kl_coefficient, self._count, self._mean, self._squares]) + "\n", encoding="utf-8")
+        (folder / STATE_FILE).write_text(
+            json.dumps([self.kl_coefficient, self._count, self._mean, self._squares]) + "\n",
+            encoding="utf-8",
+        )
 
     def load(self, folder: Path) -> None:
         """What `save` wrote; a coefficient that is fixed is the configuration's. Earlier releases wrote none: then as at a run's start."""
         if not (folder / STATE_FILE).is_file():
             return
         try:
-            coefficient, count, mean, squares = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+            coefficient, count, mean, squares = json.loads(
+                (folder / STATE_FILE).read_text(encoding="utf-8")
+            )
             self._count, self._mean, self._squares = int(count), float(mean), float(squares)
         except (OSError, TypeError, ValueError) as error:
             given, do = f"{folder / STATE_FILE}: {error!r}", "Start without --resume."
-            raise CheckpointError("The saved run is damaged.", given=given, expected="four numbers", do=do) from None
+            raise CheckpointError(
+                "The saved run is damaged.", given=given, expected="four numbers", do=do
+            ) from None
         if self._config.kl_goal is not None:
             self.kl_coefficient = float(coefficient)
 
@@ -100,7 +113,11 @@ def learning_rate_share(config: PPOConfig, step: int) -> float:
         share = (step + 1) / (warmup + 1)
     elif config.learning_rate_schedule is not None:
         done = min(1.0, (step - warmup) / max(1, config.steps - warmup))
-        share = 1 - done if config.learning_rate_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        share = (
+            1 - done
+            if config.learning_rate_schedule == "linear"
+            else (1 + math.cos(math.pi * done)) / 2
+        )
     return share
 
 
@@ -136,7 +153,9 @@ class GradientNorms:
         return sum(self.norms) / max(1, len(self.norms))
 
 
-def engine_gap(batch: PPOBatch, found: PolicyScores, bound: float | None) -> tuple[Tensor, dict[str, float]]:
+def engine_gap(
+    batch: PPOBatch, found: PolicyScores, bound: float | None
+) -> tuple[Tensor, dict[str, float]]:
     """log pi - log pi_engine of each token, 0 on padding, and what the log says about it."""
     mask_SR = batch.mask_SR
     gap_SR = torch.where(mask_SR, found.logprobs_SR - batch.behaviour_SR, 0.0)
@@ -145,10 +164,19 @@ def engine_gap(batch: PPOBatch, found: PolicyScores, bound: float | None) -> tup
         names.LOGPROB_GAP: models.masked_mean(gap_SR.abs(), mask_SR).item(),
         names.LOGPROB_GAP_MAX: gap_SR.abs().max().item(),
         names.ENGINE_KL: models.masked_mean(ratio_SR - 1 - gap_SR, mask_SR).item(),
-        names.IMPORTANCE_CUT: models.masked_mean((ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR).item(),
+        names.IMPORTANCE_CUT: models.masked_mean(
+            (ratio_SR > (bound or IMPORTANCE_BOUND)).float(), mask_SR
+        ).item(),
     }
 
 
 def adamw(parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
     # No weight decay: it would pull the policy towards zero and away from the reference.
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=ADAM_BETAS, eps=ADAM_EPSILON, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(
+        parameters,
+        lr=learning_rate,
+        betas=ADAM_BETAS,
+        eps=ADAM_EPSILON,
+        weight_decay=0.0,
+        fused=True,
+    )

@@ -92,7 +92,11 @@ def numbers(value: object) -> list[float] | None:
     if not isinstance(value, list | tuple) or not value:
         return None
     found = [number(item) for item in value]
-    return None if any(item is None for item in found) else [item for item in found if item is not None]
+    return (
+        None
+        if any(item is None for item in found)
+        else [item for item in found if item is not None]
+    )
 
 
 def read_run(run_dir: Path | str) -> Run:
@@ -114,7 +118,9 @@ def read_run(run_dir: Path | str) -> Run:
 def _no_run(path: Path) -> UsageError:
     """The error for a folder that holds no run; names the runs nearby."""
     place = path if path.is_dir() else path.parent
-    near = sorted(str(p.parent) for p in place.glob(f"*/{METRICS_FILE}"))[:8] if place.is_dir() else []
+    near = (
+        sorted(str(p.parent) for p in place.glob(f"*/{METRICS_FILE}"))[:8] if place.is_dir() else []
+    )
     return UsageError(
         "This folder is no run." if path.is_dir() else "There is no such run folder.",
         given=path,
@@ -155,7 +161,12 @@ def read_steps(path: Path) -> tuple[list[dict[str, Any]], int]:
         bad -= 1
     if bad and not by_step:
         given = f"{path}: {bad} unreadable lines"
-        raise RunError(f"{METRICS_FILE} holds no step.", given=given, expected="one JSON object per line", do="Check the file.")
+        raise RunError(
+            f"{METRICS_FILE} holds no step.",
+            given=given,
+            expected="one JSON object per line",
+            do="Check the file.",
+        )
     if bad:
         logger.warning("%s has %d unreadable lines; they are left out", path, bad)
     return [by_step[step] for step in sorted(by_step)], bad
@@ -170,7 +181,11 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
     step = record.get(metrics.STEP)
-    return record if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < LAST_STEP else None
+    return (
+        record
+        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < LAST_STEP
+        else None
+    )
 
 
 def _status(meta: dict[str, Any]) -> str:
@@ -183,7 +198,12 @@ def _status(meta: dict[str, Any]) -> str:
 def start_ticks(pid: int) -> int | None:
     """When a process started, in ticks since the boot, which no change of the clock moves; None without such a process or /proc."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+        return int(
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[19]
+        )
     except (OSError, ValueError, IndexError):
         return None
 

@@ -43,11 +43,34 @@ def breakdowns(result: Figures) -> list[tuple[str, list[list[str]]]]:
     found = []
     for title, parts in result.get("parts", {}).items():
         rows = [
-            [part["part"], w.percent(part["accepted_share"]) if "accepted_share" in part else f"{part['mean_acceptance_length']:.3f}"]
+            [
+                part["part"],
+                w.percent(part["accepted_share"])
+                if "accepted_share" in part
+                else f"{part['mean_acceptance_length']:.3f}",
+            ]
             for part in parts
         ]
-        header = ["", *(("accepted", "drafts verified") if parts and "accepted_share" in parts[0] else ("tokens a step", "draft steps"))]
-        found.append((title, [header, *([*row, w.whole(part["drafts"])] for row, part in zip(rows, parts, strict=True))]))
+        header = [
+            "",
+            *(
+                ("accepted", "drafts verified")
+                if parts and "accepted_share" in parts[0]
+                else ("tokens a step", "draft steps")
+            ),
+        ]
+        found.append(
+            (
+                title,
+                [
+                    header,
+                    *(
+                        [*row, w.whole(part["drafts"])]
+                        for row, part in zip(rows, parts, strict=True)
+                    ),
+                ],
+            )
+        )
     return found
 
 
@@ -76,12 +99,20 @@ def sections(result: Figures) -> list[Section]:
     temperature = result["settings"]["temperature"]
     found = [Section("All prompts", "temperature", [(f"{temperature:g}", result)])]
     if "temperatures" in result:
-        found.append(Section("By temperature", "temperature", [(f"{row['temperature']:g}", row) for row in result["temperatures"]]))
+        found.append(
+            Section(
+                "By temperature",
+                "temperature",
+                [(f"{row['temperature']:g}", row) for row in result["temperatures"]],
+            )
+        )
     column = result["settings"]["category"]
     for row in result.get("temperatures", [{**result, "temperature": temperature}]):
         if "categories" in row:
             title = f"By {column}, temperature {row['temperature']:g}"
-            found.append(Section(title, column, [(part["category"], part) for part in row["categories"]]))
+            found.append(
+                Section(title, column, [(part["category"], part) for part in row["categories"]])
+            )
     return found
 
 
@@ -92,9 +123,23 @@ def markdown_report(result: Figures) -> str:
     if "compare" in result:
         parts += [f"Against {settings['compare']}: {verdict(result)}.", ""]
     for part in sections(result):
-        parts += [f"## {part.title}", "", _row(part.header), f"|{'---|' * len(part.header)}", *map(_row, part.rows), ""]
+        parts += [
+            f"## {part.title}",
+            "",
+            _row(part.header),
+            f"|{'---|' * len(part.header)}",
+            *map(_row, part.rows),
+            "",
+        ]
     for title, rows in breakdowns(result):
-        parts += [f"## {title}", "", _row(rows[0]), f"|{'---|' * len(rows[0])}", *map(_row, rows[1:]), ""]
+        parts += [
+            f"## {title}",
+            "",
+            _row(rows[0]),
+            f"|{'---|' * len(rows[0])}",
+            *map(_row, rows[1:]),
+            "",
+        ]
     parts += ["## Settings", "", "| option | value |", "|---|---|"]
     parts += [_row([key, str(value)]) for key, value in _given(result)]
     parts += ["", method(result), ""]
@@ -118,22 +163,36 @@ def method(result: Figures) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows with columns one under the other."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _cells(figures: Figures) -> list[str]:
     low, high = figures["confidence_interval"]
     positions = ", ".join(f"{value:.3f}" for value in figures["acceptance_per_position"])
-    cells = [f"{figures['mean_acceptance_length']:.3f}", f"{low:.3f} to {high:.3f}", positions, w.whole(figures["drafts"])]
+    cells = [
+        f"{figures['mean_acceptance_length']:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        positions,
+        w.whole(figures["drafts"]),
+    ]
     if "compare" in figures:
         other = figures["compare"]
         low, high = other["difference_interval"]
-        cells += [f"{other['mean_acceptance_length']:.3f}", f"{other['difference']:+.3f}", f"{low:+.3f} to {high:+.3f}"]
+        cells += [
+            f"{other['mean_acceptance_length']:.3f}",
+            f"{other['difference']:+.3f}",
+            f"{low:+.3f} to {high:+.3f}",
+        ]
     return cells
 
 
 def _given(result: Figures) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())]
+    return [
+        (key, value) for key, value in result["settings"].items() if value not in ("", None, [], ())
+    ]
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -146,11 +205,25 @@ def render_eval_page(result: Figures) -> str:
     return page_template("evaluation.html.jinja").render(
         heads=result["settings"]["heads"],
         headline=headline(result),
-        verdict=f"Against {result['settings']['compare']}: {verdict(result)}." if "compare" in result else "",
+        verdict=f"Against {result['settings']['compare']}: {verdict(result)}."
+        if "compare" in result
+        else "",
         tiles=_tiles(result),
-        positions=Markup(draw_positions([one["acceptance_per_position"] for one in (result, result.get("compare")) if one])),
-        sections=[(part, Markup(draw_intervals(part.title, part.names, part.figures))) for part in parts],
-        legend=list(zip(TONES, filter(None, (result["settings"]["heads"], result["settings"]["compare"])), strict=False)),
+        positions=Markup(
+            draw_positions(
+                [one["acceptance_per_position"] for one in (result, result.get("compare")) if one]
+            )
+        ),
+        sections=[
+            (part, Markup(draw_intervals(part.title, part.names, part.figures))) for part in parts
+        ],
+        legend=list(
+            zip(
+                TONES,
+                filter(None, (result["settings"]["heads"], result["settings"]["compare"])),
+                strict=False,
+            )
+        ),
         settings=_given(result),
         method=method(result),
     )
@@ -169,12 +242,16 @@ def draw_intervals(title: str, names: Sequence[str], figures: Sequence[Figures])
         shapes.append(f'<text class="tick x" x="{x}" y="{height + 18}">{tick:g}</text>')
     for index, (name, row) in enumerate(zip(names, rows, strict=True)):
         middle = TOP + ROW * (index + 0.5)
-        shapes.append(f'<text class="tick y" x="-8" y="{middle + 4:.0f}">{escape(_short(name))}</text>')
+        shapes.append(
+            f'<text class="tick y" x="-8" y="{middle + 4:.0f}">{escape(_short(name))}</text>'
+        )
         for place, one in enumerate(row):
             y = middle + (12 * place - 6 if len(row) > 1 else 0)
             low, high = (_percent(end, ticks) for end in one["confidence_interval"])
             x = _percent(one["mean_acceptance_length"], ticks)
-            said = "{}: {:.3f}, {:.3f} to {:.3f}".format(name, one["mean_acceptance_length"], *one["confidence_interval"])
+            said = "{}: {:.3f}, {:.3f} to {:.3f}".format(
+                name, one["mean_acceptance_length"], *one["confidence_interval"]
+            )
             shapes.append(
                 f'<g class="t-{TONES[place]}"><title>{escape(said)}</title><line class="line" x1="{low}" x2="{high}" y1="{y}" y2="{y}"/>'
                 f'<circle class="fill" cx="{x}" cy="{y}" r="5"/></g>'
@@ -196,10 +273,18 @@ def draw_positions(sets: Sequence[Sequence[float]]) -> str:
         for k, value in enumerate(values):
             x, top = k * width + 0.15 * width + place * bar, POSITIONS_HEIGHT * (1 - value)
             box = f'x="{x:.2f}%" width="{bar:.2f}%" y="{top:.1f}" height="{POSITIONS_HEIGHT - top:.1f}"'
-            shapes.append(f'<rect class="fill t-{TONES[place]}" {box}><title>position {k + 1}: {value:.3f}</title></rect>')
+            shapes.append(
+                f'<rect class="fill t-{TONES[place]}" {box}><title>position {k + 1}: {value:.3f}</title></rect>'
+            )
     for k in range(count):
-        shapes.append(f'<text class="tick x" x="{(k + 0.5) * width:.2f}%" y="{POSITIONS_HEIGHT + 18}">{k + 1}</text>')
-    return _svg("Share of the draft steps that accepted the draft at position 1, 2, ...", POSITIONS_HEIGHT, "".join(shapes))
+        shapes.append(
+            f'<text class="tick x" x="{(k + 0.5) * width:.2f}%" y="{POSITIONS_HEIGHT + 18}">{k + 1}</text>'
+        )
+    return _svg(
+        "Share of the draft steps that accepted the draft at position 1, 2, ...",
+        POSITIONS_HEIGHT,
+        "".join(shapes),
+    )
 
 
 def _tiles(result: Figures) -> list[tuple[str, str, str]]:
@@ -207,14 +292,24 @@ def _tiles(result: Figures) -> list[tuple[str, str, str]]:
     first = w.percent(next(iter(result["acceptance_per_position"]), None))
     speed = f"{w.whole(result['tokens_per_s'])} tokens/s, {result['prompts']} prompts"
     tiles = [
-        ("Tokens a step", f"{result['mean_acceptance_length']:.3f}", f"95 % interval {low:.3f} to {high:.3f}"),
+        (
+            "Tokens a step",
+            f"{result['mean_acceptance_length']:.3f}",
+            f"95 % interval {low:.3f} to {high:.3f}",
+        ),
         ("First draft accepted", first, f"of {w.whole(result['drafts'])} draft steps"),
         ("Tokens generated", w.whole(result["generated_tokens"]), speed),
     ]
     if "compare" in result:
         other = result["compare"]
         low, high = other["difference_interval"]
-        tiles.append(("Against the others", f"{other['difference']:+.3f}", f"95 % interval {low:+.3f} to {high:+.3f}, paired"))
+        tiles.append(
+            (
+                "Against the others",
+                f"{other['difference']:+.3f}",
+                f"95 % interval {low:+.3f} to {high:+.3f}, paired",
+            )
+        )
     return tiles
 
 

@@ -51,7 +51,15 @@ def find(run: Run, summary: Summary) -> list[Finding]:
     """All findings of a run, the gravest first."""
     return [
         finding
-        for check in (_of_the_run, _of_swaps, _of_worth, _of_heads, _of_the_companion, _of_ppo, _logged)
+        for check in (
+            _of_the_run,
+            _of_swaps,
+            _of_worth,
+            _of_heads,
+            _of_the_companion,
+            _of_ppo,
+            _logged,
+        )
         for finding in check(run, summary)
     ]
 
@@ -60,23 +68,39 @@ def _of_the_run(run: Run, _: Summary) -> Iterator[Finding]:
     error = str(run.section("extras").get("error") or "").strip()
     finished = "the figures are those of the steps it finished."
     if run.status == "failed":
-        yield Finding("failed", f"The run failed: {error.rstrip('.')}." if error else "The run failed.", "Mend the cause and resume.")
+        yield Finding(
+            "failed",
+            f"The run failed: {error.rstrip('.')}." if error else "The run failed.",
+            "Mend the cause and resume.",
+        )
     elif run.status == "interrupted":
-        yield Finding("interrupted", f"The run was stopped before its end; {finished}", "Resume it to go on.")
+        yield Finding(
+            "interrupted", f"The run was stopped before its end; {finished}", "Resume it to go on."
+        )
     elif run.status == KILLED:
-        yield Finding("killed", f"The run's process is gone and left no word; {finished}", "Resume it to go on.")
+        yield Finding(
+            "killed",
+            f"The run's process is gone and left no word; {finished}",
+            "Resume it to go on.",
+        )
     if run.unreadable_lines:
         text = f"{run.unreadable_lines} line(s) of metrics.jsonl are unreadable and left out of every figure."
-        yield Finding("unreadable_lines", text, "Check the disk, and whether two processes wrote there.")
+        yield Finding(
+            "unreadable_lines", text, "Check the disk, and whether two processes wrote there."
+        )
     found: dict[str, list[int]] = {}
     for step in run.steps:
         names = step.get(NONFINITE)
         for name in names if isinstance(names, list) else ():
             found.setdefault(str(name), []).append(step[m.STEP])
-    found.pop(m.COMPANION_LOSS, None)  # Before the companion's first batch it has no loss: not a fault.
+    found.pop(
+        m.COMPANION_LOSS, None
+    )  # Before the companion's first batch it has no loss: not a fault.
     for name, steps in found.items():
         text = f"{name} was not a finite number in {len(steps)} step(s), first in step {steps[0]}."
-        yield Finding("not_finite", text, "Lower the learning rate, or look at that step's rollouts.")
+        yield Finding(
+            "not_finite", text, "Lower the learning rate, or look at that step's rollouts."
+        )
 
 
 def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
@@ -85,7 +109,13 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         old, new = number(before.get(m.MAL_SERVING)), number(after.get(m.MAL_SERVING))
         versions = number(before.get(m.HEADS_VERSION)), number(after.get(m.HEADS_VERSION))
         drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
-        if None in versions or versions[0] == versions[1] or old is None or new is None or not drafted:
+        if (
+            None in versions
+            or versions[0] == versions[1]
+            or old is None
+            or new is None
+            or not drafted
+        ):
             continue
         if old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
             swap = f"after heads version {versions[1]:.0f} came in (step {after[m.STEP]}: {old:.2f} to {new:.2f})"
@@ -109,10 +139,16 @@ def _of_worth(_: Run, summary: Summary) -> Iterator[Finding]:
     speedup, count = summary["rollout_speedup"], summary["rollout_speedup_pairs"]["count"]
     if speedup is not None and speedup < 1.0:
         text = f"Drafting did not pay in this run: {w.ratio(speedup)}, median of {count} pair(s)."
-        yield Finding("drafting_did_not_pay", text, "Draft fewer tokens (engine.num_drafts), or none while batches are large.")
+        yield Finding(
+            "drafting_did_not_pay",
+            text,
+            "Draft fewer tokens (engine.num_drafts), or none while batches are large.",
+        )
     ratio, pairs = summary["step_ratio"], summary["step_pairs"]
     if ratio is not None and ratio >= NOTICEABLE_RATIO:
-        seconds = f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
+        seconds = (
+            f"{w.exact_seconds(pairs['with_s'])} against {w.exact_seconds(pairs['without_s'])}"
+        )
         text = f"The loop as a whole is slower with the plugin than without it: {seconds} a step, {w.more_time(ratio)}."
         do = "Give the companion cores or a device of its own, let it train less (companion.epochs), or do without where generation is a "
         yield Finding("plugin_did_not_pay", text, f"{do}small part of a step.")
@@ -124,18 +160,36 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
-        yield Finding("worse_than_frozen", text, "Lower companion.learning_rate, or give it more prompts a step.")
+        yield Finding(
+            "worse_than_frozen",
+            text,
+            "Lower companion.learning_rate, or give it more prompts a step.",
+        )
     last, window = summary["staleness"]["last"], summary["window_steps"]
     if last is None or last < STALE_UPDATES:
         return
     # Old heads are a fault only when they accept less than they once did: the gate may have found nothing better.
-    served = [value for step in run.steps if number(step.get(m.DRAFTS)) and (value := number(step.get(m.MAL_SERVING))) is not None]
-    means = [fmean(served[index : index + window]) for index in range(max(0, len(served) - window + 1))]
+    served = [
+        value
+        for step in run.steps
+        if number(step.get(m.DRAFTS)) and (value := number(step.get(m.MAL_SERVING))) is not None
+    ]
+    means = [
+        fmean(served[index : index + window]) for index in range(max(0, len(served) - window + 1))
+    ]
     if means and means[-1] - 1 >= KEPT_SHARE * (max(means) - 1):
         return
-    fell = f", and tokens per engine step fell from {max(means):.2f} at their best to {means[-1]:.2f}" if means else ""
+    fell = (
+        f", and tokens per engine step fell from {max(means):.2f} at their best to {means[-1]:.2f}"
+        if means
+        else ""
+    )
     text = f"The heads got stale: in the last step they were {last:.0f} policy updates old{fell}."
-    yield Finding("stale_heads", text, "See whether the companion still trains and whether its gate refuses candidates (replay chart).")
+    yield Finding(
+        "stale_heads",
+        text,
+        "See whether the companion still trains and whether its gate refuses candidates (replay chart).",
+    )
 
 
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
@@ -143,32 +197,56 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
     final = next((value for value in reversed(trained) if value is not None), None)
     since = trained.index(final) if final else len(trained)
     # One step without a trained batch is the overlap itself; a quarter of the run is a companion that stopped.
-    rests = sum(step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:])  # It was given nothing, because nothing was to be gained.
+    rests = sum(
+        step.get(m.COMPANION_PASSES) == 0 for step in run.steps[since:]
+    )  # It was given nothing, because nothing was to be gained.
     if len(trained) - 1 - since - rests > max(3, window_steps(len(trained))):
         text = f"The companion trained nothing after step {run.steps[since][m.STEP]}."
-        yield Finding("companion_stopped", text, "Read its error in the log; PPO went on with the heads it had.")
-    dropped, exposed, wall = summary["companion"]["batches_dropped"], summary["companion"]["exposed_s"], summary["wall_s"]
+        yield Finding(
+            "companion_stopped",
+            text,
+            "Read its error in the log; PPO went on with the heads it had.",
+        )
+    dropped, exposed, wall = (
+        summary["companion"]["batches_dropped"],
+        summary["companion"]["exposed_s"],
+        summary["wall_s"],
+    )
     if dropped:
         text = f"The companion's queue dropped {dropped} rollout batch(es): it is slower than the loop."
         do = "Heads learn from the newest ones. Give it more threads or a GPU, or set fewer companion.epochs."
         yield Finding("batches_dropped", text, do)
     if exposed and wall and exposed > EXPOSED_SHARE * wall:
         text = f"The loop spent {w.percent(exposed / wall)} of its time inside the plugin's hooks."
-        yield Finding("plugin_exposed", text, "See whether companion.wait is on; else the hand-over of hidden states is slow.")
+        yield Finding(
+            "plugin_exposed",
+            text,
+            "See whether companion.wait is on; else the hand-over of hidden states is slow.",
+        )
 
 
 def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
     gap = summary["logprob_gap"]["last"]
     if gap is not None and gap > LOGPROB_GAP_NATS:
         text = f"Log-prob mismatch is high: engine and actor differ by {gap:.3f} nats a token on average."
-        yield Finding("logprob_gap", text, "Use the same dtype in engine and update, and check that actor syncs reach the engine.")
+        yield Finding(
+            "logprob_gap",
+            text,
+            "Use the same dtype in engine and update, and check that actor syncs reach the engine.",
+        )
     _, far = _first_and_recent(run, m.IMPORTANCE_CUT)
     if far is not None and far > IMPORTANCE_CUT_SHARE:
         text = f"{w.percent(far)} of the last tokens are far likelier to the actor than to the engine that sampled them."
-        yield Finding("off_policy", text, "Set ppo.importance_bound (2 is usual), and engine.dtype as model.dtype.")
+        yield Finding(
+            "off_policy",
+            text,
+            "Set ppo.importance_bound (2 is usual), and engine.dtype as model.dtype.",
+        )
     skipped = sum(number(step.get(m.STEPS_SKIPPED)) or 0.0 for step in run.steps)
     if skipped:
-        text = f"{skipped:.0f} optimizer step(s) were left out, since their gradient was not finite."
+        text = (
+            f"{skipped:.0f} optimizer step(s) were left out, since their gradient was not finite."
+        )
         yield Finding("steps_skipped", text, "Lower the learning rate, or look for huge rewards.")
     _, moved = _first_and_recent(run, m.KL_UPDATE)
     if moved is not None and moved > KL_UPDATE_NATS:
@@ -181,7 +259,11 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
     first, recent = _first_and_recent(run, m.ENTROPY)
     if first and first > 0 and recent is not None and recent < COLLAPSED_ENTROPY_SHARE * first:
         text = f"Entropy fell from {first:.2f} to {recent:.2f} nats: part of a higher acceptance is the policy's own certainty."
-        yield Finding("entropy_collapse", text, "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety matters.")
+        yield Finding(
+            "entropy_collapse",
+            text,
+            "Judge the heads by serving against frozen; raise ppo.kl_coefficient if variety matters.",
+        )
     first, recent = _first_and_recent(run, m.RESPONSE_LENGTH)
     if first is not None and recent is not None and recent > LENGTH_GROWTH * first:
         text = f"Responses grew from {first:.0f} to {recent:.0f} tokens: the reward may pay for length."
@@ -191,12 +273,22 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
 def _logged(run: Run, _: Summary) -> Iterator[Finding]:
     """What our own code warned of while the run went on."""
     events = run.meta.get("events")
-    events = [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    events = (
+        [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    )
     for event in events[:MOST_EVENTS]:
         times = f" ({event['times']} times)" if event.get("times", 1) != 1 else ""
-        yield Finding("event", f"Step {event.get('step')}{times}: {event.get('text')}", "See docs/faults.md for what a run does then.")
+        yield Finding(
+            "event",
+            f"Step {event.get('step')}{times}: {event.get('text')}",
+            "See docs/faults.md for what a run does then.",
+        )
     if len(events) > MOST_EVENTS:
-        yield Finding("events", f"{len(events) - MOST_EVENTS} more warning(s) were logged.", "They are in run.json, under events.")
+        yield Finding(
+            "events",
+            f"{len(events) - MOST_EVENTS} more warning(s) were logged.",
+            "They are in run.json, under events.",
+        )
 
 
 def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:
@@ -227,7 +319,11 @@ class Events(logging.Handler):
         """
         super().__init__(logging.WARNING)
         self.next_step, self.fresh, self._clean = next_step, False, clean
-        self.told = [event for event in before if isinstance(event, dict)] if isinstance(before, list) else []
+        self.told = (
+            [event for event in before if isinstance(event, dict)]
+            if isinstance(before, list)
+            else []
+        )
         for name in self.LOGGERS:
             logging.getLogger(name).addHandler(self)
 
@@ -239,8 +335,12 @@ class Events(logging.Handler):
         elif len(self.told) < self.MOST:
             self.told.append({"step": self.next_step, "text": text, "times": 1})
         self.fresh = True
-        alone = not logging.root.handlers and all(logging.getLogger(name).handlers == [self] for name in self.LOGGERS)
-        if alone and logging.lastResort:  # Where nobody set up logging, Python shows warnings only as long as there is no handler at all.
+        alone = not logging.root.handlers and all(
+            logging.getLogger(name).handlers == [self] for name in self.LOGGERS
+        )
+        if (
+            alone and logging.lastResort
+        ):  # Where nobody set up logging, Python shows warnings only as long as there is no handler at all.
             logging.lastResort.handle(record)
 
     def close(self) -> None:

@@ -31,7 +31,9 @@ SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE = "summary.json", "report.md", "report.ht
 REFRESH_S = 10
 
 
-def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, refresh_s: int = 0) -> str:
+def render_page(
+    run: Run, summary: dict[str, Any], *, other: Run | None = None, refresh_s: int = 0
+) -> str:
     """The page as one HTML text.
 
     Args:
@@ -41,7 +43,10 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         refresh_s: the page loads itself again after so many seconds; 0: never.
     """
     panels, script = Panels(run, other), (HERE / "page.js").read_text(encoding="utf-8")
-    figures = {name: getattr(panels, name)() for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")}
+    figures = {
+        name: getattr(panels, name)()
+        for name in ("acceptance", "entropy", "positions", "speed", "phases", "passes")
+    }
     learning, others, timelines = panels.learning(), panels.others(), panels.timelines()
     rows, hidden_rows = tables.shown_versions(tables.version_rows(run))
     return page_template("page.html.jinja").render(
@@ -71,20 +76,35 @@ def render_page(run: Run, summary: dict[str, Any], *, other: Run | None = None, 
         comparison=_comparison(run, summary, other),
         refresh_s=refresh_s,
         script=Markup(script),
-        script_hash=Markup("sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),  # And no other runs.
+        script_hash=Markup(
+            "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        ),  # And no other runs.
         data=_script_data(panels, [*figures.values(), *learning, *others]),
     )
 
 
 def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The headline figures: label, figure, what it is to be compared with, a small line."""
-    lengths, pairs, right, reward = (summary[key] for key in ("mean_acceptance_length", "rollout_speedup_pairs", "correct_frac", "reward"))
+    lengths, pairs, right, reward = (
+        summary[key]
+        for key in ("mean_acceptance_length", "rollout_speedup_pairs", "correct_frac", "reward")
+    )
     replay = f"by replay {w.length(lengths['serving_replay'])}, frozen heads {w.length(lengths['frozen'])}"
     against = f"against {w.AGAINST[pairs['against']]}, median of {w.whole(pairs['count'])} pairs, {w.span(pairs['min'], pairs['max'])}"
     start = "in the first steps" if summary["steps"] > 1 else "in the only step so far"
-    learning = ("Right answers", w.percent(right["last"]), f"{w.percent(right['first'])} {start}", _spark(run, m.CORRECT_FRAC, "good"))
+    learning = (
+        "Right answers",
+        w.percent(right["last"]),
+        f"{w.percent(right['first'])} {start}",
+        _spark(run, m.CORRECT_FRAC, "good"),
+    )
     if right["last"] is None:
-        learning = ("Reward", w.plain(reward["last"]), f"{w.plain(reward['first'])} {start}", _spark(run, m.REWARD_MEAN, "good"))
+        learning = (
+            "Reward",
+            w.plain(reward["last"]),
+            f"{w.plain(reward['first'])} {start}",
+            _spark(run, m.REWARD_MEAN, "good"),
+        )
     found = [
         (
             "Tokens per engine step",
@@ -110,9 +130,19 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
     if summary["step_ratio"] is not None:
         pairs = summary["step_pairs"]
         figures = f"{w.exact_seconds(pairs['with_s'])} with the plugin, {w.exact_seconds(pairs['without_s'])} without it"
-        return "Time of a whole PPO step", w.ratio(summary["step_ratio"]), f"{figures}: {w.more_time(summary['step_ratio'])}", ""
+        return (
+            "Time of a whole PPO step",
+            w.ratio(summary["step_ratio"]),
+            f"{figures}: {w.more_time(summary['step_ratio'])}",
+            "",
+        )
     if speed["drafting"] is not None:
-        return "Tokens per second", w.whole(speed["drafting"]), f"{w.whole(speed['plain'])} without drafting", spark
+        return (
+            "Tokens per second",
+            w.whole(speed["drafting"]),
+            f"{w.whole(speed['plain'])} without drafting",
+            spark,
+        )
     return "Tokens per second", w.whole(speed["rollouts"]), "in the last steps' rollouts", spark
 
 
@@ -123,12 +153,17 @@ def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
     if phases and wall > known * 1.005:
         phases["rest"] = wall - known
     shares = {name: value / sum(phases.values()) for name, value in phases.items()}
-    return [{"name": name, "seconds": w.seconds(phases[name]), "share": share, "text": w.percent(share)} for name, share in shares.items()]
+    return [
+        {"name": name, "seconds": w.seconds(phases[name]), "share": share, "text": w.percent(share)}
+        for name, share in shares.items()
+    ]
 
 
 def _spark(run: Run, metric: str, tone: str) -> Markup:
     # Metrics of paired steps only would be mostly gaps: a small line needs no true distances.
-    return Markup(svg.draw_spark([value for value in spark_values(run, metric) if value is not None], tone))
+    return Markup(
+        svg.draw_spark([value for value in spark_values(run, metric) if value is not None], tone)
+    )
 
 
 def _status_text(run: Run, summary: dict[str, Any]) -> str:
@@ -151,7 +186,10 @@ def _status_text(run: Run, summary: dict[str, Any]) -> str:
 def _comparison(run: Run, summary: dict[str, Any], other: Run | None) -> dict[str, Any] | None:
     if other is None:
         return None
-    return {"rows": tables.comparison_rows(summary, build_summary(other)), "config": tables.config_differences(run, other)}
+    return {
+        "rows": tables.comparison_rows(summary, build_summary(other)),
+        "config": tables.config_differences(run, other),
+    }
 
 
 def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
@@ -169,13 +207,22 @@ def _script_data(panels: Panels, figures: list[Figure]) -> Markup:
 def page_template(name: str) -> jinja2.Template:
     """A template that lies beside this file, with our style sheet in it."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.globals |= {"css": Markup((HERE / "page.css").read_text(encoding="utf-8")), "product_version": __version__}
+    environment.globals |= {
+        "css": Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        "product_version": __version__,
+    }
     return environment.get_template(name)
 
 
-def write_report(run_dir: Path | str, html_path: Path | str | None = None, compare: Path | str | None = None) -> Path:
+def write_report(
+    run_dir: Path | str, html_path: Path | str | None = None, compare: Path | str | None = None
+) -> Path:
     """Write the reports of a run that has finished, was stopped, or still goes on; the page's path comes back.
 
     Args:
@@ -230,14 +277,18 @@ def follow(
     seen: object = None
     try:
         while True:
-            mark = _fingerprint(path)  # Before the run is read: what comes in between is seen next time.
+            mark = _fingerprint(
+                path
+            )  # Before the run is read: what comes in between is seen next time.
             run = read_run(path)
             if run.status != "running":
                 break
             if mark != seen:
                 seen = mark
                 other = None if compare is None else read_run(compare)
-                write_atomic(target, render_page(run, build_summary(run), other=other, refresh_s=REFRESH_S))
+                write_atomic(
+                    target, render_page(run, build_summary(run), other=other, refresh_s=REFRESH_S)
+                )
                 if on_refresh:
                     on_refresh(target)
             wait(poll_s)

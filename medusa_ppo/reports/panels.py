@@ -47,14 +47,53 @@ LENGTH_GROWS = "Growth together with the reward: perhaps length is what is paid 
 CUT_ARE_GUESSES = "Near zero is good: the reward of a cut one is a guess."
 GAP_GROWS = "Flat and small; growth means that syncs or dtypes don't match."
 SMALL = (
-    Small("right", "Right answers", m.CORRECT_FRAC, "good", "Should rise; it is what PPO is for.", "percent"),
+    Small(
+        "right",
+        "Right answers",
+        m.CORRECT_FRAC,
+        "good",
+        "Should rise; it is what PPO is for.",
+        "percent",
+    ),
     Small("reward", "Reward", m.REWARD_MEAN, "good", RISES_SLOWLY, floor=None),
-    Small("kl", "KL to the reference", m.KL_REFERENCE, "kl", "Grows while the policy learns; it should not while the reward stands still."),
-    Small("klupdate", "KL of one update", m.KL_UPDATE, "kl", "Should stay below about 0.05 nats; spikes mean too large a step."),
-    Small("value", "Value loss", m.VALUE_LOSS, "value", "Should fall and stay low; if it grows, the critic lost the rewards."),
+    Small(
+        "kl",
+        "KL to the reference",
+        m.KL_REFERENCE,
+        "kl",
+        "Grows while the policy learns; it should not while the reward stands still.",
+    ),
+    Small(
+        "klupdate",
+        "KL of one update",
+        m.KL_UPDATE,
+        "kl",
+        "Should stay below about 0.05 nats; spikes mean too large a step.",
+    ),
+    Small(
+        "value",
+        "Value loss",
+        m.VALUE_LOSS,
+        "value",
+        "Should fall and stay low; if it grows, the critic lost the rewards.",
+    ),
     Small("length", "Response length", m.RESPONSE_LENGTH, "length", LENGTH_GROWS, "whole"),
-    Small("truncated", "Responses cut at the limit", m.TRUNCATED_FRAC, "length", CUT_ARE_GUESSES, "percent"),
-    Small("clip", "Clipped ratios", m.CLIP_FRAC, "kl", "A few percent are normal; above 30 % most of an update is lost.", "percent"),
+    Small(
+        "truncated",
+        "Responses cut at the limit",
+        m.TRUNCATED_FRAC,
+        "length",
+        CUT_ARE_GUESSES,
+        "percent",
+    ),
+    Small(
+        "clip",
+        "Clipped ratios",
+        m.CLIP_FRAC,
+        "kl",
+        "A few percent are normal; above 30 % most of an update is lost.",
+        "percent",
+    ),
     Small("gap", "Engine against actor, log-prob", m.LOGPROB_GAP, "value", GAP_GROWS),
 )
 
@@ -91,32 +130,82 @@ class Panels:
 
     def acceptance(self) -> Figure:
         """MAL over steps: the engine's count and the three replay estimates, versions marked."""
-        replays = [("serving", m.REPLAY_SERVING, "dash"), ("candidate", m.REPLAY_CANDIDATE, "dot"), ("frozen", m.REPLAY_FROZEN, "dash")]
-        series = [self._series("serving, counted by the engine", "serving", self._drafted(self.run), format="length")]
+        replays = [
+            ("serving", m.REPLAY_SERVING, "dash"),
+            ("candidate", m.REPLAY_CANDIDATE, "dot"),
+            ("frozen", m.REPLAY_FROZEN, "dash"),
+        ]
+        series = [
+            self._series(
+                "serving, counted by the engine",
+                "serving",
+                self._drafted(self.run),
+                format="length",
+            )
+        ]
         for tone, metric, style in replays:
-            series.append(self._series(f"{tone}, by replay", tone, metric, style=style, format="length", connect=True))
+            series.append(
+                self._series(
+                    f"{tone}, by replay", tone, metric, style=style, format="length", connect=True
+                )
+            )
         if any(value is not None for value in self.run.column(m.REPLAY_UPPER)):
-            series.append(self._series("upper mark, by replay", "rollouts", m.REPLAY_UPPER, style="dot", format="length", connect=True))
+            series.append(
+                self._series(
+                    "upper mark, by replay",
+                    "rollouts",
+                    m.REPLAY_UPPER,
+                    style="dot",
+                    format="length",
+                    connect=True,
+                )
+            )
         if self.other:
-            series = [series[0], series[3], self._overlay(self._drafted(self.other), format="length")]
+            series = [
+                series[0],
+                series[3],
+                self._overlay(self._drafted(self.other), format="length"),
+            ]
         hint = (
             "Blue above grey is what training along the way is worth: grey are the first published heads, never trained again. "
             "Each flag is a new version of the heads."
         )
         marks = version_marks(self.run)
-        return self._lines("mal", "Tokens per engine step", hint, series, height=MAL_HEIGHT, floor=1.0, format="length", marks=marks)
+        return self._lines(
+            "mal",
+            "Tokens per engine step",
+            hint,
+            series,
+            height=MAL_HEIGHT,
+            floor=1.0,
+            format="length",
+            marks=marks,
+        )
 
     def entropy(self) -> Figure:
         hint = "A surer policy (lower entropy) is easier to draft for: acceptance that only mirrors this line is not the heads' doing."
         series = self._single("entropy, nats", "entropy", m.ENTROPY)
-        return self._lines("entropy", "Entropy of the policy", hint, series, height=ENTROPY_HEIGHT, floor=0.0)
+        return self._lines(
+            "entropy", "Entropy of the policy", hint, series, height=ENTROPY_HEIGHT, floor=0.0
+        )
 
     def positions(self) -> Figure:
         """Acceptance per position over steps as a heat strip."""
-        rates = [numbers(step.get(m.ACCEPTANCE_PER_POSITION)) if number(step.get(m.DRAFTS)) != 0 else None for step in self.run.steps]
+        rates = [
+            numbers(step.get(m.ACCEPTANCE_PER_POSITION))
+            if number(step.get(m.DRAFTS)) != 0
+            else None
+            for step in self.run.steps
+        ]
         heads = max((len(found) for found in rates if found), default=0)
-        columns = [[found[position] if found and position < len(found) else None for found in rates] for position in range(heads)]
-        rows = [self._series(f"position {index}", "serving", column, format="percent") for index, column in enumerate(columns, 1)]
+        columns = [
+            [found[position] if found and position < len(found) else None for found in rates]
+            for position in range(heads)
+        ]
+        rows = [
+            self._series(f"position {index}", "serving", column, format="percent")
+            for index, column in enumerate(columns, 1)
+        ]
         title = "Acceptance per position"
         hint = "Darker is more. Each row is one draft position; a row that stays pale is a draft token that costs more than it gives."
         drawing = svg.draw_heat("positions", title, rows, self.grid) if rows else ""
@@ -129,23 +218,53 @@ class Panels:
             "high under a chart of acceptance that stays flat is work for nothing."
         )
         series = self._single("passes over the batch", "hidden", m.COMPANION_PASSES, connect=True)
-        return self._lines("passes", "How much the heads are trained", hint, series, height=SMALL_HEIGHT, floor=0.0)
+        return self._lines(
+            "passes", "How much the heads are trained", hint, series, height=SMALL_HEIGHT, floor=0.0
+        )
 
     def speed(self) -> Figure:
         """Tokens/s with and without drafting: dots for a few pairs, lines for many."""
         title = "Tokens per second in the run"
         hint = "The same prompts on the same engine, timed in turn: blue above grey is what drafting is worth."
-        drafting = self._series("with drafting", "serving", m.PAIR_DRAFTING_TOKENS_PER_S, format="whole", connect=True)
-        plain = self._series("without", "plain", m.PAIR_PLAIN_TOKENS_PER_S, format="whole", connect=True, style="dash")
-        rollouts = self._series("this run's rollouts", "rollouts", m.TOKENS_PER_S, format="whole", style="thin")
+        drafting = self._series(
+            "with drafting", "serving", m.PAIR_DRAFTING_TOKENS_PER_S, format="whole", connect=True
+        )
+        plain = self._series(
+            "without",
+            "plain",
+            m.PAIR_PLAIN_TOKENS_PER_S,
+            format="whole",
+            connect=True,
+            style="dash",
+        )
+        rollouts = self._series(
+            "this run's rollouts", "rollouts", m.TOKENS_PER_S, format="whole", style="thin"
+        )
         series = [drafting, plain, rollouts, *self._overlays(m.TOKENS_PER_S, format="whole")]
         pairs = len(drafting.values.present)
         if pairs == 0 or pairs > PAIR_DOTS_UP_TO:
             if pairs == 0:
                 hint = "The run's own rollouts. A run generates nothing twice unless it is asked to (report.speed_every)."
-            return self._lines("speed", title, hint, [s for s in series if s.values.present], height=WIDE_HEIGHT, floor=0.0, format="whole")
+            return self._lines(
+                "speed",
+                title,
+                hint,
+                [s for s in series if s.values.present],
+                height=WIDE_HEIGHT,
+                floor=0.0,
+                format="whole",
+            )
         labels = pairs <= PAIR_LABELS_UP_TO
-        drawing = svg.draw_pairs("speed", title, drafting, plain, series[2:], self.grid, height=WIDE_HEIGHT, labels=labels)
+        drawing = svg.draw_pairs(
+            "speed",
+            title,
+            drafting,
+            plain,
+            series[2:],
+            self.grid,
+            height=WIDE_HEIGHT,
+            labels=labels,
+        )
         return self._figure("speed", title, hint, drawing, series)
 
     def phases(self) -> Figure:
@@ -158,11 +277,17 @@ class Panels:
             ("companion, hidden", "hidden", m.COMPANION_HIDDEN_S),
             ("plugin, the loop waited", "exposed", m.PLUGIN_EXPOSED_S),
         ]
-        sides = [[self._series(*what, format="seconds") for what in side] for side in (above, below)]
+        sides = [
+            [self._series(*what, format="seconds") for what in side] for side in (above, below)
+        ]
         up, down = ([item for item in side if item.values.present] for side in sides)
         title = "Seconds of each step"
         hint = "Above the line the loop's own phases; below it the companion: green ran behind PPO, orange is what the loop waited for."
-        drawing = svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT) if up or down else ""
+        drawing = (
+            svg.draw_bars("phases", title, up, down, self.grid, height=WIDE_HEIGHT)
+            if up or down
+            else ""
+        )
         return self._figure("phases", title, hint, drawing, [*up, *down])
 
     def timelines(self) -> list[Figure]:
@@ -173,12 +298,25 @@ class Panels:
             if step is None:
                 continue
             spans = role_spans(step)
-            title = f"Who worked when, in step {step[m.STEP]}" + (f" of {run.name}" if self.other else "")
+            title = f"Who worked when, in step {step[m.STEP]}" + (
+                f" of {run.name}" if self.other else ""
+            )
             idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
             hint = f"Gaps are idle time: while responses were made and scored, engine and scoring stood idle for {idle} on average."
             rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
-            legend = tuple((role, tone, "solid", seconds(sum(b - a for a, b in parts))) for role, tone, parts in rows)
-            found.append(Figure(f"spans-{index}", title, hint, svg.draw_spans(f"spans-{index}", title, rows), legend))
+            legend = tuple(
+                (role, tone, "solid", seconds(sum(b - a for a, b in parts)))
+                for role, tone, parts in rows
+            )
+            found.append(
+                Figure(
+                    f"spans-{index}",
+                    title,
+                    hint,
+                    svg.draw_spans(f"spans-{index}", title, rows),
+                    legend,
+                )
+            )
         return found
 
     def learning(self) -> list[Figure]:
@@ -195,18 +333,27 @@ class Panels:
         """Every other number in the lines, drawn as it is, so that nothing that was logged is out of sight."""
         described, unknown = m.describe(), "Logged by this run; the report knows no more about it."
         drawn = [
-            (name, described.get(name, unknown), self._single(name, "rollouts", name, connect=True)) for name in other_metrics(self.run)
+            (name, described.get(name, unknown), self._single(name, "rollouts", name, connect=True))
+            for name in other_metrics(self.run)
         ]
-        return [self._lines(f"x-{index}", *what, height=SMALL_HEIGHT) for index, what in enumerate(drawn)]
+        return [
+            self._lines(f"x-{index}", *what, height=SMALL_HEIGHT)
+            for index, what in enumerate(drawn)
+        ]
 
-    def _series(self, name: str, tone: str, metric: Column, run: Run | None = None, **options: Any) -> Series:
+    def _series(
+        self, name: str, tone: str, metric: Column, run: Run | None = None, **options: Any
+    ) -> Series:
         run = run or self.run
         column = run.column(metric) if isinstance(metric, str) else metric
         return Series(name, tone, bin_values(self.grid, run.step_numbers(), column), **options)
 
     def _single(self, name: str, tone: str, metric: str, **options: Any) -> list[Series]:
         """The line of a chart of one metric; where two runs are laid over each other, each is called by its run."""
-        return [self._series(self.run.name if self.other else name, tone, metric, **options), *self._overlays(metric, **options)]
+        return [
+            self._series(self.run.name if self.other else name, tone, metric, **options),
+            *self._overlays(metric, **options),
+        ]
 
     def _overlay(self, metric: Column, **options: Any) -> Series:
         assert self.other is not None, "an overlay needs a second run"
@@ -217,17 +364,34 @@ class Panels:
 
     def _drafted(self, run: Run) -> list[float | None]:
         """MAL of the steps that drafted at all: a step without drafting has no acceptance, not one of 1."""
-        return [number(step.get(m.MAL_SERVING)) if number(step.get(m.DRAFTS)) != 0 else None for step in run.steps]
+        return [
+            number(step.get(m.MAL_SERVING)) if number(step.get(m.DRAFTS)) != 0 else None
+            for step in run.steps
+        ]
 
-    def _lines(self, key: str, title: str, hint: str, series: Sequence[Series], **options: Any) -> Figure:
+    def _lines(
+        self, key: str, title: str, hint: str, series: Sequence[Series], **options: Any
+    ) -> Figure:
         shown = [item for item in series if item.values.present]
-        return self._figure(key, title, hint, svg.draw_lines(key, title, shown, self.grid, **options) if shown else "", shown)
-
-    def _figure(self, key: str, title: str, hint: str, drawing: str, series: Sequence[Series]) -> Figure:
-        legend = tuple(
-            (item.name, item.tone, item.style, FORMATS[item.format](item.values.present[-1])) for item in series if item.values.present
+        return self._figure(
+            key,
+            title,
+            hint,
+            svg.draw_lines(key, title, shown, self.grid, **options) if shown else "",
+            shown,
         )
-        return Figure(key, title, hint, drawing, legend, tuple(_hover(item, self.grid) for item in series))
+
+    def _figure(
+        self, key: str, title: str, hint: str, drawing: str, series: Sequence[Series]
+    ) -> Figure:
+        legend = tuple(
+            (item.name, item.tone, item.style, FORMATS[item.format](item.values.present[-1]))
+            for item in series
+            if item.values.present
+        )
+        return Figure(
+            key, title, hint, drawing, legend, tuple(_hover(item, self.grid) for item in series)
+        )
 
 
 def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -237,7 +401,11 @@ def role_spans(step: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     for role in ROLE_TONES if isinstance(given, dict) else ():
         parts = given.get(role)
         pairs = [numbers(part) for part in parts] if isinstance(parts, list) else []
-        spans = [(pair[0], pair[1]) for pair in pairs if pair is not None and len(pair) == 2 and 0 <= pair[0] <= pair[1]]
+        spans = [
+            (pair[0], pair[1])
+            for pair in pairs
+            if pair is not None and len(pair) == 2 and 0 <= pair[0] <= pair[1]
+        ]
         found |= {role: spans} if spans else {}
     return found
 
@@ -258,26 +426,55 @@ def rest_seconds(run: Run) -> list[float | None]:
     rest: list[float | None] = []
     before: tuple[int, float] | None = None
     for step in run.steps:
-        wall, known = number(step.get(m.WALL_S)), [number(step.get(metric)) or 0.0 for metric in PHASES]
+        wall, known = (
+            number(step.get(m.WALL_S)),
+            [number(step.get(metric)) or 0.0 for metric in PHASES],
+        )
         index = int(step[m.STEP])
         follows = before is not None and before[0] == index - 1
-        rest.append(max(0.0, wall - before[1] - sum(known)) if wall is not None and before is not None and follows else None)
+        rest.append(
+            max(0.0, wall - before[1] - sum(known))
+            if wall is not None and before is not None and follows
+            else None
+        )
         before = (index, wall) if wall is not None else None
     return rest
 
 
 def other_metrics(run: Run) -> list[str]:
     """Names of numeric metrics in the lines that no chart or column of the page shows otherwise."""
-    shown = {m.STEP, m.WALL_S, m.HEADS_VERSION, m.MAL_SERVING, m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN, m.ENTROPY}
-    shown |= {m.COMPANION_PASSES, m.PAIR_DRAFTING_TOKENS_PER_S, m.PAIR_PLAIN_TOKENS_PER_S, m.TOKENS_PER_S, m.COMPANION_HIDDEN_S}
+    shown = {
+        m.STEP,
+        m.WALL_S,
+        m.HEADS_VERSION,
+        m.MAL_SERVING,
+        m.REPLAY_SERVING,
+        m.REPLAY_CANDIDATE,
+        m.REPLAY_FROZEN,
+        m.ENTROPY,
+    }
+    shown |= {
+        m.COMPANION_PASSES,
+        m.PAIR_DRAFTING_TOKENS_PER_S,
+        m.PAIR_PLAIN_TOKENS_PER_S,
+        m.TOKENS_PER_S,
+        m.COMPANION_HIDDEN_S,
+    }
     shown |= {m.PLUGIN_EXPOSED_S, *PHASES, *(small.metric for small in SMALL)}
-    logged = dict.fromkeys(name for step in run.steps for name, value in step.items() if number(value) is not None)
+    logged = dict.fromkeys(
+        name for step in run.steps for name, value in step.items() if number(value) is not None
+    )
     return [name for name in logged if name not in shown]
 
 
 def _hover(item: Series, grid: Grid) -> dict[str, Any]:
     """What the page's script needs to show values under the pointer; five digits are more than a screen shows."""
-    data: dict[str, Any] = {"name": item.name, "tone": item.tone, "format": item.format, "mean": _short(item.values.mean)}
+    data: dict[str, Any] = {
+        "name": item.name,
+        "tone": item.tone,
+        "format": item.format,
+        "mean": _short(item.values.mean),
+    }
     if grid.width > 1:
         data |= {"low": _short(item.values.low), "high": _short(item.values.high)}
     return data
@@ -285,7 +482,10 @@ def _hover(item: Series, grid: Grid) -> dict[str, Any]:
 
 def _short(values: Sequence[float | None]) -> list[float | int | None]:
     rounded = (None if value is None else float(f"{value:.5g}") for value in values)
-    return [int(value) if value is not None and value.is_integer() and abs(value) < 1e15 else value for value in rounded]
+    return [
+        int(value) if value is not None and value.is_integer() and abs(value) < 1e15 else value
+        for value in rounded
+    ]
 
 
 def spark_values(run: Run, metric: str, columns: int = 60) -> list[float | None]:

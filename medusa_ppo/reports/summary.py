@@ -23,10 +23,21 @@ STEP_S = "step_s"
 StepPair = tuple[dict[str, float], dict[str, float]]
 """Seconds by phase, of a step with the plugin and of one without."""
 """Key of a whole step's seconds in a run's comparison."""
-PHASES = {m.GENERATE_S: "generate", m.SCORE_S: "score", m.UPDATE_S: "update", m.SYNC_S: "sync", m.SWAP_S: "swap"}
+PHASES = {
+    m.GENERATE_S: "generate",
+    m.SCORE_S: "score",
+    m.UPDATE_S: "update",
+    m.SYNC_S: "sync",
+    m.SWAP_S: "swap",
+}
 """Metrics of the phases of a step, and what a phase is called."""
 LEDGER = ("engine", "actor", "reference", "critic", "reward")
-PEAKS = {m.GENERATE_PEAK: "generate", m.SCORE_PEAK: "score", m.UPDATE_PEAK: "update", m.SYNC_PEAK: "sync"}
+PEAKS = {
+    m.GENERATE_PEAK: "generate",
+    m.SCORE_PEAK: "score",
+    m.UPDATE_PEAK: "update",
+    m.SYNC_PEAK: "sync",
+}
 """The same of their memory."""
 
 SUMMARY_KEYS: dict[str, str] = {
@@ -125,7 +136,10 @@ def build_summary(run: Run) -> dict[str, Any]:
     pairs, against = speed_pairs(run)
     speedups = _present([pair.get(m.PAIR_SPEEDUP) for pair in pairs])
     # Of one pair, so that they fit its ratio.
-    told = sorted((pair for pair in pairs if pair[m.PAIR_PLAIN_TOKENS_PER_S]), key=lambda pair: pair[m.PAIR_SPEEDUP] or 0.0)
+    told = sorted(
+        (pair for pair in pairs if pair[m.PAIR_PLAIN_TOKENS_PER_S]),
+        key=lambda pair: pair[m.PAIR_SPEEDUP] or 0.0,
+    )
     rates = told[len(told) // 2] if told else {}
     steps = step_pairs(run)
     last = run.steps[-window:]  # Without a step the window is 0, and there is nothing to cut.
@@ -141,7 +155,9 @@ def build_summary(run: Run) -> dict[str, Any]:
         "mal_per_engine": mal_per_engine(last),
         "rollout_speedup": _median(speedups),
         "rollout_speedup_pairs": {**_spread(speedups), "against": against},
-        "step_ratio": middle[0][STEP_S] / middle[1][STEP_S] if (middle := middle_pair(steps)) else None,
+        "step_ratio": middle[0][STEP_S] / middle[1][STEP_S]
+        if (middle := middle_pair(steps))
+        else None,
         "step_pairs": _step_figures(steps),
         "actor_note": run.meta.get("actor_note"),
         "tokens_per_s": {
@@ -152,10 +168,16 @@ def build_summary(run: Run) -> dict[str, Any]:
         "reward": first_last(run.column(m.REWARD_MEAN), window),
         "correct_frac": first_last(run.column(m.CORRECT_FRAC), window),
         "companion": _companion(run),
-        "staleness": {"last": _last(run.column(m.STALENESS)), "max": max(_present(run.column(m.STALENESS)), default=None)},
+        "staleness": {
+            "last": _last(run.column(m.STALENESS)),
+            "max": max(_present(run.column(m.STALENESS)), default=None),
+        },
         "logprob_gap": {"last": mean(run.column(m.LOGPROB_GAP)[-window:])},
         "phases_s": {phase: _sum(run.column(metric)) for metric, phase in PHASES.items()},
-        "memory_peak_gib": {phase: max(_present(run.column(metric)), default=None) for metric, phase in PEAKS.items()},
+        "memory_peak_gib": {
+            phase: max(_present(run.column(metric)), default=None)
+            for metric, phase in PEAKS.items()
+        },
         "ledger": _ledger(run, window),
         "generate_score": {
             "seconds": mean(run.column(m.GENERATE_SCORE_S)[-window:]),
@@ -172,11 +194,16 @@ def build_summary(run: Run) -> dict[str, Any]:
 
 
 def _ledger(run: Run, window: int) -> dict[str, Any]:
-    steps = [step[m.LEDGER_ROLES] for step in run.steps if isinstance(step.get(m.LEDGER_ROLES), dict)]
+    steps = [
+        step[m.LEDGER_ROLES] for step in run.steps if isinstance(step.get(m.LEDGER_ROLES), dict)
+    ]
     means = {"offload_s": m.OFFLOAD_S, "offload_bytes": m.OFFLOAD_BYTES, "wake_s": m.ENGINE_WAKE_S}
     return {
         "peak_gib": max(_present(run.column(m.LEDGER_PEAK)), default=None),
-        **{f"{role}_gib": max(_present([step.get(role) for step in steps]), default=None) for role in LEDGER},
+        **{
+            f"{role}_gib": max(_present([step.get(role) for step in steps]), default=None)
+            for role in LEDGER
+        },
         **{name: mean(run.column(metric)[-window:]) for name, metric in means.items()},
     }
 
@@ -185,13 +212,22 @@ def ledger_rows(ledger: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Rows of the report; none for runs without a ledger."""
     if ledger is None or ledger["peak_gib"] is None:
         return []
-    roles = ", ".join(f"{role} {w.plain(gib)}" for role in LEDGER if (gib := ledger[f"{role}_gib"]) is not None)
-    rows = [("Most that all roles had on devices at once, and each, GiB", f"{w.plain(ledger['peak_gib'])}; {roles}")]
+    roles = ", ".join(
+        f"{role} {w.plain(gib)}" for role in LEDGER if (gib := ledger[f"{role}_gib"]) is not None
+    )
+    rows = [
+        (
+            "Most that all roles had on devices at once, and each, GiB",
+            f"{w.plain(ledger['peak_gib'])}; {roles}",
+        )
+    ]
     if ledger["offload_s"] is not None:
         figure = f"{w.exact_seconds(ledger['offload_s'])} ({w.plain((ledger['offload_bytes'] or 0) / 1024**2)} MiB)"
         rows.append(("Roles to host memory and back, in each step", figure))
     if ledger["wake_s"] is not None:
-        rows.append(("The engine asleep and awake again, in each step", w.exact_seconds(ledger["wake_s"])))
+        rows.append(
+            ("The engine asleep and awake again, in each step", w.exact_seconds(ledger["wake_s"]))
+        )
     return rows
 
 
@@ -240,7 +276,11 @@ def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None
         for index, (length, generated) in enumerate(zip(found, tokens, strict=False)):
             if generated:
                 lengths.setdefault(index, []).append(length)
-    return [fmean(lengths[index]) if index in lengths else None for index in range(engines)] if engines else None
+    return (
+        [fmean(lengths[index]) if index in lengths else None for index in range(engines)]
+        if engines
+        else None
+    )
 
 
 def speed_pairs(run: Run) -> tuple[list[dict[str, float | None]], str | None]:
@@ -259,17 +299,26 @@ def step_pairs(run: Run) -> list[StepPair]:
 
     `step_s` is the whole step; a pair that can't be read is left out.
     """
-    pairs = [(_seconds(entry.get("with")), _seconds(entry.get("without"))) for entry in _entries(run, "steps")]
+    pairs = [
+        (_seconds(entry.get("with")), _seconds(entry.get("without")))
+        for entry in _entries(run, "steps")
+    ]
     return [(ours, plain) for ours, plain in pairs if ours.get(STEP_S) and plain.get(STEP_S)]
 
 
 def _seconds(side: object) -> dict[str, float]:
-    return {str(name): value for name, given in side.items() if (value := number(given)) is not None} if isinstance(side, dict) else {}
+    return (
+        {str(name): value for name, given in side.items() if (value := number(given)) is not None}
+        if isinstance(side, dict)
+        else {}
+    )
 
 
 def _entries(run: Run, kind: str) -> list[dict[str, Any]]:
     entries = run.section("comparison").get(kind)
-    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return (
+        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    )
 
 
 def middle_pair(pairs: Sequence[StepPair], name: str = STEP_S) -> StepPair | None:
@@ -282,7 +331,11 @@ def middle_pair(pairs: Sequence[StepPair], name: str = STEP_S) -> StepPair | Non
 def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
     ratios = [ours[STEP_S] / plain[STEP_S] for ours, plain in pairs]
     ours, plain = middle_pair(pairs) or ({}, {})
-    figures: dict[str, float | int | None] = {"count": len(pairs), "min": min(ratios, default=None), "max": max(ratios, default=None)}
+    figures: dict[str, float | int | None] = {
+        "count": len(pairs),
+        "min": min(ratios, default=None),
+        "max": max(ratios, default=None),
+    }
     for prefix, name in (("", STEP_S), ("generate_", m.GENERATE_S)):
         figures |= {f"{prefix}with_s": ours.get(name), f"{prefix}without_s": plain.get(name)}
     return figures
@@ -290,14 +343,22 @@ def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
 
 def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
     """Replay estimates of the serving and of the frozen heads, of those steps that have both."""
-    pairs = [(number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in steps]
-    return [(serving, frozen) for serving, frozen in pairs if serving is not None and frozen is not None]
+    pairs = [
+        (number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in steps
+    ]
+    return [
+        (serving, frozen) for serving, frozen in pairs if serving is not None and frozen is not None
+    ]
 
 
 def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:
     both = replay_pairs(last)
     gains = [serving - frozen for serving, frozen in both]
-    published = (step for step in run.steps if (number(step.get(m.HEADS_VERSION)) or 0) >= 1 and number(step.get(m.DRAFTS)))
+    published = (
+        step
+        for step in run.steps
+        if (number(step.get(m.HEADS_VERSION)) or 0) >= 1 and number(step.get(m.DRAFTS))
+    )
     first = next(published, None)
     return {
         "serving": mean_acceptance_length(last),
@@ -311,7 +372,9 @@ def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, f
 
 
 def _companion(run: Run) -> dict[str, Any]:
-    reasons = Counter(reason for step in run.steps if isinstance(reason := step.get(m.COMPANION_REASON), str))
+    reasons = Counter(
+        reason for step in run.steps if isinstance(reason := step.get(m.COMPANION_REASON), str)
+    )
     saved_s, lost_s = (_sum(run.column(name)) for name in (m.COMPANION_SAVED_S, m.COMPANION_LOST_S))
     return {
         "trained_tokens": _whole(_last(run.column(m.COMPANION_TRAINED_TOKENS))),
@@ -330,7 +393,9 @@ def _companion(run: Run) -> dict[str, Any]:
 
 
 def _spread(ratios: list[float]) -> dict[str, float | int | None]:
-    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) >= 4 else (None, None, None)
+    lower, _, upper = (
+        quantiles(ratios, n=4, method="inclusive") if len(ratios) >= 4 else (None, None, None)
+    )
     return {
         "count": len(ratios),
         "min": min(ratios, default=None),

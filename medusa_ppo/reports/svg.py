@@ -147,7 +147,9 @@ class Scale:
         return self.height * (1 - (value - self.low) / (self.high - self.low))
 
 
-def fit_scale(series: Sequence[Series], height: int, floor: float | None) -> tuple[Scale, list[float]]:
+def fit_scale(
+    series: Sequence[Series], height: int, floor: float | None
+) -> tuple[Scale, list[float]]:
     """Scale and ticks that hold all series; `floor` (0 for amounts, 1 for acceptance lengths) is always on the axis."""
     bounds = [bound for item in series if (bound := item.values.extremes)]
     low = min((bound[0] for bound in bounds), default=0.0)
@@ -174,20 +176,43 @@ def draw_lines(
 ) -> str:
     """Lines over steps, with a band from lowest to highest where a column holds many steps."""
     scale, ticks = fit_scale(series, height, floor)
-    shapes = [f'<path class="band t-{item.tone}" d="{_band(item.values, grid, scale)}"/>' for item in series if grid.width > 1]
+    shapes = [
+        f'<path class="band t-{item.tone}" d="{_band(item.values, grid, scale)}"/>'
+        for item in series
+        if grid.width > 1
+    ]
     for item in series:
-        shapes.append(f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>')
+        shapes.append(
+            f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>'
+        )
         points = len(item.values.present)
         # One or two values make no line that could be seen, whatever its style.
         if points <= 2 or (points <= DOTS_UP_TO and item.style == "solid"):
-            shapes.append(f'<path class="dots t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>')
+            shapes.append(
+                f'<path class="dots t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>'
+            )
     behind = _marks(marks, grid, height)
-    return _frame(key, title, describe(series), grid, scale, ticks, FORMATS[format], "".join(shapes), behind=behind)
+    return _frame(
+        key,
+        title,
+        describe(series),
+        grid,
+        scale,
+        ticks,
+        FORMATS[format],
+        "".join(shapes),
+        behind=behind,
+    )
 
 
-def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int) -> str:
+def draw_bars(
+    key: str, title: str, up: Sequence[Series], down: Sequence[Series], grid: Grid, *, height: int
+) -> str:
     """Stacked bars of seconds above the line for `up` and below it for `down`; one path per series."""
-    top, bottom = (max(sum(item.values.mean[x] or 0.0 for item in side) for x in range(grid.count)) for side in (up, down))
+    top, bottom = (
+        max(sum(item.values.mean[x] or 0.0 for item in side) for x in range(grid.count))
+        for side in (up, down)
+    )
     ticks = nice_ticks(-bottom, top or 1.0)
     scale = Scale(ticks[0], ticks[-1], height)
     gap = 0.12 if grid.count <= 120 else 0.0
@@ -197,10 +222,21 @@ def draw_bars(key: str, title: str, up: Sequence[Series], down: Sequence[Series]
         for item, path in zip(side, _stack_paths(side, grid, scale, sign, gap), strict=True)
     ]
     shapes.append(f'<path class="base" d="M0 {_px(scale.y(0))}H{UNITS}"/>')
-    return _frame(key, title, describe([*up, *down]), grid, scale, ticks, lambda value: seconds(abs(value or 0.0)), "".join(shapes))
+    return _frame(
+        key,
+        title,
+        describe([*up, *down]),
+        grid,
+        scale,
+        ticks,
+        lambda value: seconds(abs(value or 0.0)),
+        "".join(shapes),
+    )
 
 
-def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34) -> str:
+def draw_heat(
+    key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34
+) -> str:
     """One row per series; the darker a cell, the larger its value (0 up to the largest of all rows)."""
     height = row_height * len(rows)
     top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
@@ -221,15 +257,32 @@ def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_h
         f'<text class="tick y" x="-8" y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>'
         for index, row in enumerate(rows)
     )
-    return _svg(key, title, describe(rows), height, labels + _step_axis(grid, height) + _data(height, "".join(shapes)))
+    return _svg(
+        key,
+        title,
+        describe(rows),
+        height,
+        labels + _step_axis(grid, height) + _data(height, "".join(shapes)),
+    )
 
 
 def draw_pairs(
-    key: str, title: str, upper: Series, lower: Series, extra: Sequence[Series], grid: Grid, *, height: int, labels: bool
+    key: str,
+    title: str,
+    upper: Series,
+    lower: Series,
+    extra: Sequence[Series],
+    grid: Grid,
+    *,
+    height: int,
+    labels: bool,
 ) -> str:
     """Two dots per pair joined by a stem with its ratio; `extra` series are thin lines behind."""
     scale, ticks = fit_scale([upper, lower, *extra], height, 0.0)
-    shapes = [f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>' for item in extra]
+    shapes = [
+        f'<path class="line t-{item.tone} l-{item.style}" d="{_line(item, grid, scale)}"/>'
+        for item in extra
+    ]
     stems, texts = [], []
     for column, (high, low) in enumerate(zip(upper.values.mean, lower.values.mean, strict=True)):
         if high is None or low is None:
@@ -238,15 +291,39 @@ def draw_pairs(
         stems.append(f"M{_px(UNITS * x)} {_px(scale.y(low))}V{_px(scale.y(high))}")
         if labels and low > 0:
             above = _px(min(scale.y(high), scale.y(low)) - 9)
-            texts.append(f'<text class="note" x="{100 * x:.2f}%" y="{above}">{ratio(high / low)}</text>')
+            texts.append(
+                f'<text class="note" x="{100 * x:.2f}%" y="{above}">{ratio(high / low)}</text>'
+            )
     shapes.append(f'<path class="stem" d="{"".join(stems)}"/>')
-    shapes += [f'<path class="dots big t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>' for item in (lower, upper)]
-    return _frame(key, title, describe([upper, lower, *extra]), grid, scale, ticks, FORMATS["plain"], "".join(shapes), front="".join(texts))
+    shapes += [
+        f'<path class="dots big t-{item.tone}" d="{_dots(item.values, grid, scale)}"/>'
+        for item in (lower, upper)
+    ]
+    return _frame(
+        key,
+        title,
+        describe([upper, lower, *extra]),
+        grid,
+        scale,
+        ticks,
+        FORMATS["plain"],
+        "".join(shapes),
+        front="".join(texts),
+    )
 
 
-def draw_spans(key: str, title: str, rows: Sequence[tuple[str, str, Sequence[tuple[float, float]]]], *, row_height: int = 22) -> str:
+def draw_spans(
+    key: str,
+    title: str,
+    rows: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
+    *,
+    row_height: int = 22,
+) -> str:
     """When each of some (name, tone, spans of seconds) worked: a row each, over the seconds from 0 to the last end."""
-    height, last = row_height * len(rows), max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0
+    height, last = (
+        row_height * len(rows),
+        max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0,
+    )
     shapes, said = [], []
     for index, (name, tone, spans) in enumerate(rows):
         bars = (
@@ -254,10 +331,17 @@ def draw_spans(key: str, title: str, rows: Sequence[tuple[str, str, Sequence[tup
             for a, b in spans
         )
         shapes.append(f'<path class="fill t-{tone}" d="{"".join(bars)}"/>')
-        said.append(f"{name}: {seconds(sum(b - a for a, b in spans))} in {len(spans)} part{'' if len(spans) == 1 else 's'}.")
+        said.append(
+            f"{name}: {seconds(sum(b - a for a, b in spans))} in {len(spans)} part{'' if len(spans) == 1 else 's'}."
+        )
     ticks = [tick for tick in nice_ticks(0.0, last, 6) if tick <= last]
-    axis = "".join(f'<text class="tick x" x="{100 * tick / last:.2f}%" y="{height + 18}">{seconds(tick)}</text>' for tick in ticks)
-    return _svg(key, title, " ".join(said), height, axis + _data(height, "".join(shapes)), still=True)
+    axis = "".join(
+        f'<text class="tick x" x="{100 * tick / last:.2f}%" y="{height + 18}">{seconds(tick)}</text>'
+        for tick in ticks
+    )
+    return _svg(
+        key, title, " ".join(said), height, axis + _data(height, "".join(shapes)), still=True
+    )
 
 
 def draw_spark(values: Sequence[float | None], tone: str) -> str:
@@ -279,8 +363,16 @@ def describe(series: Sequence[Series]) -> str:
     parts = []
     for item in series:
         values, bounds = item.values.present, item.values.extremes
-        figures = [FORMATS[item.format](value) for value in (values[0], values[-1], *bounds)] if bounds else []
-        said = "first {}, last {}, lowest {}, highest {}".format(*figures) if figures else "not measured"
+        figures = (
+            [FORMATS[item.format](value) for value in (values[0], values[-1], *bounds)]
+            if bounds
+            else []
+        )
+        said = (
+            "first {}, last {}, lowest {}, highest {}".format(*figures)
+            if figures
+            else "not measured"
+        )
         parts.append(f"{item.name}: {said}.")
     return " ".join(parts)
 
@@ -299,15 +391,28 @@ def _frame(
     front: str = "",
 ) -> str:
     """Horizontal rules with their values, the step axis, and the data between."""
-    rules = "".join(f'<line class="rule" x1="0" x2="100%" y1="{_px(scale.y(tick))}" y2="{_px(scale.y(tick))}"/>' for tick in ticks)
-    labels = "".join(
-        f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>' for tick in ticks
+    rules = "".join(
+        f'<line class="rule" x1="0" x2="100%" y1="{_px(scale.y(tick))}" y2="{_px(scale.y(tick))}"/>'
+        for tick in ticks
     )
-    inner = rules + labels + _step_axis(grid, scale.height) + behind + _data(scale.height, shapes) + front
+    labels = "".join(
+        f'<text class="tick y" x="-8" y="{_px(scale.y(tick) + 4)}">{escape(short(words(tick), tick))}</text>'
+        for tick in ticks
+    )
+    inner = (
+        rules
+        + labels
+        + _step_axis(grid, scale.height)
+        + behind
+        + _data(scale.height, shapes)
+        + front
+    )
     return _svg(key, title, description, scale.height, inner)
 
 
-def _svg(key: str, title: str, description: str, height: int, inner: str, *, still: bool = False) -> str:
+def _svg(
+    key: str, title: str, description: str, height: int, inner: str, *, still: bool = False
+) -> str:
     """`still`: its columns are no steps, so the pointer has nothing to show."""
     kind = "plot still" if still else "plot"
     return (
@@ -321,7 +426,10 @@ def _data(height: int, shapes: str) -> str:
 
 
 def _step_axis(grid: Grid, height: int) -> str:
-    texts = [f'<text class="tick x" x="{100 * grid.position(tick):.2f}%" y="{height + 18}">{tick:,}</text>' for tick in step_ticks(grid)]
+    texts = [
+        f'<text class="tick x" x="{100 * grid.position(tick):.2f}%" y="{height + 18}">{tick:,}</text>'
+        for tick in step_ticks(grid)
+    ]
     return f'<text class="tick y" x="-8" y="{height + 18}">step</text>' + "".join(texts)
 
 
@@ -344,15 +452,23 @@ def _marks(marks: Sequence[tuple[int, str]], grid: Grid, height: int) -> str:
     return "".join(out)
 
 
-def _points(values: Sequence[float | None], grid: Grid, scale: Scale, *, through: bool = False) -> list[list[str]]:
+def _points(
+    values: Sequence[float | None], grid: Grid, scale: Scale, *, through: bool = False
+) -> list[list[str]]:
     """Runs of neighbouring columns that have a value, as "x y"; `through`: all in one run."""
     runs = groupby(enumerate(values), key=lambda pair: pair[1] is not None)
-    found = [[f"{_px(UNITS * grid.center(x))} {_px(scale.y(y))}" for x, y in run if y is not None] for there, run in runs if there]
+    found = [
+        [f"{_px(UNITS * grid.center(x))} {_px(scale.y(y))}" for x, y in run if y is not None]
+        for there, run in runs
+        if there
+    ]
     return [list(chain(*found))] if through and found else found
 
 
 def _line(item: Series, grid: Grid, scale: Scale) -> str:
-    return "".join(f"M{'L'.join(run)}" for run in _points(item.values.mean, grid, scale, through=item.connect))
+    return "".join(
+        f"M{'L'.join(run)}" for run in _points(item.values.mean, grid, scale, through=item.connect)
+    )
 
 
 def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
@@ -362,10 +478,14 @@ def _dots(values: Binned, grid: Grid, scale: Scale) -> str:
 
 def _band(values: Binned, grid: Grid, scale: Scale) -> str:
     upper, lower = _points(values.high, grid, scale), _points(values.low, grid, scale)
-    return "".join(f"M{'L'.join([*high, *reversed(low)])}z" for high, low in zip(upper, lower, strict=True))
+    return "".join(
+        f"M{'L'.join([*high, *reversed(low)])}z" for high, low in zip(upper, lower, strict=True)
+    )
 
 
-def _stack_paths(series: Sequence[Series], grid: Grid, scale: Scale, sign: int, gap: float) -> list[str]:
+def _stack_paths(
+    series: Sequence[Series], grid: Grid, scale: Scale, sign: int, gap: float
+) -> list[str]:
     """A path for each series, its bars on top of those before it."""
     paths, levels, width = [], [0.0] * grid.count, UNITS / grid.count
     size = _px((1 - gap) * width + (0.4 if gap == 0 else 0))
@@ -373,8 +493,13 @@ def _stack_paths(series: Sequence[Series], grid: Grid, scale: Scale, sign: int, 
         bars = []
         for column, value in enumerate(item.values.mean):
             if value is not None and value > 0:
-                start, end = scale.y(sign * levels[column]), scale.y(sign * (levels[column] + value))
-                bars.append(f"M{_px((column + gap / 2) * width)} {_px(start)}h{size}V{_px(end)}h-{size}z")
+                start, end = (
+                    scale.y(sign * levels[column]),
+                    scale.y(sign * (levels[column] + value)),
+                )
+                bars.append(
+                    f"M{_px((column + gap / 2) * width)} {_px(start)}h{size}V{_px(end)}h-{size}z"
+                )
                 levels[column] += value
         paths.append("".join(bars))
     return paths

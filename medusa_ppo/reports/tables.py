@@ -11,7 +11,16 @@ from medusa_ppo.config import RunConfig
 from medusa_ppo.reports import Run, number
 from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.findings import find
-from medusa_ppo.reports.summary import STEP_S, ledger_rows, mean, mean_acceptance_length, middle_pair, replay_pairs, speed_pairs, step_pairs
+from medusa_ppo.reports.summary import (
+    STEP_S,
+    ledger_rows,
+    mean,
+    mean_acceptance_length,
+    middle_pair,
+    replay_pairs,
+    speed_pairs,
+    step_pairs,
+)
 
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
@@ -29,20 +38,55 @@ WORTH_PHASES = {
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, figure) rows that sum a run up; for the terminal, report.md and the comparison of two runs."""
-    mal, speed, pairs = summary["mean_acceptance_length"], summary["tokens_per_s"], summary["rollout_speedup_pairs"]
+    mal, speed, pairs = (
+        summary["mean_acceptance_length"],
+        summary["tokens_per_s"],
+        summary["rollout_speedup_pairs"],
+    )
     reward, right, companion = summary["reward"], summary["correct_frac"], summary["companion"]
     engines = summary.get("mal_per_engine")
-    pool = [("Tokens per engine step of each engine", ", ".join(w.length(length) for length in engines))] if engines else []
+    pool = (
+        [
+            (
+                "Tokens per engine step of each engine",
+                ", ".join(w.length(length) for length in engines),
+            )
+        ]
+        if engines
+        else []
+    )
     return [
-        ("PPO steps", f"{w.whole(summary['steps'])} ({summary['status']}, {w.seconds(summary['wall_s'])})"),
-        ("Tokens per engine step, first published heads -> last steps", f"{w.length(mal['first'])} -> {w.length(mal['serving'])}"),
-        ("The same by replay, trained heads / frozen heads", f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}"),
-        ("Acceptance at position 1, 2, ...", ", ".join(w.percent(rate) for rate in summary["acceptance_per_position"] or []) or w.NONE),
+        (
+            "PPO steps",
+            f"{w.whole(summary['steps'])} ({summary['status']}, {w.seconds(summary['wall_s'])})",
+        ),
+        (
+            "Tokens per engine step, first published heads -> last steps",
+            f"{w.length(mal['first'])} -> {w.length(mal['serving'])}",
+        ),
+        (
+            "The same by replay, trained heads / frozen heads",
+            f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}",
+        ),
+        (
+            "Acceptance at position 1, 2, ...",
+            ", ".join(w.percent(rate) for rate in summary["acceptance_per_position"] or [])
+            or w.NONE,
+        ),
         *pool,
-        (f"Rollouts with drafts, against {w.AGAINST[pairs['against']]}", _speedup(summary["rollout_speedup"], pairs)),
-        ("Tokens/s of these rollouts, with drafts / without", f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}"),
+        (
+            f"Rollouts with drafts, against {w.AGAINST[pairs['against']]}",
+            _speedup(summary["rollout_speedup"], pairs),
+        ),
+        (
+            "Tokens/s of these rollouts, with drafts / without",
+            f"{w.whole(speed['drafting'])} / {w.whole(speed['plain'])}",
+        ),
         *_step_rows(summary),
-        ("Right answers, first -> last steps", f"{w.percent(right['first'])} -> {w.percent(right['last'])}"),
+        (
+            "Right answers, first -> last steps",
+            f"{w.percent(right['first'])} -> {w.percent(right['last'])}",
+        ),
         ("Reward, first -> last steps", f"{w.plain(reward['first'])} -> {w.plain(reward['last'])}"),
         (
             "Companion: tokens trained, versions published",
@@ -114,14 +158,20 @@ def _account_rows(companion: dict[str, Any]) -> list[tuple[str, str]]:
 def _passes(companion: dict[str, Any]) -> str:
     if companion["passes"] is None:
         return w.NONE
-    reasons = ", ".join(f"{reason} {w.whole(steps)}" for reason, steps in companion["reasons"] or [])
-    return f"{w.plain(companion['passes'])} ({reasons})" if reasons else w.plain(companion["passes"])
+    reasons = ", ".join(
+        f"{reason} {w.whole(steps)}" for reason, steps in companion["reasons"] or []
+    )
+    return (
+        f"{w.plain(companion['passes'])} ({reasons})" if reasons else w.plain(companion["passes"])
+    )
 
 
 def _speedup(value: float | None, pairs: dict[str, Any]) -> str:
     if value is None:
         return f"{w.NONE} (no pair was timed)"
-    return f"{w.ratio(value)} (median of {pairs['count']} pairs, {w.span(pairs['min'], pairs['max'])})"
+    return (
+        f"{w.ratio(value)} (median of {pairs['count']} pairs, {w.span(pairs['min'], pairs['max'])})"
+    )
 
 
 def verdict(summary: dict[str, Any]) -> str:
@@ -130,7 +180,10 @@ def verdict(summary: dict[str, Any]) -> str:
         return "No PPO step has finished yet."
     mal, parts = summary["mean_acceptance_length"], []
     if summary["rollout_speedup"] is not None:
-        times, plain = summary["rollout_speedup"], w.AGAINST[summary["rollout_speedup_pairs"]["against"]]
+        times, plain = (
+            summary["rollout_speedup"],
+            w.AGAINST[summary["rollout_speedup_pairs"]["against"]],
+        )
         parts.append(
             f"drafts made generation {times:.2f} times as fast as {plain}"
             if times >= 1
@@ -144,15 +197,25 @@ def verdict(summary: dict[str, Any]) -> str:
         )
     if mal["gain"] is not None:
         word = "more" if mal["gain"] >= 0 else "fewer"
-        parts.append(f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine step than frozen ones")
+        parts.append(
+            f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine step than frozen ones"
+        )
     elif mal["serving"] is not None:
         parts.append(f"the engine wrote {mal['serving']:.2f} tokens per step")
     right = summary["correct_frac"]
     if right["first"] is not None and right["last"] is not None and summary["steps"] > 1:
-        parts.append(f"right answers went from {w.percent(right['first'])} to {w.percent(right['last'])}")
+        parts.append(
+            f"right answers went from {w.percent(right['first'])} to {w.percent(right['last'])}"
+        )
     if not parts:
-        return f"{w.whole(summary['steps'])} PPO steps were recorded, without any figure on drafting."
-    text = f"{', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}" if len(parts) > 1 else parts[0]
+        return (
+            f"{w.whole(summary['steps'])} PPO steps were recorded, without any figure on drafting."
+        )
+    text = (
+        f"{', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}"
+        if len(parts) > 1
+        else parts[0]
+    )
     note = f" Measured on {summary['actor_note']}." if summary["actor_note"] else ""
     return f"{text[0].upper()}{text[1:]}.{note}"
 
@@ -160,7 +223,11 @@ def verdict(summary: dict[str, Any]) -> str:
 def render_markdown(run: Run, summary: dict[str, Any]) -> str:
     """The whole of report.md."""
     hardware = run.section("hardware")
-    machine = [hardware.get("cpu") or "unknown CPU", f"{hardware.get('usable_cores', '?')} cores", f"{hardware.get('memory_gib', '?')} GiB"]
+    machine = [
+        hardware.get("cpu") or "unknown CPU",
+        f"{hardware.get('usable_cores', '?')} cores",
+        f"{hardware.get('memory_gib', '?')} GiB",
+    ]
     machine += hardware.get("gpus") or ["no GPU"]
     window = summary["window_steps"]
     lines = [f"# {_cell(run.name)}", "", verdict(summary), "", "| what | figure |", "|---|---|"]
@@ -172,17 +239,30 @@ def render_markdown(run: Run, summary: dict[str, Any]) -> str:
     ]
     lines += ["", text] if (text := advice(run, summary)) else []
     lines += ["", "## Warnings", ""]
-    lines += [f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)] or ["None."]
-    lines += ["", "## Ran on", "", f"{_cell(', '.join(map(str, machine)))}, started {summary['started_at'] or 'at an unknown time'}."]
-    lines += [f"\nResumed {_cell(value)}." for name, value in machine_rows(run) if name == "resumed"]
+    lines += [
+        f"- **{_cell(finding.text)}** {_cell(finding.do)}" for finding in find(run, summary)
+    ] or ["None."]
+    lines += [
+        "",
+        "## Ran on",
+        "",
+        f"{_cell(', '.join(map(str, machine)))}, started {summary['started_at'] or 'at an unknown time'}.",
+    ]
+    lines += [
+        f"\nResumed {_cell(value)}." for name, value in machine_rows(run) if name == "resumed"
+    ]
     lines += ["", "| package | version |", "|---|---|"]
-    lines += [f"| {_cell(name)} | {_cell(version)} |" for name, version in summary["versions"].items()]
+    lines += [
+        f"| {_cell(name)} | {_cell(version)} |" for name, version in summary["versions"].items()
+    ]
     return "\n".join([*lines, ""])
 
 
 def _cell(text: object) -> str:
     """Text that can't break a table or bring markup of its own."""
-    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
+    return (
+        " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
+    )
 
 
 class VersionRow(NamedTuple):
@@ -200,15 +280,25 @@ class VersionRow(NamedTuple):
 
     def cells(self) -> list[tuple[str, float | None]]:
         """(text, sort value) per column of VERSION_COLUMNS."""
-        return [(say(value), value) for (_, say, _), value in zip(VERSION_COLUMNS, self, strict=True)]
+        return [
+            (say(value), value) for (_, say, _), value in zip(VERSION_COLUMNS, self, strict=True)
+        ]
 
 
 VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
-    ("version", lambda number: f"v{number}", "Number of the heads; 0 are those the run started with"),
+    (
+        "version",
+        lambda number: f"v{number}",
+        "Number of the heads; 0 are those the run started with",
+    ),
     ("from step", w.whole, "First step that drafted with them"),
     ("steps", w.whole, "Steps that drafted with them"),
     ("policy", w.whole, "Version of the policy whose rollouts they were last trained on"),
-    ("staleness", w.whole, "Policy updates since their last training batch, the most while they served"),
+    (
+        "staleness",
+        w.whole,
+        "Policy updates since their last training batch, the most while they served",
+    ),
     ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
     ("replay", w.length, "Tokens per engine step by replay while they served"),
     ("frozen", w.length, "The same replay for the first published heads"),
@@ -237,7 +327,14 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
     rows = []
     for running, counts in sorted(steps.items()):
         label, total = "1" if running == 1 else f"{running} to {2 * running - 1}", sum(counts)
-        rows.append(ChoiceRow(label, total, [count / total if total else 0.0 for count in counts], number(speedup[running])))
+        rows.append(
+            ChoiceRow(
+                label,
+                total,
+                [count / total if total else 0.0 for count in counts],
+                number(speedup[running]),
+            )
+        )
     return rows
 
 
@@ -247,20 +344,45 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     pairs, against = speed_pairs(run)
     if against == "vllm":
         speed, spread = summary["tokens_per_s"], summary["rollout_speedup_pairs"]
-        figures = (w.whole(speed["drafting"]), w.whole(speed["plain"]), w.ratio(summary["rollout_speedup"]))
-        rows.append(("rollouts, tokens/s", *figures, w.span(spread["min"], spread["max"]), w.whole(len(pairs))))
+        figures = (
+            w.whole(speed["drafting"]),
+            w.whole(speed["plain"]),
+            w.ratio(summary["rollout_speedup"]),
+        )
+        rows.append(
+            (
+                "rollouts, tokens/s",
+                *figures,
+                w.span(spread["min"], spread["max"]),
+                w.whole(len(pairs)),
+            )
+        )
     for name, what in WORTH_PHASES.items():
-        both = [(ours, plain) for ours, plain in step_pairs(run) if name in ours and plain.get(name)]
+        both = [
+            (ours, plain) for ours, plain in step_pairs(run) if name in ours and plain.get(name)
+        ]
         if middle := middle_pair(both, name):
             ratios = [ours[name] / plain[name] for ours, plain in both]
             seconds = [w.exact_seconds(side[name]) for side in middle]
-            rows.append((what, *seconds, w.ratio(middle[0][name] / middle[1][name]), w.span(min(ratios), max(ratios)), w.whole(len(both))))
+            rows.append(
+                (
+                    what,
+                    *seconds,
+                    w.ratio(middle[0][name] / middle[1][name]),
+                    w.span(min(ratios), max(ratios)),
+                    w.whole(len(both)),
+                )
+            )
     return rows
 
 
 def advice(run: Run, summary: dict[str, Any]) -> str:
     """Is drafting worth it here, with how many sequences, and what would change that; empty where no rollouts were timed."""
-    speed, accepted, steps = summary["rollout_speedup"], summary["mean_acceptance_length"]["serving"], summary["step_pairs"]
+    speed, accepted, steps = (
+        summary["rollout_speedup"],
+        summary["mean_acceptance_length"]["serving"],
+        summary["step_pairs"],
+    )
     if speed is None or accepted is None:
         return ""
     most = run.setting("engine", "max_num_seqs")
@@ -272,8 +394,15 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
         ("pays", [running for running, ratio in rows if ratio >= 1]),
         ("does not pay", [running for running, ratio in rows if ratio < 1]),
     ):
-        text += f" By the engine's own clock it {verb} with {', '.join(running)} running." if running else ""
-    if not (steps["count"] and all(steps[name] is not None for name in ("generate_with_s", "generate_without_s"))):
+        text += (
+            f" By the engine's own clock it {verb} with {', '.join(running)} running."
+            if running
+            else ""
+        )
+    if not (
+        steps["count"]
+        and all(steps[name] is not None for name in ("generate_with_s", "generate_without_s"))
+    ):
         return text + " Fewer sequences at once and surer policies make it more."
     rest = steps["with_s"] - steps["generate_with_s"]
     others = steps["without_s"] - steps["generate_without_s"]
@@ -285,13 +414,19 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(reason, steps, what it means) of the companion's schedule, the most frequent first."""
-    return [(reason, w.whole(steps), m.REASONS.get(reason, "")) for reason, steps in summary["companion"]["reasons"] or []]
+    return [
+        (reason, w.whole(steps), m.REASONS.get(reason, ""))
+        for reason, steps in summary["companion"]["reasons"] or []
+    ]
 
 
 def version_rows(run: Run) -> list[VersionRow]:
     """One row per stretch of steps with the same version, oldest first."""
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
-    return [_version_row(int(version), list(steps)) for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])]
+    return [
+        _version_row(int(version), list(steps))
+        for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])
+    ]
 
 
 def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
@@ -303,7 +438,10 @@ def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
         int(steps[0][m.STEP]),
         len(steps),
         None if policy is None or age is None else int(policy - age),
-        max((value for s in steps if (value := number(s.get(m.STALENESS))) is not None), default=None),
+        max(
+            (value for s in steps if (value := number(s.get(m.STALENESS))) is not None),
+            default=None,
+        ),
         mean_acceptance_length(steps),
         replay,
         frozen,
@@ -322,14 +460,21 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested configuration -> dotted keys; an empty section stays as {}."""
     out: dict[str, Any] = {}
     for key, value in values.items():
-        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        out |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return out
 
 
 def config_rows(config: dict[str, Any]) -> list[tuple[str, str, bool]]:
     """(dotted key, value, whether it differs from the default) in the configuration's own order."""
     defaults = flatten(RunConfig().model_dump(mode="json"))
-    return [(key, show(value), key in defaults and defaults[key] != value) for key, value in flatten(config).items()]
+    return [
+        (key, show(value), key in defaults and defaults[key] != value)
+        for key, value in flatten(config).items()
+    ]
 
 
 def show(value: Any) -> str:
@@ -351,7 +496,11 @@ def machine_rows(run: Run) -> list[tuple[str, str]]:
         ("processor", hardware.get("cpu")),
         ("cores", _cores(hardware)),
         ("memory", f"{hardware['memory_gib']} GiB" if "memory_gib" in hardware else None),
-        ("GPU", ", ".join(str(gpu) for gpu in hardware.get("gpus") or []) or ("none" if hardware else None)),
+        (
+            "GPU",
+            ", ".join(str(gpu) for gpu in hardware.get("gpus") or [])
+            or ("none" if hardware else None),
+        ),
         ("system", hardware.get("system")),
         ("started", run.meta.get("started_at")),
         ("ended", run.meta.get("finished_at")),
@@ -385,7 +534,11 @@ def config_differences(run: Run, other: Run) -> list[tuple[str, str, str]]:
     keys = [*here, *(key for key in there if key not in here)]
     missing = object()
     return [
-        (key, show(here[key]) if key in here else w.NONE, show(there[key]) if key in there else w.NONE)
+        (
+            key,
+            show(here[key]) if key in here else w.NONE,
+            show(there[key]) if key in there else w.NONE,
+        )
         for key in keys
         if key not in ("name", "out") and here.get(key, missing) != there.get(key, missing)
     ]

@@ -92,16 +92,26 @@ class WandbTracker(ServiceTracker):
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=project, name=name, group=name, dir=str(folder), config=dict(config))
+        self._run = wandb.init(
+            project=project, name=name, group=name, dir=str(folder), config=dict(config)
+        )
 
 
 class TrackioTracker(ServiceTracker):
     """A trackio run, kept on this machine unless trackio is set up otherwise."""
 
-    def __init__(self, project: str, name: str, config: Mapping[str, Any], *, resumed: bool = False) -> None:
+    def __init__(
+        self, project: str, name: str, config: Mapping[str, Any], *, resumed: bool = False
+    ) -> None:
         import trackio
 
-        self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow" if resumed else "never", embed=False)
+        self._run = trackio.init(
+            project=project,
+            name=name,
+            config=dict(config),
+            resume="allow" if resumed else "never",
+            embed=False,
+        )
 
 
 class Tracker(Protocol):
@@ -125,7 +135,9 @@ class TrackerGroup:
         for name, tracker in (trackers or {}).items():
             line: queue.Queue[Figures | None] = queue.Queue(MOST_WAITING)
             self._lines[name] = line
-            self._threads[name] = threading.Thread(target=self._serve, args=(name, tracker, line), name=f"tracker-{name}", daemon=True)
+            self._threads[name] = threading.Thread(
+                target=self._serve, args=(name, tracker, line), name=f"tracker-{name}", daemon=True
+            )
             self._threads[name].start()
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -142,13 +154,21 @@ class TrackerGroup:
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                self._tell(name, f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its steps are left")
+                self._tell(
+                    name,
+                    f"it does not answer, {lines[name].qsize() if name in lines else 'some'} of its steps are left",
+                )
 
-    def _put(self, name: str, figures: Figures | None, line: queue.Queue[Figures | None] | None = None) -> None:
+    def _put(
+        self, name: str, figures: Figures | None, line: queue.Queue[Figures | None] | None = None
+    ) -> None:
         try:
             (line or self._lines[name]).put_nowait(figures)
         except queue.Full:
-            self._tell(name, f"it does not answer, {MOST_WAITING} steps wait for it, later ones are left out")
+            self._tell(
+                name,
+                f"it does not answer, {MOST_WAITING} steps wait for it, later ones are left out",
+            )
 
     def _serve(self, name: str, tracker: Tracker, line: queue.Queue[Figures | None]) -> None:
         while (figures := line.get()) is not None:
@@ -171,7 +191,9 @@ def flatten(values: Mapping[str, Any]) -> dict[str, float]:
     """Numbers only: a list becomes `name/1` to `name/K`; text, nothing, NaN and infinities are left out."""
     flat: dict[str, float] = {}
     for name, given in values.items():
-        value = given.tolist() if hasattr(given, "tolist") else given  # Arrays and tensors, without importing their libraries.
+        value = (
+            given.tolist() if hasattr(given, "tolist") else given
+        )  # Arrays and tensors, without importing their libraries.
         if isinstance(value, Sequence) and not isinstance(value, str):
             flat |= flatten({f"{name}/{index}": item for index, item in enumerate(value, 1)})
         elif isinstance(value, bool | int | float) and math.isfinite(value):
@@ -185,9 +207,15 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 STARTS: dict[str, Callable[[RunConfig, int], Tracker]] = {
-    "tensorboard": lambda config, first_step: TensorBoardTracker(config.run_dir / "tensorboard", first_step),
-    "wandb": lambda config, _: WandbTracker(config.report.project, config.name, config.run_dir, plain(config)),
-    "trackio": lambda config, first_step: TrackioTracker(config.report.project, config.name, plain(config), resumed=first_step > 0),
+    "tensorboard": lambda config, first_step: TensorBoardTracker(
+        config.run_dir / "tensorboard", first_step
+    ),
+    "wandb": lambda config, _: WandbTracker(
+        config.report.project, config.name, config.run_dir, plain(config)
+    ),
+    "trackio": lambda config, first_step: TrackioTracker(
+        config.report.project, config.name, plain(config), resumed=first_step > 0
+    ),
     "ray": lambda config, _: RayTracker(config.name),
 }
 """Name in the configuration -> how it is started; the step is 0, or the one that a resumed run goes on with."""

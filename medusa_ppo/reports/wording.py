@@ -79,11 +79,19 @@ def exact_seconds(value: float | None) -> str:
 def more_time(ratio: float) -> str:
     """A ratio of times, as what it means for whoever waits."""
     percent = round(100 * (ratio - 1))
-    return f"{abs(percent)} % {'less' if percent < 0 else 'more'} time" if percent else "the same time"
+    return (
+        f"{abs(percent)} % {'less' if percent < 0 else 'more'} time" if percent else "the same time"
+    )
 
 
-AGAINST = {"vllm": "vLLM without speculation", "own": "the same engine without drafts", None: "the same without"}
+AGAINST = {
+    "vllm": "vLLM without speculation",
+    "own": "the same engine without drafts",
+    None: "the same without",
+}
 """What rollouts with drafts were timed against."""
 
-FORMATS: dict[str, Callable[[float | None], str]] = {say.__name__: say for say in (length, percent, whole, plain, seconds)}
+FORMATS: dict[str, Callable[[float | None], str]] = {
+    say.__name__: say for say in (length, percent, whole, plain, seconds)
+}
 """Those of charts, by name."""

@@ -73,10 +73,17 @@ def response_rounds(
     first_seed = sampling.seed or 0
     while (tokens < max_tokens) if max_tokens else (number * per_round < len(prompts)):
         start = number * per_round
-        picked = take_prompts(prompts, start, per_round) if max_tokens else prompts[start : start + per_round]
+        picked = (
+            take_prompts(prompts, start, per_round)
+            if max_tokens
+            else prompts[start : start + per_round]
+        )
         rollouts = engine.generate(picked, replace(sampling, seed=first_seed + number))
         tokens, number = tokens + rollouts.generated_tokens, number + 1
-        advance(rollouts.generated_tokens if max_tokens else len(picked), f"{rollouts.tokens_per_s:.0f} tokens/s")
+        advance(
+            rollouts.generated_tokens if max_tokens else len(picked),
+            f"{rollouts.tokens_per_s:.0f} tokens/s",
+        )
         yield rollouts
 
 
@@ -87,11 +94,15 @@ def samples_of(rounds: Iterable[Rollouts]) -> list[Sample]:
         for response in rollouts.responses:
             if response.token_ids:
                 prompt = tuple(rollouts.prompts[response.prompt_index])
-                samples.append(response_sample(prompt, tuple(response.token_ids), tuple(response.logprobs)))
+                samples.append(
+                    response_sample(prompt, tuple(response.token_ids), tuple(response.logprobs))
+                )
     return number_prompts(samples)
 
 
-def response_sample(prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tuple[float, ...] | None) -> Sample:
+def response_sample(
+    prompt: tuple[int, ...], response: tuple[int, ...], logprobs: tuple[float, ...] | None
+) -> Sample:
     """A response behind its prompt, not numbered yet."""
     return Sample(prompt + response, ((len(prompt), len(prompt) + len(response)),), 0, logprobs)
 
@@ -99,10 +110,15 @@ def response_sample(prompt: tuple[int, ...], response: tuple[int, ...], logprobs
 def number_prompts(samples: Sequence[Sample]) -> list[Sample]:
     """Responses with the same number for the same prompt, whatever round they come from."""
     numbers: dict[tuple[int, ...], int] = {}
-    return [replace(sample, prompt=numbers.setdefault(sample.ids[: sample.spans[0][0]], len(numbers))) for sample in samples]
+    return [
+        replace(sample, prompt=numbers.setdefault(sample.ids[: sample.spans[0][0]], len(numbers)))
+        for sample in samples
+    ]
 
 
-def samples_from_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int) -> list[Sample]:
+def samples_from_texts(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
+) -> list[Sample]:
     """Full texts: the first token is given, everything after it counts as written. Long texts become windows of `max_length` tokens.
 
     Args:
@@ -113,17 +129,29 @@ def samples_from_texts(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase,
     """
     windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
-    return take_samples(windows, max_tokens, "No text is long enough to train on.", "texts", **nothing)
+    return take_samples(
+        windows, max_tokens, "No text is long enough to train on.", "texts", **nothing
+    )
 
 
-def _windows(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int) -> list[Sample]:
+def _windows(
+    text: str, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+) -> list[Sample]:
     ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
     # The first token of a window was the last one of the window before.
     windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
     return [Sample(window, ((1, len(window)),), number) for window in windows]
 
 
-def take_samples(rows: Iterable[list[Sample]], max_tokens: int, problem: str, what: str, *, expected: str, do: str) -> list[Sample]:
+def take_samples(
+    rows: Iterable[list[Sample]],
+    max_tokens: int,
+    problem: str,
+    what: str,
+    *,
+    expected: str,
+    do: str,
+) -> list[Sample]:
     """The samples of one row after the other, until so many written tokens are there (0: all); DataError when there are none."""
     samples: list[Sample] = []
     tokens = seen = 0
@@ -138,7 +166,9 @@ def take_samples(rows: Iterable[list[Sample]], max_tokens: int, problem: str, wh
     return samples
 
 
-def split_samples(samples: Sequence[Sample], fraction: float, most_tokens: int, seed: int) -> tuple[list[Sample], list[Sample]]:
+def split_samples(
+    samples: Sequence[Sample], fraction: float, most_tokens: int, seed: int
+) -> tuple[list[Sample], list[Sample]]:
     """Training samples and held-out ones; no prompt is in both.
 
     Args:
@@ -151,13 +181,20 @@ def split_samples(samples: Sequence[Sample], fraction: float, most_tokens: int, 
     prompts = sorted({sample.prompt for sample in samples})
     if len(prompts) < 2:
         given = f"{len(samples)} responses, 1 prompt"
-        raise DataError("Too few prompts to keep some out of training.", given=given, expected="2 prompts", do="Give more.")
+        raise DataError(
+            "Too few prompts to keep some out of training.",
+            given=given,
+            expected="2 prompts",
+            do="Give more.",
+        )
     written: dict[int, int] = dict.fromkeys(prompts, 0)
     for sample in samples:
         written[sample.prompt] += sample.written
     held: set[int] = set()
     tokens = 0
-    for index in torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist():
+    for index in torch.randperm(
+        len(prompts), generator=torch.Generator().manual_seed(seed)
+    ).tolist():
         if held and (len(held) >= math.floor(fraction * len(prompts)) or tokens >= most_tokens):
             break
         held.add(prompts[index])
@@ -170,10 +207,16 @@ def split_samples(samples: Sequence[Sample], fraction: float, most_tokens: int, 
 
 def is_chat(value: object) -> bool:
     """Whether a field of a row holds messages: a list of {role, content}."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
 
 
-def samples_from_chats(chats: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int) -> list[Sample]:
+def samples_from_chats(
+    chats: Iterable[Messages], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
+) -> list[Sample]:
     """Conversations: only the assistant's turns (the token that ends each included) count as written.
 
     Args:
@@ -185,13 +228,30 @@ def samples_from_chats(chats: Iterable[Messages], tokenizer: PreTrainedTokenizer
         DataError: a row is no list of messages, the template refuses it, or nowhere does an assistant say anything.
     """
     check_template(tokenizer)
-    every = (_conversation(messages, tokenizer, max_length, number) for number, messages in enumerate(chats))
-    nothing = {"expected": "messages of the role assistant", "do": "Add --respond, so that the model writes the answers itself."}
-    return take_samples(every, max_tokens, "No conversation has an assistant's turn to train on.", "conversations", **nothing)
+    every = (
+        _conversation(messages, tokenizer, max_length, number)
+        for number, messages in enumerate(chats)
+    )
+    nothing = {
+        "expected": "messages of the role assistant",
+        "do": "Add --respond, so that the model writes the answers itself.",
+    }
+    return take_samples(
+        every,
+        max_tokens,
+        "No conversation has an assistant's turn to train on.",
+        "conversations",
+        **nothing,
+    )
 
 
-def _conversation(messages: Messages, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int) -> list[Sample]:
-    samples = [_chat_sample(text, turns, tokenizer, max_length, number) for text, turns in _written_turns(messages, tokenizer, number)]
+def _conversation(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+) -> list[Sample]:
+    samples = [
+        _chat_sample(text, turns, tokenizer, max_length, number)
+        for text, turns in _written_turns(messages, tokenizer, number)
+    ]
     return [sample for sample in samples if sample is not None]
 
 
@@ -219,22 +279,32 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _written_turns(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> list[tuple[str, list[tuple[int, int]]]]:
+def _written_turns(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int
+) -> list[tuple[str, list[tuple[int, int]]]]:
     """Texts with the places (in characters) of what the assistant wrote.
 
     One text holds all turns, unless the template shows a turn otherwise once more messages follow (some drop earlier reasoning): then the
     turn stands in a text of its own, as the model wrote it.
     """
     if not is_chat(messages):
-        given, expected = f"row {number}: {messages!r:.120}", "a list of messages with role and content"
-        raise DataError("A row is no conversation.", given=given, expected=expected, do="Name another --column.")
+        given, expected = (
+            f"row {number}: {messages!r:.120}",
+            "a list of messages with role and content",
+        )
+        raise DataError(
+            "A row is no conversation.", given=given, expected=expected, do="Name another --column."
+        )
     whole = _render(messages, tokenizer, number)
     together: list[tuple[int, int]] = []
     alone = []
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before, after = _render(messages[:index], tokenizer, number, answer=True), _render(messages[: index + 1], tokenizer, number)
+        before, after = (
+            _render(messages[:index], tokenizer, number, answer=True),
+            _render(messages[: index + 1], tokenizer, number),
+        )
         # A generation prompt can say more than the turn does in the end (an opening tag for reasoning): the common part was given.
         turn = (_common_prefix(before, after), len(after))
         if whole.startswith(after):
@@ -250,11 +320,17 @@ def _common_prefix(left: str, right: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def _render(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False) -> str:
+def _render(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int, *, answer: bool = False
+) -> str:
     if not messages:
         return ""
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer
+            )
+        )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             "The chat template refuses a conversation.",
@@ -265,11 +341,20 @@ def _render(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int,
 
 
 def _chat_sample(
-    text: str, turns: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+    text: str,
+    turns: list[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    number: int,
 ) -> Sample | None:
     """Tokens of a text, and the stretches of them that lie in the turns."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False)
-    ids, starts = tuple(encoded["input_ids"][:max_length]), [start for start, _ in encoded["offset_mapping"][:max_length]]
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+    )
+    ids, starts = (
+        tuple(encoded["input_ids"][:max_length]),
+        [start for start, _ in encoded["offset_mapping"][:max_length]],
+    )
     spans = []
     for begin, end in turns:
         inside = [i for i, start in enumerate(starts) if begin <= start < end and i > 0]
@@ -285,7 +370,9 @@ def _chat_sample(
 # ---- rollouts of a run ---------------------------------------------------------------------------------------------------------------
 
 
-def samples_from_rollouts(rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int) -> list[Sample]:
+def samples_from_rollouts(
+    rows: Iterable[Row], vocab_size: int, context: int, temperature: float, max_tokens: int
+) -> list[Sample]:
     """One sample per row, the last rows first: they are of the newest policy. Empty responses teach nothing and are left out.
 
     Args:
@@ -300,12 +387,21 @@ def samples_from_rollouts(rows: Iterable[Row], vocab_size: int, context: int, te
         DataError: no usable row, ids or log-probs that are none, a row sampled in another way.
     """
     newest_first = reversed(list(enumerate(rows)))
-    found = (_rollout(row, number, vocab_size, context, temperature) for number, row in newest_first)
-    nothing = {"expected": f"prompts and responses of 1 to {context} tokens together", "do": "Check --data."}
-    return number_prompts(take_samples(found, max_tokens, "No rollout is usable.", "rows", **nothing))
+    found = (
+        _rollout(row, number, vocab_size, context, temperature) for number, row in newest_first
+    )
+    nothing = {
+        "expected": f"prompts and responses of 1 to {context} tokens together",
+        "do": "Check --data.",
+    }
+    return number_prompts(
+        take_samples(found, max_tokens, "No rollout is usable.", "rows", **nothing)
+    )
 
 
-def _rollout(row: Row, number: int, vocab_size: int, context: int, temperature: float) -> list[Sample]:
+def _rollout(
+    row: Row, number: int, vocab_size: int, context: int, temperature: float
+) -> list[Sample]:
     prompt, response = (_ids(row, name, number, vocab_size) for name in (PROMPT_IDS, RESPONSE_IDS))
     _check_sampling(row, number, temperature)
     if not prompt or not response or len(prompt) + len(response) > context:
@@ -315,7 +411,9 @@ def _rollout(row: Row, number: int, vocab_size: int, context: int, temperature: 
 
 def _ids(row: Row, name: str, number: int, vocab_size: int) -> tuple[int, ...]:
     found = row.get(name)
-    if not isinstance(found, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in found):
+    if not isinstance(found, list) or not all(
+        isinstance(i, int) and 0 <= i < vocab_size for i in found
+    ):
         raise _bad(row, name, number, f"a list of token ids below {vocab_size}")
     return tuple(found)
 
@@ -324,7 +422,11 @@ def _logprobs(row: Row, number: int, length: int) -> tuple[float, ...] | None:
     found = row.get(LOGPROBS)
     if found is None:
         return None
-    if not isinstance(found, list) or len(found) != length or not all(isinstance(p, float | int) and p <= 0 for p in found):
+    if (
+        not isinstance(found, list)
+        or len(found) != length
+        or not all(isinstance(p, float | int) and p <= 0 for p in found)
+    ):
         raise _bad(row, LOGPROBS, number, f"{length} numbers, none above 0")
     return tuple(float(p) for p in found)
 
@@ -342,5 +444,8 @@ def _check_sampling(row: Row, number: int, temperature: float) -> None:
 
 def _bad(row: Row, name: str, number: int, expected: str) -> DataError:
     return DataError(
-        f"A rollout's {name} can't be used.", given=f"row {number}: {row.get(name)!r:.80}", expected=expected, do="Correct the data."
+        f"A rollout's {name} can't be used.",
+        given=f"row {number}: {row.get(name)!r:.80}",
+        expected=expected,
+        do="Correct the data.",
     )

@@ -48,7 +48,9 @@ def cosine_schedule(steps: int) -> Callable[[int], float]:
 
     def factor(step: int) -> float:
         warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-        return warm * max(LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps))))
+        return warm * max(
+            LAST_FACTOR, 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
+        )
 
     return factor
 
@@ -63,7 +65,13 @@ class Worker:
     """
 
     def __init__(
-        self, options: TrainOptions, training: list[Sample], held_out: list[Sample], *, rank: int = 0, team: Meeting | None = None
+        self,
+        options: TrainOptions,
+        training: list[Sample],
+        held_out: list[Sample],
+        *,
+        rank: int = 0,
+        team: Meeting | None = None,
     ) -> None:
         """
         Args:
@@ -84,7 +92,9 @@ class Worker:
         self._trainer = HeadsTrainer(
             MedusaHeads(options.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])),
             lm_head_VD,
-            CompanionConfig(**shared, batch_positions=options.batch_positions * options.accumulate, epochs=1),
+            CompanionConfig(
+                **shared, batch_positions=options.batch_positions * options.accumulate, epochs=1
+            ),
             options.seed,
             micro_positions=options.batch_positions,
             embedding_VD=embedding_VD,
@@ -112,7 +122,9 @@ class Worker:
         """
         if self._team is not None:
             # Only the first worker's state is saved: the others' order of positions must follow from the part alone.
-            self._trainer.generator.manual_seed(((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63)
+            self._trainer.generator.manual_seed(
+                ((self._options.seed * 1_000_003 + number) * 1_009 + self._rank) % 2**63
+            )
         batch = self._states.batch(dealt[self._rank])
         return self._trainer.train_batch(batch), int(batch.response_ids_M.numel())
 
@@ -132,7 +144,13 @@ class Worker:
         assert self._holdout is not None, "only the first worker judges"
         heads, trainer = copy.deepcopy(self._trainer.heads), self._trainer
         served = Served(self._options.draft_temperature)
-        fit_temperatures(heads, self._holdout, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD, served=served)
+        fit_temperatures(
+            heads,
+            self._holdout,
+            trainer.lm_head_VD,
+            embedding_VD=trainer.embedding_VD,
+            served=served,
+        )
         return heads.cpu()
 
     def state_dict(self) -> State:
@@ -142,7 +160,9 @@ class Worker:
         self._trainer.load_state_dict(state)
 
 
-def deal_parts(groups: int, parts: int, workers: int, seed: int, epoch: int) -> list[list[list[int]]]:
+def deal_parts(
+    groups: int, parts: int, workers: int, seed: int, epoch: int
+) -> list[list[list[int]]]:
     """The groups of each part of an epoch, by worker: a function of seed and epoch alone.
 
     A worker always has the same groups, so that its cache holds what it needs; each epoch has them in a new order.
@@ -151,12 +171,21 @@ def deal_parts(groups: int, parts: int, workers: int, seed: int, epoch: int) -> 
     shares = []
     for rank in range(workers):
         own = torch.arange(rank, groups, workers)
-        shares.append([part.tolist() for part in own[torch.randperm(own.numel(), generator=generator)].tensor_split(parts)])
+        shares.append(
+            [
+                part.tolist()
+                for part in own[torch.randperm(own.numel(), generator=generator)].tensor_split(
+                    parts
+                )
+            ]
+        )
     return [[share[part] for share in shares] for part in range(parts)]
 
 
 @contextmanager
-def running_workers(options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> Iterator[Worker | Workers]:
+def running_workers(
+    options: TrainOptions, training: list[Sample], held_out: list[Sample]
+) -> Iterator[Worker | Workers]:
     """One worker in this process, or several in processes of their own, for the time of the block."""
     if options.workers == 1:
         yield Worker(options, training, held_out)
@@ -182,7 +211,9 @@ class WorkerHost:
         self._meeting = Meeting.open(ray.util.get_node_ip_address(), self._size)
         return self._meeting.place
 
-    def start(self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
+    def start(
+        self, place: Place, options: TrainOptions, training: list[Sample], held_out: list[Sample]
+    ) -> None:
         self._meeting = (self._meeting or Meeting(place.seen_by(self._rank))).join()
         self._worker = Worker(options, training, held_out, rank=self._rank, team=self._meeting)
 
@@ -195,7 +226,9 @@ class WorkerHost:
 class Workers:
     """Several workers that look like one; attributes as `Worker`."""
 
-    def __init__(self, options: TrainOptions, training: list[Sample], held_out: list[Sample]) -> None:
+    def __init__(
+        self, options: TrainOptions, training: list[Sample], held_out: list[Sample]
+    ) -> None:
         size = options.workers
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -203,11 +236,23 @@ class Workers:
         self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
         place = self._get(self._hosts[0].meet_here.remote())
         shared = ray.put(training)
-        self._get([host.start.remote(place, options, shared, held_out if not rank else []) for rank, host in enumerate(self._hosts)])
-        self.groups, self.tokens, self.lm_head_VD = (self._first(name) for name in ("groups", "tokens", "lm_head_VD"))
+        self._get(
+            [
+                host.start.remote(place, options, shared, held_out if not rank else [])
+                for rank, host in enumerate(self._hosts)
+            ]
+        )
+        self.groups, self.tokens, self.lm_head_VD = (
+            self._first(name) for name in ("groups", "tokens", "lm_head_VD")
+        )
         if self.groups < size:
             expected = f"at most {self.groups}"
-            raise ConfigError("There is too little text for so many workers.", given=size, expected=expected, do="Use fewer --workers.")
+            raise ConfigError(
+                "There is too little text for so many workers.",
+                given=size,
+                expected=expected,
+                do="Use fewer --workers.",
+            )
 
     @property
     def parts(self) -> int:

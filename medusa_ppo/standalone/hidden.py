@@ -53,7 +53,9 @@ class HiddenStates:
         forwards: groups computed so far.
     """
 
-    def __init__(self, reader: HiddenReader, samples: Sequence[Sample], cache_bytes: int, seed: int) -> None:
+    def __init__(
+        self, reader: HiddenReader, samples: Sequence[Sample], cache_bytes: int, seed: int
+    ) -> None:
         """
         Args:
             reader: computes the states.
@@ -67,7 +69,9 @@ class HiddenStates:
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
         total = sum(len(sample.ids) for sample in samples)
         size = max(1, min(GROUP_TOKENS, -(-total // LEAST_GROUPS)))
-        self.groups = [[order[i] for i in group] for group in _cut([len(samples[i].ids) for i in order], size)]
+        self.groups = [
+            [order[i] for i in group] for group in _cut([len(samples[i].ids) for i in order], size)
+        ]
         self.cached_bytes = 0
         self.forwards = 0
 
@@ -83,7 +87,9 @@ class HiddenStates:
     def _group(self, number: int) -> RolloutBatch:
         if number in self._kept:
             return self._kept[number]
-        batch = RolloutBatch.join(self._reader.read([self._samples[i] for i in self.groups[number]]))
+        batch = RolloutBatch.join(
+            self._reader.read([self._samples[i] for i in self.groups[number]])
+        )
         self.forwards += 1
         # Groups stay once they are in: every epoch asks for each of them, and throwing out the oldest would throw out every one in turn.
         if self.cached_bytes + batch.nbytes <= self._room:
@@ -95,7 +101,9 @@ class HiddenStates:
 class HiddenReader:
     """Reads hidden states off a model's own forward pass: packed rows where the model keeps them apart, else padded ones."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, dtype: torch.dtype | None = None
+    ) -> None:
         """
         Args:
             model: the actor, on the device where it is to run.
@@ -114,17 +122,33 @@ class HiddenReader:
         """One batch per sample, on the CPU."""
         longest = max(len(sample.ids) for sample in samples)
         needs_logits = any(sample.logprobs is None for sample in samples)
-        limit = max(longest, min(GROUP_TOKENS, LOGIT_ELEMENTS // self._sizes.vocab_size if needs_logits else GROUP_TOKENS))
+        limit = max(
+            longest,
+            min(
+                GROUP_TOKENS,
+                LOGIT_ELEMENTS // self._sizes.vocab_size if needs_logits else GROUP_TOKENS,
+            ),
+        )
         context = getattr(self._sizes, "max_position_embeddings", None) or ROW_TOKENS
         width = max(longest, min(ROW_TOKENS, limit, context))
-        rows = _pack([len(s.ids) for s in samples], width) if self.packed else _one_each([len(s.ids) for s in samples])
+        rows = (
+            _pack([len(s.ids) for s in samples], width)
+            if self.packed
+            else _one_each([len(s.ids) for s in samples])
+        )
         found: dict[int, RolloutBatch] = {}
         widths = [_width(row, samples) for row in rows]
         for part in _cut(widths, limit, padded=True):
             self._run([rows[i] for i in part], samples, needs_logits, found)
         return [found[i] for i in range(len(samples))]
 
-    def _run(self, rows: Sequence[Row], samples: Sequence[Sample], needs_logits: bool, found: dict[int, RolloutBatch]) -> None:
+    def _run(
+        self,
+        rows: Sequence[Row],
+        samples: Sequence[Sample],
+        needs_logits: bool,
+        found: dict[int, RolloutBatch],
+    ) -> None:
         width = max(_width(row, samples) for row in rows)
         ids_BT = torch.zeros(len(rows), width, dtype=torch.int64)
         # What stays empty at a row's end are sequences of one token, at position 0: nobody looks there.
@@ -137,12 +161,21 @@ class HiddenReader:
         hidden_BTD, logits_BTV = self._forward(ids_BT, positions_BT, needs_logits)
         for b, row in enumerate(rows):
             for i, start in row:
-                found[i] = self._sequence(samples[i], hidden_BTD[b], None if logits_BTV is None else logits_BTV[b], start)
+                found[i] = self._sequence(
+                    samples[i], hidden_BTD[b], None if logits_BTV is None else logits_BTV[b], start
+                )
 
-    def _sequence(self, sample: Sample, hidden_TD: torch.Tensor, logits_TV: torch.Tensor | None, start: int) -> RolloutBatch:
+    def _sequence(
+        self, sample: Sample, hidden_TD: torch.Tensor, logits_TV: torch.Tensor | None, start: int
+    ) -> RolloutBatch:
         """Cut a sample's written tokens out of its row; the state before a token predicts it."""
-        ids_M = torch.tensor([token for first, end in sample.spans for token in sample.ids[first:end]], dtype=torch.int64)
-        rows_M = torch.cat([torch.arange(start + first - 1, start + end - 1) for first, end in sample.spans]).to(hidden_TD.device)
+        ids_M = torch.tensor(
+            [token for first, end in sample.spans for token in sample.ids[first:end]],
+            dtype=torch.int64,
+        )
+        rows_M = torch.cat(
+            [torch.arange(start + first - 1, start + end - 1) for first, end in sample.spans]
+        ).to(hidden_TD.device)
         if sample.logprobs is not None:
             logprobs_M = torch.tensor(sample.logprobs, dtype=torch.float32)
         else:
@@ -152,7 +185,14 @@ class HiddenReader:
         lengths_S = torch.tensor([end - first for first, end in sample.spans], dtype=torch.int64)
         prompts_S = torch.full_like(lengths_S, sample.prompt)
         hidden_MD = hidden_TD[rows_M].to("cpu", self._dtype)
-        return RolloutBatch(hidden_MD, ids_M, logprobs_M, lengths_S, temperature=self._temperature, prompts_S=prompts_S)
+        return RolloutBatch(
+            hidden_MD,
+            ids_M,
+            logprobs_M,
+            lengths_S,
+            temperature=self._temperature,
+            prompts_S=prompts_S,
+        )
 
     def _forward(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor | None, needs_logits: bool
@@ -165,7 +205,9 @@ class HiddenReader:
         if positions_BT is not None and "position_ids" in self._accepts:
             positions["position_ids"] = positions_BT.to(self._model.device)
         with HiddenTap(self._model) as tap:
-            logits_BTV = self._model(input_ids=ids_BT.to(self._model.device), **positions, **options).logits
+            logits_BTV = self._model(
+                input_ids=ids_BT.to(self._model.device), **positions, **options
+            ).logits
         return tap.hidden_BTD, logits_BTV if needs_logits else None
 
     @torch.no_grad()

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from heads.errors import ConfigError, DataError
 from heads.modules import MedusaHeads
@@ -130,28 +136,49 @@ def read_scene(
         ModelError, DataError: see `load_tokenizer`, `load_rows` and `find_source`.
     """
     check_one_way(template, column)
-    rows: Iterable[Row] = iter(islice(stream_rows(data), limit or None)) if streamed_rows else _load(data, limit, bool(template or column))
+    rows: Iterable[Row] = (
+        iter(islice(stream_rows(data), limit or None))
+        if streamed_rows
+        else _load(data, limit, bool(template or column))
+    )
     first = next(iter(rows), None)
     if first is None:
-        raise DataError("The data holds no rows.", given=data, expected="at least one row", do="Check the file and the split.")
+        raise DataError(
+            "The data holds no rows.",
+            given=data,
+            expected="at least one row",
+            do="Check the file and the split.",
+        )
     if streamed_rows:
         rows = chain([first], rows)
     source = find_source(first, template, column, respond)
     tokenizer = load_tokenizer(model)
-    context = int(getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None) or DEFAULT_CONTEXT)
+    context = int(
+        getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+        or DEFAULT_CONTEXT
+    )
     if source.kind != "prompts":
         return Scene(tokenizer, rows, source, [], [], context, 0)
     rows = list(islice(rows, streamed_rows or None))
     longest = min(MAX_PROMPT_TOKENS, context - max_new_tokens)
     if longest < 1:
         given, expected = f"--max-new-tokens {max_new_tokens}", f"less than {context}"
-        raise DataError("No room for a prompt.", given=given, expected=expected, do="Ask for fewer tokens.")
+        raise DataError(
+            "No room for a prompt.", given=given, expected=expected, do="Ask for fewer tokens."
+        )
     every = _tokenized(rows, template, source.column, tokenizer)
     kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= longest]
     if not kept:
         given, expected = f"{len(every)} prompts", f"1 to {longest} tokens each"
-        raise DataError("No prompt is usable.", given=given, expected=expected, do="Check --template and --data.")
-    return Scene(tokenizer, rows, source, [every[i] for i in kept], kept, context, len(every) - len(kept))
+        raise DataError(
+            "No prompt is usable.",
+            given=given,
+            expected=expected,
+            do="Check --template and --data.",
+        )
+    return Scene(
+        tokenizer, rows, source, [every[i] for i in kept], kept, context, len(every) - len(kept)
+    )
 
 
 def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
@@ -167,7 +194,12 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
         return Source("prompts", PROMPT_IDS) if respond else Source("rollouts")
     found = column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
     if not found:
-        raise DataError("Say where the text comes from.", given=f"columns {', '.join(row)}", expected=WAYS, do="Give one of them.")
+        raise DataError(
+            "Say where the text comes from.",
+            given=f"columns {', '.join(row)}",
+            expected=WAYS,
+            do="Give one of them.",
+        )
     require_column([row], found)
     if not column and found == PROMPT:
         return Source("prompts", found)
@@ -178,7 +210,12 @@ def check_one_way(template: str, column: str) -> None:
     """Raises DataError when both are given; said before anything is read."""
     if template and column:
         given = f"--template {template!r}, --column {column!r}"
-        raise DataError("Say where the text comes from, in one way.", given=given, expected=WAYS, do="Give one of the two.")
+        raise DataError(
+            "Say where the text comes from, in one way.",
+            given=given,
+            expected=WAYS,
+            do="Give one of the two.",
+        )
 
 
 def _load(data: str, limit: int, said: bool) -> list[Row]:
@@ -191,7 +228,9 @@ def _load(data: str, limit: int, said: bool) -> list[Row]:
         raise DataError(error.problem, given=error.given, expected=error.expected, do=do) from error
 
 
-def _tokenized(rows: Sequence[Row], template: str, column: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+def _tokenized(
+    rows: Sequence[Row], template: str, column: str, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
     if column == PROMPT_IDS:
         return [tuple(row[column]) for row in rows]
     if column and is_chat(rows[0].get(column)):
@@ -202,7 +241,9 @@ def _tokenized(rows: Sequence[Row], template: str, column: str, tokenizer: PreTr
     return [tuple(ids) for ids in tokenizer(texts).input_ids]
 
 
-def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, sequences: int = 64) -> EngineConfig:
+def engine_config(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, sequences: int = 64
+) -> EngineConfig:
     """An engine just large enough for these prompts."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     return EngineConfig(
@@ -214,7 +255,9 @@ def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, sequenc
 
 
 @contextmanager
-def running_engine(model: str, heads_path: str, config: EngineConfig, seed: int) -> Iterator[RolloutEngine]:
+def running_engine(
+    model: str, heads_path: str, config: EngineConfig, seed: int
+) -> Iterator[RolloutEngine]:
     """An engine in a Ray actor of a local Ray, for the time of the block. Both are gone afterwards, come what may."""
     with local_ray(), make_engine(model, heads_path, config, seed) as engine:
         yield engine
@@ -226,7 +269,9 @@ def out_folder(out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         given, do = f"{out}: {error.strerror}", "Choose another --out."
-        raise DataError("The output folder can't be made.", given=given, expected="a writable folder", do=do) from None
+        raise DataError(
+            "The output folder can't be made.", given=given, expected="a writable folder", do=do
+        ) from None
     return out
 
 
@@ -237,7 +282,12 @@ def train_scene(options: TrainOptions) -> Scene:
         ConfigError, ModelError, DataError: unusable options, model, data, template or column.
     """
     if options.dtype not in DTYPES or options.dtype == "float16":
-        raise ConfigError("Unknown dtype.", given=options.dtype, expected="float32 | bfloat16", do="Correct --dtype.")
+        raise ConfigError(
+            "Unknown dtype.",
+            given=options.dtype,
+            expected="float32 | bfloat16",
+            do="Correct --dtype.",
+        )
     return read_scene(
         options.model,
         options.data,
@@ -245,7 +295,9 @@ def train_scene(options: TrainOptions) -> Scene:
         options.max_new_tokens,
         column=options.column,
         respond=options.respond,
-        streamed_rows=max(PROMPTS_PER_ROUND, options.max_train_tokens // STREAMED_SHARE) if options.streaming else 0,
+        streamed_rows=max(PROMPTS_PER_ROUND, options.max_train_tokens // STREAMED_SHARE)
+        if options.streaming
+        else 0,
     )
 
 
@@ -266,23 +318,47 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
     rate = _measured_rate(compute)
     collect_s, train_s = _estimate(options, model, actor, parameters, share, rate)
-    source = f"{len(scene.prompts)} prompts, responses by the model" if scene.prompts else f"column {scene.source.column!r}"
+    source = (
+        f"{len(scene.prompts)} prompts, responses by the model"
+        if scene.prompts
+        else f"column {scene.source.column!r}"
+    )
     return [
-        ("model", f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size}, {actor / 1e6:.1f} M parameters)"),
+        (
+            "model",
+            f"{options.model} (hidden {model.hidden_size}, vocabulary {model.vocab_size}, {actor / 1e6:.1f} M parameters)",
+        ),
         ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
         ("model in memory", f"{_mib(actor * compute.itemsize)}"),
         ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
-        ("hidden states", f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them kept between epochs"),
+        (
+            "hidden states",
+            f"{_mib(hidden_bytes)} for {options.max_train_tokens} tokens, {_mib(kept)} of them kept between epochs",
+        ),
         ("source", f"{source} ({scene.source.kind})"),
         ("optimizer steps", f"{steps} of {options.step_positions} positions"),
-        ("matrix rate here", f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now"),
-        ("hidden states take", f"at least {seconds(collect_s)}" + (", after the writing of the responses" if scene.prompts else "")),
+        (
+            "matrix rate here",
+            f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now",
+        ),
+        (
+            "hidden states take",
+            f"at least {seconds(collect_s)}"
+            + (", after the writing of the responses" if scene.prompts else ""),
+        ),
         ("training takes", f"at least {seconds(train_s)} (the matrix products alone)"),
         ("output", str(options.out)),
     ]
 
 
-def _estimate(options: TrainOptions, model: PretrainedConfig, actor: int, parameters: int, kept: float, rate: float) -> tuple[float, float]:
+def _estimate(
+    options: TrainOptions,
+    model: PretrainedConfig,
+    actor: int,
+    parameters: int,
+    kept: float,
+    rate: float,
+) -> tuple[float, float]:
     """Seconds of the first forward pass and of the training: the products that can't be left out, at the measured rate."""
     tokens = options.max_train_tokens
     forward = 2.0 * actor

@@ -49,7 +49,15 @@ from medusa_ppo.standalone.collect import (
     split_samples,
 )
 from medusa_ppo.standalone.data_parallel import Worker, Workers, deal_parts, running_workers
-from medusa_ppo.standalone.scene import MAX_TEXT_TOKENS, Scene, compute_dtype, engine_config, out_folder, running_engine, train_scene
+from medusa_ppo.standalone.scene import (
+    MAX_TEXT_TOKENS,
+    Scene,
+    compute_dtype,
+    engine_config,
+    out_folder,
+    running_engine,
+    train_scene,
+)
 from medusa_ppo.types import Sampling
 
 LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
@@ -79,7 +87,9 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     """
     resume = ResumeFolder(options.out, options)
     if resume.found:
-        progress.say(f"Going on with the interrupted training in {options.out} (--fresh begins anew)")
+        progress.say(
+            f"Going on with the interrupted training in {options.out} (--fresh begins anew)"
+        )
     options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
     samples = resume.samples()
     if samples is None:
@@ -88,11 +98,15 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         resume.begin()
         samples = gather_samples(options, scene, resume, progress)
     if compute_dtype(options.dtype) != DTYPES[options.dtype]:
-        progress.say(f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32")
+        progress.say(
+            f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are float32"
+        )
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
     progress.say("Reading the hidden states of the holdout ...")
     with running_workers(options, training, held_out) as worker:
-        progress.say(f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out")
+        progress.say(
+            f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)} held out"
+        )
         run = _Run(options, worker, resume)
         try:
             with StopSignals():  # Anew: Ray and vLLM have put their own handlers, and a SIGTERM would end the process unsaved.
@@ -103,7 +117,9 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     return run.best
 
 
-def gather_samples(options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
+def gather_samples(
+    options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
+) -> list[Sample]:
     """All samples; saved, so that an interrupted training goes on with the same ones."""
     most, context = options.max_train_tokens, min(scene.context, MAX_TEXT_TOKENS)
     if scene.source.kind == "prompts":
@@ -112,14 +128,20 @@ def gather_samples(options: TrainOptions, scene: Scene, resume: ResumeFolder, pr
         samples = samples_from_chats(scene.texts, scene.tokenizer, context, most)
     elif scene.source.kind == "rollouts":
         vocab_size = AutoConfig.from_pretrained(options.model).get_text_config().vocab_size
-        samples = samples_from_rollouts(scene.rows, vocab_size, scene.context, options.temperature, most)
+        samples = samples_from_rollouts(
+            scene.rows, vocab_size, scene.context, options.temperature, most
+        )
     else:
-        samples = samples_from_texts((str(text) for text in scene.texts), scene.tokenizer, context, most)
+        samples = samples_from_texts(
+            (str(text) for text in scene.texts), scene.tokenizer, context, most
+        )
     resume.save_samples(samples)
     return samples
 
 
-def _responses(options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress) -> list[Sample]:
+def _responses(
+    options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
+) -> list[Sample]:
     if scene.skipped:
         progress.say(f"{scene.skipped} prompts are too long and left out")
     rounds = resume.rounds()
@@ -127,13 +149,22 @@ def _responses(options: TrainOptions, scene: Scene, resume: ResumeFolder, progre
     if rounds:
         progress.say(f"{tokens} tokens of responses are there already")
     if tokens < options.max_train_tokens:
-        sampling = Sampling(temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=options.seed)
+        sampling = Sampling(
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+        )
         progress.say("Starting the engine ...")
         config = engine_config(scene.prompts, options.max_new_tokens)
         with running_engine(options.model, "", config, options.seed) as engine:
             with progress.phase("Writing responses", options.max_train_tokens - tokens) as advance:
-                most, done = options.max_train_tokens, {"rounds_done": len(rounds), "tokens_done": tokens}
-                for rollouts in response_rounds(engine, scene.prompts, sampling, most, advance, **done):
+                most, done = (
+                    options.max_train_tokens,
+                    {"rounds_done": len(rounds), "tokens_done": tokens},
+                )
+                for rollouts in response_rounds(
+                    engine, scene.prompts, sampling, most, advance, **done
+                ):
                     rounds.append(samples_of([rollouts]))
                     resume.save_round(len(rounds) - 1, rounds[-1])
     return number_prompts([sample for part in rounds for sample in part])
@@ -142,9 +173,13 @@ def _responses(options: TrainOptions, scene: Scene, resume: ResumeFolder, progre
 class _Run:
     """One training: who does it, where it stands, and its log."""
 
-    def __init__(self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder) -> None:
+    def __init__(
+        self, options: TrainOptions, worker: Worker | Workers, resume: ResumeFolder
+    ) -> None:
         self._options, self._worker, self._resume = options, worker, resume
-        wanted = max(LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers)))
+        wanted = max(
+            LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
+        )
         self._parts = min(worker.groups // options.workers, wanted)
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
@@ -155,7 +190,9 @@ class _Run:
             state, self.position = saved
             worker.load_state_dict(state)
             self._lines = _read_log(self._log, self.position.parts)
-        self._log.write_text("".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8")
+        self._log.write_text(
+            "".join(json.dumps(line) + "\n" for line in self._lines), encoding="utf-8"
+        )
 
     @property
     def best(self) -> Line:
@@ -164,7 +201,10 @@ class _Run:
     def train(self, progress: OfflineProgress) -> None:
         """All parts that are left, or until the time is up or the target reached."""
         total = self._options.epochs * self._parts
-        with progress.phase("Training the heads", total - self.position.parts) as advance, self._log.open("a", encoding="utf-8") as log:
+        with (
+            progress.phase("Training the heads", total - self.position.parts) as advance,
+            self._log.open("a", encoding="utf-8") as log,
+        ):
             while self.position.parts < total:
                 if reason := self._reason_to_stop():
                     progress.say(reason)
@@ -182,7 +222,9 @@ class _Run:
     def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
         began = time.monotonic()
         epoch, part = divmod(self.position.parts, self._parts)
-        dealt = deal_parts(self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch)[part]
+        dealt = deal_parts(
+            self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch
+        )[part]
         report, tokens = self._worker.train(dealt, self.position.parts)
         if report.problem:
             progress.say(report.problem)
@@ -194,21 +236,31 @@ class _Run:
         log.write(json.dumps(line) + "\n")
         log.flush()
         if line is self.best:
-            _keep_best(self._options.out, self._worker.heads(), self._worker.lm_head_VD, _metadata(self._options, line))
+            _keep_best(
+                self._options.out,
+                self._worker.heads(),
+                self._worker.lm_head_VD,
+                _metadata(self._options, line),
+            )
         self.position = TrainPosition(self.position.parts + 1, line["tokens"], wall_s)
         advance(1, _note(line))
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self.save()
 
     def _reason_to_stop(self) -> str:
-        if self._lines and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]:
+        if (
+            self._lines
+            and 0 < self._options.target_mal <= self.best["replay_mean_acceptance_length"]
+        ):
             return f"The target of {self._options.target_mal} is reached; the same command with a higher one goes on."
         if 0 < 60 * self._options.max_minutes <= self.position.wall_s:
             return "The time is up; the best heads so far are kept, and the same command with more minutes goes on."
         return ""
 
 
-def _keep_best(out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]) -> None:
+def _keep_best(
+    out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
+) -> None:
     """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and the log lives in this one.
 
     The weights come first; a reader between the two replacements finds the checksum in config.json wrong, not a mixture.
@@ -228,11 +280,18 @@ def _read_log(path: Path, count: int) -> list[Line]:
     except ValueError as error:
         found, problem = [], f"{path}: {error}"
     if len(found) != count:
-        raise DataError("The log of the interrupted training is damaged.", given=problem, expected=f"{count} lines", do="Use --fresh.")
+        raise DataError(
+            "The log of the interrupted training is damaged.",
+            given=problem,
+            expected=f"{count} lines",
+            do="Use --fresh.",
+        )
     return found
 
 
-def _log_line(tokens: int, report: TrainReport, judged: ReplayResult, wall_s: float, tokens_per_s: float) -> Line:
+def _log_line(
+    tokens: int, report: TrainReport, judged: ReplayResult, wall_s: float, tokens_per_s: float
+) -> Line:
     return {
         "tokens": tokens,
         "loss": None if math.isnan(report.loss) else report.loss,
@@ -252,7 +311,11 @@ def _note(line: Line) -> str:
 
 def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
     replayed = line["replay_mean_acceptance_length"]
-    return {"options": options.settings(), "replay_mean_acceptance_length": replayed, "trained_tokens": line["tokens"]}
+    return {
+        "options": options.settings(),
+        "replay_mean_acceptance_length": replayed,
+        "trained_tokens": line["tokens"],
+    }
 
 
 # ---- the folder that an interrupted training goes on from ----------------------------------------------------------------------------
@@ -286,9 +349,14 @@ class ResumeFolder:
             CheckpointError: its settings can't be read.
         """
         self._folder = out / "resume"
-        self._samples, self._trainer = self._folder / "samples.json", self._folder / "trainer.safetensors"
+        self._samples, self._trainer = (
+            self._folder / "samples.json",
+            self._folder / "trainer.safetensors",
+        )
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
-        self.found = not options.fresh and len(list(self._folder.glob("*"))) > 1  # More than the settings.
+        self.found = (
+            not options.fresh and len(list(self._folder.glob("*"))) > 1
+        )  # More than the settings.
         if self.found:
             _check_settings(self._folder / "settings.json", self._settings)
 
@@ -296,7 +364,9 @@ class ResumeFolder:
         """Make the folder; what lies in it and is not to be gone on with goes."""
         if not self.found:
             self.remove()
-            write_atomic(self._folder / "settings.json", json.dumps(self._settings, indent=1) + "\n")
+            write_atomic(
+                self._folder / "settings.json", json.dumps(self._settings, indent=1) + "\n"
+            )
 
     def rounds(self) -> list[list[Sample]]:
         """Responses of the rounds that were written before the interruption."""
@@ -341,9 +411,13 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         saved = json.loads(path.read_text(encoding="utf-8"))
         changed = [key for key in {**saved, **settings} if saved.get(key) != settings.get(key)]
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW) from None
+        raise CheckpointError(
+            UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW
+        ) from None
     if changed:
-        given = ", ".join(f"{key} {settings.get(key)!r} (was {saved.get(key)!r})" for key in changed)
+        given = ", ".join(
+            f"{key} {settings.get(key)!r} (was {saved.get(key)!r})" for key in changed
+        )
         raise ConfigError(
             "The output folder holds an interrupted training with other settings.",
             given=given,
@@ -353,12 +427,22 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    write_atomic(path, json.dumps([(sample.ids, sample.spans, sample.prompt, sample.logprobs) for sample in samples]))
+    write_atomic(
+        path,
+        json.dumps(
+            [(sample.ids, sample.spans, sample.prompt, sample.logprobs) for sample in samples]
+        ),
+    )
 
 
 def _read_samples(path: Path) -> list[Sample]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        return [Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) if p else None) for ids, spans, prompt, p in rows]
+        return [
+            Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) if p else None)
+            for ids, spans, prompt, p in rows
+        ]
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW) from None
+        raise CheckpointError(
+            UNREADABLE, given=f"{path}: {error}", expected="JSON", do=BEGIN_ANEW
+        ) from None

@@ -60,8 +60,18 @@ def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
         try:
             return method(self, *args, **kwargs)
         except MedusaError as error:
-            texts = {key: None if value is None else str(value) for key, value in (("given", error.given), ("expected", error.expected))}
-            return {"error": {"kind": type(error).__name__, "problem": error.problem, "do": error.do, **texts}}
+            texts = {
+                key: None if value is None else str(value)
+                for key, value in (("given", error.given), ("expected", error.expected))
+            }
+            return {
+                "error": {
+                    "kind": type(error).__name__,
+                    "problem": error.problem,
+                    "do": error.do,
+                    **texts,
+                }
+            }
 
     return wrapped
 
@@ -70,7 +80,10 @@ def raise_reported(result: Any) -> dict[str, Any]:
     """The result of one worker, or the error it reported."""
     if not isinstance(result, dict):
         raise errors.EngineError(
-            "A worker gave an unexpected answer.", given=repr(result)[:200], expected="a mapping", do="Read the engine's log."
+            "A worker gave an unexpected answer.",
+            given=repr(result)[:200],
+            expected="a mapping",
+            do="Read the engine's log.",
         )
     fault = result.get("error")
     if fault is None:
@@ -79,7 +92,12 @@ def raise_reported(result: Any) -> dict[str, Any]:
     kind = getattr(errors, str(fault.get("kind")), None)
     if not (isinstance(kind, type) and issubclass(kind, MedusaError)):
         kind = errors.EngineError
-    raise kind(str(fault.get("problem")), given=fault.get("given"), expected=fault.get("expected"), do=str(fault.get("do") or ""))
+    raise kind(
+        str(fault.get("problem")),
+        given=fault.get("given"),
+        expected=fault.get("expected"),
+        do=str(fault.get("do") or ""),
+    )
 
 
 def first_of(answers: list[Any]) -> dict[str, Any]:
@@ -104,17 +122,32 @@ class ControlGuard:
         self.app = app
         self._expected = token_header().get("Authorization", "").encode()
 
-    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Awaitable[None]]) -> None:
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[..., Any],
+        send: Callable[..., Awaitable[None]],
+    ) -> None:
         if scope["type"] in ("http", "websocket") and self._expected:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            is_open = path in OPEN_PATHS or (path.startswith("/v1/") and path.rstrip("/") not in GUARDED)
+            given = next(
+                (value for name, value in scope["headers"] if name == b"authorization"), b""
+            )
+            is_open = path in OPEN_PATHS or (
+                path.startswith("/v1/") and path.rstrip("/") not in GUARDED
+            )
             if not is_open and not hmac.compare_digest(given, self._expected):
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 1008})
                     return
                 text = f"Unauthorized. given: {path} without the token  expected: Authorization: Bearer TOKEN  do this: set {TOKEN}"
-                await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": 401,
+                        "headers": [(b"content-type", b"text/plain")],
+                    }
+                )
                 await send({"type": "http.response.body", "body": text.encode()})
                 return
         await self.app(scope, receive, send)

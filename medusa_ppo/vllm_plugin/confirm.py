@@ -59,7 +59,10 @@ class Plain:
 
 
 def read_state(
-    path: str | Path, what: str, sum_up: Callable[[Mapping[str, torch.Tensor]], str], checked: Checked | None = None
+    path: str | Path,
+    what: str,
+    sum_up: Callable[[Mapping[str, torch.Tensor]], str],
+    checked: Checked | None = None,
 ) -> tuple[dict[str, torch.Tensor], str]:
     """A file of weights, and what `sum_up` gives of it. SwapError when it is damaged, holds NaN or infinity, or is not what was checked.
 
@@ -71,7 +74,10 @@ def read_state(
     except CheckpointError as error:
         given = error.problem if error.given is None else f"{error.problem} {error.given}"
         raise SwapError(
-            f"The file with {what} can't be used; the old weights stay.", given=given, expected="a file of save_state", do=str(error.do)
+            f"The file with {what} can't be used; the old weights stay.",
+            given=given,
+            expected="a file of save_state",
+            do=str(error.do),
         ) from error
     if checked is None:
         return state, sum_up(state)
@@ -90,17 +96,23 @@ def check_finite(state: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in state.items():
         if not is_finite(tensor):
             raise SwapError(
-                "NaN or infinity in the new heads; the serving ones stay.", given=name, expected="finite numbers", do="Do not publish them."
+                "NaN or infinity in the new heads; the serving ones stay.",
+                given=name,
+                expected="finite numbers",
+                do="Do not publish them.",
             )
 
 
-def check_fit(serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str) -> None:
+def check_fit(
+    serving: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], path: str
+) -> None:
     """Raises SwapError unless the file's tensors have the names and shapes of the serving ones."""
     missing, unknown = sorted(set(serving) - set(state)), sorted(set(state) - set(serving))
     wrong = [
         f"{name} {tuple(state[name].shape)} {state[name].dtype} instead of {tuple(shape)} floating point"
         for name, shape in serving.items()
-        if name in state and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
+        if name in state
+        and (tuple(state[name].shape) != tuple(shape) or not state[name].is_floating_point())
     ]
     if not missing and not wrong and not bool((state.get(TEMPERATURES, torch.ones(1)) > 0).all()):
         wrong = [f"{TEMPERATURES} {state[TEMPERATURES].tolist()}, not above 0"]
@@ -139,21 +151,40 @@ def fixed_inputs(config: HeadsConfig, dtype: torch.dtype, device: torch.device) 
 
 def fixed_sampling(count: int, device: torch.device) -> Sampling:
     """Drafts at temperature 1 from the middle of each distribution: the same ones every time, and q with them."""
-    return Sampling(torch.ones(ROWS, device=device), torch.full((ROWS, count), 0.5, dtype=torch.float64, device=device))
+    return Sampling(
+        torch.ones(ROWS, device=device),
+        torch.full((ROWS, count), 0.5, dtype=torch.float64, device=device),
+    )
 
 
-def find_difference(draft: Drafted, state: Mapping[str, torch.Tensor], config: HeadsConfig, fixed: FixedInputs, plain: Plain) -> str:
+def find_difference(
+    draft: Drafted,
+    state: Mapping[str, torch.Tensor],
+    config: HeadsConfig,
+    fixed: FixedInputs,
+    plain: Plain,
+) -> str:
     """Where the served drafts are not those of `state`, in one sentence; empty when they are.
 
     Every head is computed, whatever was found before: on tensor-parallel ranks each product is a meeting of all.
     """
     assert draft.q, "the probe keeps probabilities"
-    limit = TOLERANCE if plain.dtype == torch.float32 else TOLERANCE_8_BIT if plain.in_8_bits else TOLERANCE_16_BIT
+    limit = (
+        TOLERANCE
+        if plain.dtype == torch.float32
+        else TOLERANCE_8_BIT
+        if plain.in_8_bits
+        else TOLERANCE_16_BIT
+    )
     found = ""
     for k in range(draft.ids_BK.shape[1]):
         given_ids = [fixed.ids_Bn[:, -1], *draft.ids_BK[:, :k].unbind(1)]
         logprobs_BV = _logprobs(state, config, k, fixed, given_ids, plain)
-        served_BV = draft.q[k] if plain.ids_W is None else spread(draft.q[k], plain.ids_W, config.vocab_size)
+        served_BV = (
+            draft.q[k]
+            if plain.ids_W is None
+            else spread(draft.q[k], plain.ids_W, config.vocab_size)
+        )
         apart = _apart(served_BV, logprobs_BV)
         if not apart <= limit and not found:  # NaN is no agreement either.
             found = f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at most"
@@ -161,7 +192,12 @@ def find_difference(draft: Drafted, state: Mapping[str, torch.Tensor], config: H
 
 
 def _logprobs(
-    state: Mapping[str, torch.Tensor], config: HeadsConfig, k: int, fixed: FixedInputs, given_ids: list[torch.Tensor], plain: Plain
+    state: Mapping[str, torch.Tensor],
+    config: HeadsConfig,
+    k: int,
+    fixed: FixedInputs,
+    given_ids: list[torch.Tensor],
+    plain: Plain,
 ) -> torch.Tensor:
     """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]` each), from the file's tensors alone."""
     # A CPU without 16-bit units emulates them; float32 is what serves there as well.
@@ -189,27 +225,46 @@ def _logprobs(
         inner_BH = F.silu(torch.cat(inputs, dim=-1) @ tensor(f"mlps.{k}.in.weight").T)
         features_BD = features_BD + inner_BH @ tensor(f"mlps.{k}.out.weight").T
     for layer in range(config.num_layers):
-        features_BD = features_BD + F.silu(features_BD @ tensor(f"blocks.{k}.layers.{layer}.weight").T)
+        features_BD = features_BD + F.silu(
+            features_BD @ tensor(f"blocks.{k}.layers.{layer}.weight").T
+        )
     own = config.lm_head == "own"
-    logits_BV = (features_BD @ tensor(f"lm_heads.{k}.weight").T if own else plain.lm_head(features_BD.to(plain.dtype))).float()
+    logits_BV = (
+        features_BD @ tensor(f"lm_heads.{k}.weight").T
+        if own
+        else plain.lm_head(features_BD.to(plain.dtype))
+    ).float()
     if config.kind == "markov":
-        logits_BV = logits_BV + tensor(f"markov.{k}.in.weight")[given_ids[-1]].float() @ tensor(f"markov.{k}.out.weight").T.float()
+        logits_BV = (
+            logits_BV
+            + tensor(f"markov.{k}.in.weight")[given_ids[-1]].float()
+            @ tensor(f"markov.{k}.out.weight").T.float()
+        )
     if plain.ids_W is not None:
         kept_BV = torch.full_like(logits_BV, -torch.inf)
         logits_BV = kept_BV.index_copy(1, plain.ids_W, logits_BV[:, plain.ids_W])
-    temperature = plain.draft_temperature * (float(tensor(TEMPERATURES)[k]) if TEMPERATURES in state else 1.0)
+    temperature = plain.draft_temperature * (
+        float(tensor(TEMPERATURES)[k]) if TEMPERATURES in state else 1.0
+    )
     return (logits_BV / temperature).log_softmax(-1)
 
 
 def _with_context(
-    config: HeadsConfig, fixed: FixedInputs, tensor: Callable[[str], torch.Tensor], embedded: Callable[[torch.Tensor], torch.Tensor]
+    config: HeadsConfig,
+    fixed: FixedInputs,
+    tensor: Callable[[str], torch.Tensor],
+    embedded: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """h_t and what its pairs say `[B, D]`."""
     into = tensor("context.in.weight")
     hidden_BnD = fixed.hidden_BnD.to(into.dtype)
     both_Bnx = torch.cat([rms_normalise(hidden_BnD), embedded(fixed.ids_Bn)], dim=-1) @ into.T
-    query_BnAw, key_BnAw, value_BnAw = (part.unflatten(-1, (config.context_parts, -1)) for part in both_Bnx.chunk(3, dim=-1))
-    score_BAn = (query_BnAw[:, -1:] * key_BnAw).sum(-1).transpose(1, 2) / query_BnAw.shape[-1] ** 0.5
+    query_BnAw, key_BnAw, value_BnAw = (
+        part.unflatten(-1, (config.context_parts, -1)) for part in both_Bnx.chunk(3, dim=-1)
+    )
+    score_BAn = (query_BnAw[:, -1:] * key_BnAw).sum(-1).transpose(1, 2) / query_BnAw.shape[
+        -1
+    ] ** 0.5
     share_BAn = score_BAn.masked_fill(~fixed.there_Bn.unsqueeze(1), -math.inf).softmax(-1)
     mixed_BAw = (share_BAn.unsqueeze(-1) * value_BnAw.transpose(1, 2)).sum(2)
     return hidden_BnD[:, -1] + mixed_BAw.flatten(1) @ tensor("context.out.weight").T
@@ -238,5 +293,7 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
 def _sum_of_bits(values_N: torch.Tensor) -> torch.Tensor:
     """In words of 8 bytes where that goes out even, which is several times as quick; overflow wraps."""
     size = values_N.element_size()
-    words = torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
+    words = (
+        torch.int64 if values_N.numel() * size % 8 == 0 else {2: torch.int16, 4: torch.int32}[size]
+    )
     return values_N.view(words).sum(dtype=torch.int64)

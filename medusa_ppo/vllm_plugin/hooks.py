@@ -67,7 +67,9 @@ INSTALLED = Installed()
 
 def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
     """What is missing or has another signature in the installed vLLM; empty when all is as it was checked."""
-    originals = {place: original for place, (_, _, original) in INSTALLED.places.items()}  # Ours may stand there by now.
+    originals = {
+        place: original for place, (_, _, original) in INSTALLED.places.items()
+    }  # Ours may stand there by now.
     return [f"{found.where} {found.fault}" for found in compare(originals, hooks) if found.fault]
 
 
@@ -81,7 +83,9 @@ def install(proposer: type) -> Installed:
         _install_for_v1(proposer)
     if v2_asked() and has_v2(vllm_version()) and INSTALLED.places.keys().isdisjoint(V2_PLACES):
         _refuse_faults(tuple(hook for hook in HOOKS if hook.runner == V2))
-        for holder, name, wrapper in importlib.import_module("medusa_ppo.vllm_plugin.speculator").PLACES:
+        for holder, name, wrapper in importlib.import_module(
+            "medusa_ppo.vllm_plugin.speculator"
+        ).PLACES:
             _wrap(holder, name, wrapper)
     return INSTALLED
 
@@ -115,7 +119,9 @@ def _install_for_v1(proposer: type) -> None:
         ModelRegistry.register_model("MedusaPPOModel", "vllm.model_executor.models.medusa:Medusa")
     if can_transfer(version):
         with contextlib.suppress(ValueError):  # It is there already.
-            importlib.import_module("vllm.distributed.weight_transfer").WeightTransferEngineFactory.register_engine(
+            importlib.import_module(
+                "vllm.distributed.weight_transfer"
+            ).WeightTransferEngineFactory.register_engine(
                 TRANSFER, "medusa_ppo.vllm_plugin.transfer_engine", "BroadcastEngine"
             )
     INSTALLED.proposer = proposer
@@ -136,9 +142,13 @@ def uninstall() -> None:
     INSTALLED.proposer = None
 
 
-def _wrap(holder: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(
+    holder: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     original = getattr(holder, name)
-    INSTALLED.places.setdefault(f"{holder.__name__}.{name}", (holder, name, original))  # A name may be wrapped twice.
+    INSTALLED.places.setdefault(
+        f"{holder.__name__}.{name}", (holder, name, original)
+    )  # A name may be wrapped twice.
     setattr(holder, name, wrapper(original))
 
 
@@ -149,7 +159,11 @@ class CustomClass:
     """What vLLM makes where it has no Medusa of its own (from 0.33 on); our proposer extends it there, and takes its place."""
 
     def __init__(self, vllm_config: Any, device: torch.device | None = None) -> None:
-        self.vllm_config, self.spec_config, self.device = vllm_config, vllm_config.speculative_config, device
+        self.vllm_config, self.spec_config, self.device = (
+            vllm_config,
+            vllm_config.speculative_config,
+            device,
+        )
         self.hidden_size = vllm_config.model_config.get_hidden_size()
         self.num_speculative_tokens = self.spec_config.num_speculative_tokens
 
@@ -162,14 +176,23 @@ class CustomClass:
         )
 
 
-Drafter: Any = importlib.import_module("vllm.v1.spec_decode.medusa").MedusaProposer if has_medusa(vllm_version()) else CustomClass
+Drafter: Any = (
+    importlib.import_module("vllm.v1.spec_decode.medusa").MedusaProposer
+    if has_medusa(vllm_version())
+    else CustomClass
+)
 """What our proposer extends: vLLM's Medusa asks whether it is one."""
 
 
 def is_native(folder: str | Path) -> bool:
     """The folder holds heads that heads/checkpoint.py wrote."""
     try:
-        return isinstance(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("medusa_ppo"), dict)
+        return isinstance(
+            json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get(
+                "medusa_ppo"
+            ),
+            dict,
+        )
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -198,20 +221,33 @@ def _with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
     states = list(inspect.signature(original).parameters).index("sample_hidden_states") - 3
 
     @functools.wraps(original)
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose_draft_token_ids(
+        self: Any, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not _is_ours(self):
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         _seat(self)
-        drafted = [len(scheduler_output.scheduled_spec_decode_tokens.get(key, ())) for key in self.input_batch.req_ids]
+        drafted = [
+            len(scheduler_output.scheduled_spec_decode_tokens.get(key, ()))
+            for key in self.input_batch.req_ids
+        ]
         hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
-        self.drafter.before_step(sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens, hidden_TD)
+        self.drafter.before_step(
+            sampled_token_ids, drafted, scheduler_output.total_num_scheduled_tokens, hidden_TD
+        )
         hidden_BD = _last_states(hidden_TD, sampled_token_ids, drafted)
-        return self.drafter.propose(scheduler_output.num_spec_tokens_to_schedule, hidden_BD, self.input_batch.sampling_metadata)
+        return self.drafter.propose(
+            scheduler_output.num_spec_tokens_to_schedule,
+            hidden_BD,
+            self.input_batch.sampling_metadata,
+        )
 
     return propose_draft_token_ids
 
 
-def _last_states(hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int]) -> torch.Tensor:
+def _last_states(
+    hidden_TD: torch.Tensor, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int]
+) -> torch.Tensor:
     """h_t `[B, D]` of each request: where its last token was sampled. There is a row for each draft of a request, and one more."""
     if hidden_TD.shape[0] == len(sampled_token_ids):
         return hidden_TD
@@ -229,7 +265,12 @@ def _with_kept_draft_probs(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, spec_decode_metadata)
         _seat(self)
         meta, batch = spec_decode_metadata, self.input_batch
-        return self.drafter.proposed(meta.num_draft_tokens, meta.draft_token_ids, batch.vocab_size, batch.sampling_metadata.all_greedy)
+        return self.drafter.proposed(
+            meta.num_draft_tokens,
+            meta.draft_token_ids,
+            batch.vocab_size,
+            batch.sampling_metadata.all_greedy,
+        )
 
     return _get_spec_decode_draft_probs
 
@@ -248,7 +289,11 @@ def _drafting_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
-        return common_attn_metadata is not None if _is_ours(self) else original(self, common_attn_metadata)
+        return (
+            common_attn_metadata is not None
+            if _is_ours(self)
+            else original(self, common_attn_metadata)
+        )
 
     return _input_fits_in_drafter
 
@@ -264,15 +309,29 @@ def _plain_without_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         if _is_ours(self) and logits is not None:
             seeded = self.input_batch.generators and self.drafter.num_drafts
-            if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens) and not seeded:
+            if (
+                spec_decode_metadata is not None
+                and not any(spec_decode_metadata.num_draft_tokens)
+                and not seeded
+            ):
                 spec_decode_metadata = None
             elif spec_decode_metadata is None and seeded and current_platform.is_cpu():
-                spec_decode_metadata = SpecDecodeMetadata.make_dummy([[]] * len(logits), logits.device)
-                spec_decode_metadata.bonus_logits_indices = torch.arange(len(logits), device=logits.device)
+                spec_decode_metadata = SpecDecodeMetadata.make_dummy(
+                    [[]] * len(logits), logits.device
+                )
+                spec_decode_metadata.bonus_logits_indices = torch.arange(
+                    len(logits), device=logits.device
+                )
             if spec_decode_metadata is not None and self.drafter.memory is not None:
                 meta = spec_decode_metadata
                 temperature_B = self.input_batch.sampling_metadata.temperature
-                self.drafter.memory.judge(logits, meta.target_logits_indices, meta.draft_token_ids, meta.num_draft_tokens, temperature_B)
+                self.drafter.memory.judge(
+                    logits,
+                    meta.target_logits_indices,
+                    meta.draft_token_ids,
+                    meta.num_draft_tokens,
+                    temperature_B,
+                )
         return original(self, logits, spec_decode_metadata)
 
     return _sample
@@ -293,12 +352,24 @@ def _with_heads_looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def agreed(number: int) -> int:
     """The number of the first tensor-parallel rank, on all of them."""
-    return _over_ranks(number, lambda shared, group: torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group))
+    return _over_ranks(
+        number,
+        lambda shared, group: torch.distributed.broadcast(
+            shared, src=group.ranks[0], group=group.cpu_group
+        ),
+    )
 
 
 def agreed_by_all(good: bool) -> bool:
     """Whether it is so on all tensor-parallel ranks; each of them asks."""
-    return bool(_over_ranks(int(good), lambda shared, group: torch.distributed.all_reduce(shared, ReduceOp.MIN, group=group.cpu_group)))
+    return bool(
+        _over_ranks(
+            int(good),
+            lambda shared, group: torch.distributed.all_reduce(
+                shared, ReduceOp.MIN, group=group.cpu_group
+            ),
+        )
+    )
 
 
 def _over_ranks(number: int, share: Callable[[torch.Tensor, Any], Any]) -> int:
@@ -318,12 +389,21 @@ def packed_linear(weight: torch.Tensor) -> LINEAR:
     """
     if weight.device.type != "cpu" or not custom_ops._supports_onednn:
         return plain_linear(weight)
-    return _onednn_8_bit(weight) if packs_8_bit(weight.dtype, weight.device) else onednn_product(weight.float())
+    return (
+        _onednn_8_bit(weight)
+        if packs_8_bit(weight.dtype, weight.device)
+        else onednn_product(weight.float())
+    )
 
 
 def packs_8_bit(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `packed_linear` packs such weights in 8 bits."""
-    return dtype != torch.float32 and device.type == "cpu" and custom_ops._supports_onednn and torch.cpu._is_vnni_supported()
+    return (
+        dtype != torch.float32
+        and device.type == "cpu"
+        and custom_ops._supports_onednn
+        and torch.cpu._is_vnni_supported()
+    )
 
 
 def onednn_product(weight: torch.Tensor) -> LINEAR:
@@ -336,9 +416,14 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     eighths = (wide / scales.unsqueeze(1)).round_().to(torch.int8)
-    handler = custom_ops.create_onednn_scaled_mm(eighths.t(), scales, torch.float32, True, False, PRIMITIVES)
+    handler = custom_ops.create_onednn_scaled_mm(
+        eighths.t(), scales, torch.float32, True, False, PRIMITIVES
+    )
     held, width = handler.handler_tensor, len(weight)
-    narrow, multiply = torch.ops._C.dynamic_scaled_int8_quant.default, torch.ops._C.onednn_scaled_mm.default
+    narrow, multiply = (
+        torch.ops._C.dynamic_scaled_int8_quant.default,
+        torch.ops._C.onednn_scaled_mm.default,
+    )
 
     scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -359,7 +444,9 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
 def embedding_module(target_model: Any) -> Any:
     """The engine's own embedding layer, to be called with ids: it follows every sync, and tensor parallelism may shard its table."""
     for name, module in target_model.named_modules():
-        if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(module, "weight"):
+        if name.split(".")[-1] in ("embed_tokens", "wte", "word_embeddings") and hasattr(
+            module, "weight"
+        ):
             return module
     raise UnsupportedVersionError(
         "The actor's embedding table was not found in vLLM's model.",
@@ -371,6 +458,12 @@ def embedding_module(target_model: Any) -> Any:
 
 def lm_head_weight(target_model: Any, vocab_size: int) -> torch.Tensor | None:
     """lm_head's own rows `[V or more, D]` where this process has them all and unpacked; what they are worth is to be tried."""
-    module = next((m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None)
+    module = next(
+        (m for name, m in target_model.named_modules() if name.split(".")[-1] == "lm_head"), None
+    )
     weight = getattr(module, "weight", None)
-    return weight.detach() if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] >= vocab_size else None
+    return (
+        weight.detach()
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] >= vocab_size
+        else None
+    )

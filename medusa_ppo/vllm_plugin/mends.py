@@ -19,7 +19,11 @@ import vllm.v1.sample.rejection_sampler as rejection_sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
 from torch import nn
 from vllm.config.speculative import SpeculativeConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
@@ -65,8 +69,14 @@ def no_constraints_without_rows(original: Replaced) -> Replaced:
     """
 
     @functools.wraps(original)
-    def apply_sampling_constraints(logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        return logits if logits.shape[0] == 0 else original(logits, cu_num_draft_tokens, sampling_metadata)
+    def apply_sampling_constraints(
+        logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any
+    ) -> torch.Tensor:
+        return (
+            logits
+            if logits.shape[0] == 0
+            else original(logits, cu_num_draft_tokens, sampling_metadata)
+        )
 
     return apply_sampling_constraints
 
@@ -94,7 +104,10 @@ def rejection_in_torch(original: Replaced) -> Replaced:
     ) -> torch.Tensor:
         if synthetic_mode:
             raise LossyError(
-                "Synthetic acceptance changes the distribution of the sampled tokens.", given="on", expected="off", do="Unset it."
+                "Synthetic acceptance changes the distribution of the sampled tokens.",
+                given="on",
+                expected="off",
+                do="Unset it.",
             )
         bonus_B = bonus_token_ids.view(-1).to(torch.int64)
         if max_spec_len == 0:
@@ -102,10 +115,17 @@ def rejection_in_torch(original: Replaced) -> Replaced:
         drafts = verify.DraftRows.build(draft_token_ids, num_draft_tokens, bonus_rows=False)
         # A request without drafts has no row of its own here; any row will do, its run ends at the bonus token.
         drafts = verify.DraftRows(
-            drafts.draft_ids_BK, drafts.counts_B, drafts.starts_B, drafts.rows_BK.clamp(0, target_logits.shape[0] - 1)
+            drafts.draft_ids_BK,
+            drafts.counts_B,
+            drafts.starts_B,
+            drafts.rows_BK.clamp(0, target_logits.shape[0] - 1),
         )
-        run_B, last_B = verify.verify_rows(target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata))
-        return verify.assemble(drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B))
+        run_B, last_B = verify.verify_rows(
+            target_logits, None, drafts, num_draft_tokens, draft_probs, _rule(sampling_metadata)
+        )
+        return verify.assemble(
+            drafts, run_B, torch.where(run_B >= drafts.counts_B, bonus_B, last_B)
+        )
 
     return rejection_sample
 
@@ -126,7 +146,13 @@ def verification_in_one_pass(original: Replaced) -> Replaced:
     """No failure, but time: the same distribution with one softmax for verification and log-probs, and random numbers for B rows only."""
 
     @functools.wraps(original)
-    def forward(self: Any, metadata: Any, draft_probs: PROPOSED, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+    def forward(
+        self: Any,
+        metadata: Any,
+        draft_probs: PROPOSED,
+        logits: torch.Tensor,
+        sampling_metadata: Any,
+    ) -> Any:
         if self.synthetic_mode or not _is_plain(self, sampling_metadata):
             return original(self, metadata, draft_probs, logits, sampling_metadata)
         return _verify_in_one_pass(self, metadata, draft_probs, logits, sampling_metadata)
@@ -139,18 +165,26 @@ def _is_plain(sampler: Any, sampling_metadata: Any) -> bool:
     holder = sampling_metadata.thinking_budget_state_holder
     processors = sampling_metadata.logitsprocs
     return (
-        (sampling_metadata.max_num_logprobs is None or sampler.sampler.logprobs_mode == "processed_logprobs")
+        (
+            sampling_metadata.max_num_logprobs is None
+            or sampler.sampler.logprobs_mode == "processed_logprobs"
+        )
         and sampling_metadata.no_penalties
         and not sampling_metadata.bad_words_token_ids
         and sampling_metadata.allowed_token_ids_mask is None
         and not sampling_metadata.logprob_token_ids
         and (holder is None or not holder.has_tracked_requests())
         and not processors.argmax_invariant
-        and all(isinstance(p, MinTokensLogitsProcessor) and not p.min_toks for p in processors.non_argmax_invariant)
+        and all(
+            isinstance(p, MinTokensLogitsProcessor) and not p.min_toks
+            for p in processors.non_argmax_invariant
+        )
     )
 
 
-def _verify_in_one_pass(sampler: Any, metadata: Any, proposed: PROPOSED, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+def _verify_in_one_pass(
+    sampler: Any, metadata: Any, proposed: PROPOSED, logits: torch.Tensor, sampling_metadata: Any
+) -> SamplerOutput:
     """RejectionSampler.forward for plain sampling: constraints and softmax once for all rows, drafts and bonus alike."""
     counts = metadata.num_draft_tokens
     drafts = verify.DraftRows.build(metadata.draft_token_ids, counts)
@@ -160,9 +194,15 @@ def _verify_in_one_pass(sampler: Any, metadata: Any, proposed: PROPOSED, logits:
     num_logprobs = sampling_metadata.max_num_logprobs
     # One softmax for verification and report: what is reported is what was sampled from.
     logprobs_NV = None if num_logprobs is None else logits_NV.log_softmax(-1, dtype=torch.float32)
-    run_B, last_B = verify.verify_rows(logits_NV, logprobs_NV, drafts, counts, proposed, _rule(sampling_metadata))
+    run_B, last_B = verify.verify_rows(
+        logits_NV, logprobs_NV, drafts, counts, proposed, _rule(sampling_metadata)
+    )
     ids_BW = verify.assemble(drafts, run_B, last_B)
-    logprobs = None if logprobs_NV is None else _gather_logprobs(sampler, logprobs_NV, ids_BW, drafts, num_logprobs)
+    logprobs = (
+        None
+        if logprobs_NV is None
+        else _gather_logprobs(sampler, logprobs_NV, ids_BW, drafts, num_logprobs)
+    )
     return SamplerOutput(sampled_token_ids=ids_BW, logprobs_tensors=logprobs)
 
 
@@ -172,21 +212,33 @@ def _rule(sampling_metadata: Any) -> verify.Rule:
     return verify.Rule(all_greedy=sm.all_greedy, greedy_B=greedy_B, generators=sm.generators)
 
 
-def _constrain(logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+def _constrain(
+    logits_NV: torch.Tensor, rows_B: torch.Tensor, sampling_metadata: Any
+) -> torch.Tensor:
     """Temperature, top-k and top-p of each request on all its rows. Leaves its input as it is."""
 
     def spread(values_B: torch.Tensor | None) -> Any:
-        return None if values_B is None else torch.repeat_interleave(values_B, rows_B, output_size=logits_NV.shape[0])
+        return (
+            None
+            if values_B is None
+            else torch.repeat_interleave(values_B, rows_B, output_size=logits_NV.shape[0])
+        )
 
     temperature_B = sampling_metadata.temperature
     if not sampling_metadata.all_random:
         temperature_B = torch.where(temperature_B == 0, 1.0, temperature_B)
     scaled_NV = logits_NV / spread(temperature_B).unsqueeze(1)
-    return rejection_sampler.apply_top_k_top_p(scaled_NV, spread(sampling_metadata.top_k), spread(sampling_metadata.top_p))
+    return rejection_sampler.apply_top_k_top_p(
+        scaled_NV, spread(sampling_metadata.top_k), spread(sampling_metadata.top_p)
+    )
 
 
 def _gather_logprobs(
-    sampler: Any, logprobs_NV: torch.Tensor, ids_BW: torch.Tensor, drafts: verify.DraftRows, num_logprobs: int
+    sampler: Any,
+    logprobs_NV: torch.Tensor,
+    ids_BW: torch.Tensor,
+    drafts: verify.DraftRows,
+    num_logprobs: int,
 ) -> LogprobsTensors:
     """vLLM's log-prob tensors, one row per place in `ids_BW`; rows of places without a token mean nothing and are dropped later."""
     steps_W = torch.arange(ids_BW.shape[1], device=ids_BW.device)
@@ -194,7 +246,9 @@ def _gather_logprobs(
     rows = rows_BW.flatten()
     own_NV = logprobs_NV if rows.shape[0] == logprobs_NV.shape[0] else logprobs_NV[rows]
     ids_N = ids_BW.flatten().clamp_min(0)
-    if num_logprobs == 0:  # As vLLM's own, whose compiled count of ranks takes longer to be found than to be computed.
+    if (
+        num_logprobs == 0
+    ):  # As vLLM's own, whose compiled count of ranks takes longer to be found than to be computed.
         sampled_N1 = own_NV.gather(1, ids_N.unsqueeze(1).to(torch.int64))
         return LogprobsTensors(ids_N.unsqueeze(1), sampled_N1, (own_NV >= sampled_N1).sum(-1))
     return sampler.sampler.gather_logprobs(own_NV, num_logprobs, ids_N.to(torch.int64))
@@ -217,7 +271,11 @@ def generators_without_offsets(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
-        hidden = {i: generators.pop(i) for i in _discarded(self) if i in generators} if generators else {}
+        hidden = (
+            {i: generators.pop(i) for i in _discarded(self) if i in generators}
+            if generators
+            else {}
+        )
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -232,7 +290,11 @@ def generators_kept(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def _sample(self: Any, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         generators = self.input_batch.generators
-        kept = {i: generators[i].get_state() for i in _discarded(self) if i in generators} if generators else {}
+        kept = (
+            {i: generators[i].get_state() for i in _discarded(self) if i in generators}
+            if generators
+            else {}
+        )
         output = original(self, logits, spec_decode_metadata)
         for index, state in kept.items():
             generators[index].set_state(state)
@@ -264,11 +326,16 @@ def pack_tied_lm_head(model: nn.Module) -> bool:
     tables: list[Any] = [
         module
         for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+        if isinstance(module, VocabParallelEmbedding)
+        and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
     ]
     places = [(table, table.weight.data_ptr()) for table in tables]
     embeddings = {place for table, place in places if not isinstance(table, ParallelLMHead)}
-    tied = [table for table, place in places if isinstance(table, ParallelLMHead) and place in embeddings]
+    tied = [
+        table
+        for table, place in places
+        if isinstance(table, ParallelLMHead) and place in embeddings
+    ]
     for module in tied if current_platform.is_cpu() else []:
         module.quant_method.process_weights_after_loading(module)
     return bool(tied)
@@ -317,19 +384,45 @@ def kind_of_heads_known(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def mends_of_older(release: tuple[int, int]) -> tuple[Mend, ...]:
     """What an older release needs beside `CPU_MENDS`."""
     runner, found = model_runner.GPUModelRunner, []
-    if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(import_module(CPU_RUNNER).CPUModelRunner):
-        found.append(Mend("fewer drafts than heads", runner, "propose_draft_token_ids", drafts_as_lists))
+    if current_platform.is_cpu() and "_copy_draft_token_ids_to_cpu" in vars(
+        import_module(CPU_RUNNER).CPUModelRunner
+    ):
+        found.append(
+            Mend("fewer drafts than heads", runner, "propose_draft_token_ids", drafts_as_lists)
+        )
     if release < (0, 26):
-        found.append(Mend("kinds of heads that vLLM lacks", SpeculativeConfig, "hf_config_override", kind_of_heads_known))
+        found.append(
+            Mend(
+                "kinds of heads that vLLM lacks",
+                SpeculativeConfig,
+                "hf_config_override",
+                kind_of_heads_known,
+            )
+        )
     return tuple(found)
 
 
 CPU_MENDS = (
     Mend("temperatures of drafts", rejection_sampler, "expand_batch_to_tokens", values_of_rows),
-    Mend("top-k without drafts", rejection_sampler, "apply_sampling_constraints", no_constraints_without_rows),
+    Mend(
+        "top-k without drafts",
+        rejection_sampler,
+        "apply_sampling_constraints",
+        no_constraints_without_rows,
+    ),
     Mend("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
-    Mend("verification in one pass", rejection_sampler.RejectionSampler, "forward", verification_in_one_pass),
-    Mend("seeds in chunked prefill", model_runner.GPUModelRunner, "_bookkeeping_sync", generators_without_offsets),
+    Mend(
+        "verification in one pass",
+        rejection_sampler.RejectionSampler,
+        "forward",
+        verification_in_one_pass,
+    ),
+    Mend(
+        "seeds in chunked prefill",
+        model_runner.GPUModelRunner,
+        "_bookkeeping_sync",
+        generators_without_offsets,
+    ),
     Mend("", model_runner.GPUModelRunner, "_sample", generators_kept),
     Mend("small AMX products", layer_utils, "check_cpu_sgl_kernel", no_small_amx_products),
 )

@@ -41,7 +41,15 @@ from medusa_ppo.vllm_plugin.confirm import (
     read_state,
     sums_of_bits,
 )
-from medusa_ppo.vllm_plugin.hooks import Drafter, agreed, agreed_by_all, embedding_module, lm_head_weight, packed_linear, packs_8_bit
+from medusa_ppo.vllm_plugin.hooks import (
+    Drafter,
+    agreed,
+    agreed_by_all,
+    embedding_module,
+    lm_head_weight,
+    packed_linear,
+    packs_8_bit,
+)
 from medusa_ppo.vllm_plugin.registration import heads_folder
 
 logger = logging.getLogger(__name__)
@@ -85,7 +93,9 @@ class MedusaProposer(Drafter):
 
     def load_model(self, target_model: nn.Module) -> None:
         folder, config = heads_folder(self.vllm_config), self.vllm_config.model_config
-        heads, metadata = load_heads(folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size())
+        heads, metadata = load_heads(
+            folder, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size()
+        )
         if self.num_speculative_tokens > heads.config.num_heads:
             raise ConfigError(
                 "More drafts than trained heads.",
@@ -93,12 +103,17 @@ class MedusaProposer(Drafter):
                 expected=f"<= {heads.config.num_heads}, the heads in {folder}",
                 do="Draft fewer tokens or train more heads.",
             )
-        self.model = self.heads = heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        self.model = self.heads = (
+            heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
+        )
         self.version, self.heads_checksum = metadata.version, metadata.checksum
         self._target = target_model
         self._fingerprint, self._untrained = fingerprint(self.heads), self.heads.untrained
         if self._untrained:
-            logger.info("The heads of %s were never trained; nothing is drafted until trained ones are fed.", folder)
+            logger.info(
+                "The heads of %s were never trained; nothing is drafted until trained ones are fed.",
+                folder,
+            )
         self._core = DraftingCore(self.heads, self._lm_head, self._embedding(), packed_linear)
         self.token_map = self._new_map(0)
         self._refresh_token_map()
@@ -113,7 +128,11 @@ class MedusaProposer(Drafter):
         config, fused = self.heads.config, self._core.fused
         if isinstance(fused, ContextHeads):
             self._ring = PairRing(
-                self.vllm_config.scheduler_config.max_num_seqs, config.context, 2 * config.hidden_size, fused.dtype, self.device
+                self.vllm_config.scheduler_config.max_num_seqs,
+                config.context,
+                2 * config.hidden_size,
+                fused.dtype,
+                self.device,
             )
 
     @torch.inference_mode()
@@ -139,7 +158,11 @@ class MedusaProposer(Drafter):
         return TokenMap(size, self.heads.config.vocab_size, packed_linear, whole=cpu and not own)
 
     def propose(
-        self, num_speculative_tokens: int, target_hidden_states: torch.Tensor, sampling_metadata: Any, slot_mappings: Any = None
+        self,
+        num_speculative_tokens: int,
+        target_hidden_states: torch.Tensor,
+        sampling_metadata: Any,
+        slot_mappings: Any = None,
     ) -> torch.Tensor | list[list[int]]:
         """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), 0 included; lists where requests have fewer.
 
@@ -153,15 +176,22 @@ class MedusaProposer(Drafter):
             count = min(count, agreed(self.chooser.choose(hidden_BD.shape[0])))
         if count == 0:
             return torch.empty((hidden_BD.shape[0], 0), dtype=torch.int64, device=hidden_BD.device)
-        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(self.device, non_blocking=True)
+        last_ids_B = torch.tensor(self._last_ids, dtype=torch.int64).to(
+            self.device, non_blocking=True
+        )
         if not self.sampled or sampling_metadata.all_greedy:
             return self._core.draft(hidden_BD, last_ids_B, count, seen=self._seen).ids_BK
         drafted = self._draft_and_keep(hidden_BD, last_ids_B, count, sampling_metadata)
         if drafted.lengths_B is None:
             return drafted.ids_BK
-        return [ids[:length] for ids, length in zip(drafted.ids_BK.tolist(), drafted.lengths_B.tolist(), strict=True)]
+        return [
+            ids[:length]
+            for ids, length in zip(drafted.ids_BK.tolist(), drafted.lengths_B.tolist(), strict=True)
+        ]
 
-    def _draft_and_keep(self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling_metadata: Any) -> Drafted:
+    def _draft_and_keep(
+        self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling_metadata: Any
+    ) -> Drafted:
         """Sampled drafts; their q is kept until they are verified."""
         assert self._slots is not None, "who samples drafts has room for them"
         seats, sm = self._seats, sampling_metadata
@@ -170,21 +200,29 @@ class MedusaProposer(Drafter):
         how = Sampling(temperature_B, noise_BK, sm.top_k, sm.top_p)
         recall = None if self.memory is None else self.memory.recall(self._running[0])
         ending = None if self.stopping is None else self.stopping.begin(seats.slots_B)
-        drafted = self._core.draft(hidden_BD, last_ids_B, count, how, self._seen, self._slots, recall, ending)
-        stamps_B = torch.where(temperature_B > 0, stamps(seats.requests_B, self._positions_B), NOTHING)
+        drafted = self._core.draft(
+            hidden_BD, last_ids_B, count, how, self._seen, self._slots, recall, ending
+        )
+        stamps_B = torch.where(
+            temperature_B > 0, stamps(seats.requests_B, self._positions_B), NOTHING
+        )
         self._slots.stamp(seats.slots_B, stamps_B, count)
         return drafted
 
     # ---- what hooks.py calls -------------------------------------------------------------------------------------------
 
-    def seat(self, request_ids: Sequence[str], live_requests: Mapping[str, Any], tokens: Any) -> None:
+    def seat(
+        self, request_ids: Sequence[str], live_requests: Mapping[str, Any], tokens: Any
+    ) -> None:
         """Which requests are in the batch now, before anything is verified or drafted.
 
         Args:
             live_requests: vLLM's states of all requests that have not ended.
             tokens: numpy, how many tokens each request of the batch has: what it drafts at.
         """
-        self._seats = self._seating.seat(request_ids, lambda key: self._meet(live_requests[key]), live_requests)
+        self._seats = self._seating.seat(
+            request_ids, lambda key: self._meet(live_requests[key]), live_requests
+        )
         self._positions_B = torch.from_numpy(tokens).to(self.device, torch.int64)
         self._running = request_ids, live_requests
 
@@ -192,7 +230,9 @@ class MedusaProposer(Drafter):
         """Of vLLM's state of a request that is new here."""
         asked = request.sampling_params
         self.token_map.observe([request.prompt_token_ids or ()])
-        return Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
+        return (
+            Traits() if asked is None else Traits(asked.seed, asked.structured_outputs is not None)
+        )
 
     def proposed(
         self, counts: Sequence[int], draft_ids_T: torch.Tensor, vocab_size: int, all_greedy: bool
@@ -200,21 +240,33 @@ class MedusaProposer(Drafter):
         """What verification of `counts` drafts of each request needs: for our own in torch, or q `[T, V]` for vLLM's kernels."""
         width, seats = max(counts), self._seats
         stamps_B = stamps(seats.requests_B, self._positions_B)
-        kept = self._slots.look_up(seats.slots_B, stamps_B, width) if self._slots is not None and width and not all_greedy else None
+        kept = (
+            self._slots.look_up(seats.slots_B, stamps_B, width)
+            if self._slots is not None and width and not all_greedy
+            else None
+        )
         if self.device.type == "cpu":
             if kept is None and seats.keys_B is None:
                 return None
             lanes = ((ACCEPT_LANE, width), (LAST_LANE, 1))
-            noise = [uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes]
+            noise = [
+                uniforms(self._positions_B, seats.keys_B, seats.seeded_B, *lane) for lane in lanes
+            ]
             return Proposed(kept, torch.cat(noise, dim=1))
         if kept is None:
             return None
         requests_T = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
         drafts_T = torch.tensor([draft for count in counts for draft in range(count)])
-        return kept.slots.whole_rows(kept, requests_T.to(self.device), drafts_T.to(self.device), draft_ids_T, vocab_size)
+        return kept.slots.whole_rows(
+            kept, requests_T.to(self.device), drafts_T.to(self.device), draft_ids_T, vocab_size
+        )
 
     def before_step(
-        self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int, hidden_TD: torch.Tensor
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        drafted: Sequence[int],
+        scheduled_tokens: int,
+        hidden_TD: torch.Tensor,
     ) -> None:
         """What the step that just ended sampled, before the next drafts are made.
 
@@ -239,15 +291,25 @@ class MedusaProposer(Drafter):
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
         self._seen = None
         if self._ring is not None and self.drafting and self.num_drafts and any(sampled_token_ids):
-            at, fused = Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B), self._core.fused
+            at, fused = (
+                Standing(self._seats.slots_B, self._seats.requests_B, self._positions_B),
+                self._core.fused,
+            )
             assert isinstance(fused, ContextHeads), "a ring is made for heads with a context"
             arrived = Arrived.of_lists(hidden_TD, sampled_token_ids, drafted, at, self._ring.pairs)
             self._seen = fused.look_back(self._ring, arrived, at)
 
-    def _learn_from_step(self, sampled_token_ids: Sequence[Sequence[int]], drafted: Sequence[int], scheduled_tokens: int) -> None:
+    def _learn_from_step(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        drafted: Sequence[int],
+        scheduled_tokens: int,
+    ) -> None:
         now = time.perf_counter()
         began, self._step_began = self._step_began, now
-        self.chooser.observe_acceptance(drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids])
+        self.chooser.observe_acceptance(
+            drafted, [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
+        )
         only_decodes = scheduled_tokens == len(drafted) + sum(drafted) and all(sampled_token_ids)
         if began is not None and only_decodes and min(drafted) == max(drafted):
             self.chooser.observe_step(len(drafted), drafted[0], now - began)
@@ -264,13 +326,21 @@ class MedusaProposer(Drafter):
     def configure(self, settings: Drafting) -> Drafting:
         """Change how drafts are made from the next step on; returns what holds now. ConfigError leaves all as it is."""
         temperature = float(settings.get("draft_temperature", self.draft_temperature))
-        count, size = int(settings.get("num_drafts", self.num_drafts)), int(settings.get("draft_vocab", self.token_map.size))
+        count, size = (
+            int(settings.get("num_drafts", self.num_drafts)),
+            int(settings.get("draft_vocab", self.token_map.size)),
+        )
         memory_bytes = int(settings.get("memory_bytes", self._memory_bytes))
         stop_below = float(settings.get("stop_below", self._stop_below))
         known, own = Drafting.__annotations__, self.heads.config.lm_head == "own"
         possible = 0 < temperature < float("inf") and memory_bytes >= 0 and 0 <= stop_below < 1
         if any(name not in known for name in settings) or not possible:
-            raise ConfigError("These draft settings are not possible.", given=dict(settings), expected=", ".join(known), do="Correct them.")
+            raise ConfigError(
+                "These draft settings are not possible.",
+                given=dict(settings),
+                expected=", ".join(known),
+                do="Correct them.",
+            )
         if not 0 <= count <= self.num_speculative_tokens:
             raise ConfigError(
                 "This number of drafts is not possible.",
@@ -299,10 +369,20 @@ class MedusaProposer(Drafter):
         if memory_bytes != self._memory_bytes:
             self.memory = self._new_memory(memory_bytes) if memory_bytes else None
         size = self.token_map.size
-        held = Drafting(num_drafts=count, sampled=self.sampled, draft_temperature=temperature, choose=self.choose, draft_vocab=size)
+        held = Drafting(
+            num_drafts=count,
+            sampled=self.sampled,
+            draft_temperature=temperature,
+            choose=self.choose,
+            draft_vocab=size,
+        )
         if stop_below != self._stop_below:
             requests = self.vllm_config.scheduler_config.max_num_seqs
-            self.stopping = Stopping(stop_below, requests, self.num_speculative_tokens, self.device) if stop_below else None
+            self.stopping = (
+                Stopping(stop_below, requests, self.num_speculative_tokens, self.device)
+                if stop_below
+                else None
+            )
         return held | {"memory_bytes": memory_bytes, "stop_below": stop_below}
 
     @property
@@ -314,7 +394,10 @@ class MedusaProposer(Drafter):
         return self.stopping.least if self.stopping is not None else 0.0
 
     def _new_memory(self, most_bytes: int) -> RunningMemory:
-        requests, places = self.vllm_config.scheduler_config.max_num_seqs, MEMORY_LENGTHS * self.vllm_config.model_config.max_model_len
+        requests, places = (
+            self.vllm_config.scheduler_config.max_num_seqs,
+            MEMORY_LENGTHS * self.vllm_config.model_config.max_model_len,
+        )
         return RunningMemory(most_bytes, requests, self.num_speculative_tokens, places, self.device)
 
     def target_changed(self) -> None:
@@ -354,7 +437,9 @@ class MedusaProposer(Drafter):
         state, digest = read_state(path, "new heads", checksum, checked)
         check_fit(heads.config.shapes_among(state), state, path)
         cast = {name: state[name].to(self.dtype) for name in state}
-        check_finite({name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype})
+        check_finite(
+            {name: tensor for name, tensor in cast.items() if tensor.dtype != state[name].dtype}
+        )
         self.fed = False
         heads.load_trainable_state(cast)
         self._core.load()
@@ -362,9 +447,18 @@ class MedusaProposer(Drafter):
         self.chooser.heads_changed()
         self._refresh_token_map()
         views = heads.trainable_views()
-        sums = zip(views, sums_of_bits(views.values()), sums_of_bits(cast[name] for name in views), strict=True)
-        fault = next((f"{name} does not read back" for name, held, sent in sums if held != sent), "")
-        fault = self._probe_swap(cast) or fault  # Always: on tensor-parallel ranks the probe is a meeting of all.
+        sums = zip(
+            views,
+            sums_of_bits(views.values()),
+            sums_of_bits(cast[name] for name in views),
+            strict=True,
+        )
+        fault = next(
+            (f"{name} does not read back" for name, held, sent in sums if held != sent), ""
+        )
+        fault = (
+            self._probe_swap(cast) or fault
+        )  # Always: on tensor-parallel ranks the probe is a meeting of all.
         if not agreed_by_all(not fault):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing now.",
@@ -372,18 +466,39 @@ class MedusaProposer(Drafter):
                 expected="the file's values, and the drafts that they make",
                 do="Swap again; should that fail too, restart the engine.",
             )
-        self.fed, self.version, self.heads_checksum, self._fingerprint = True, version, digest, fingerprint(heads)
+        self.fed, self.version, self.heads_checksum, self._fingerprint = (
+            True,
+            version,
+            digest,
+            fingerprint(heads),
+        )
         self._untrained = heads.untrained
         return digest
 
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:
         """Why what drafts now are not the heads of `state`; empty when they are."""
-        config, fixed, fused = self.heads.config, fixed_inputs(self.heads.config, self.dtype, self.device), self._core.fused
+        config, fixed, fused = (
+            self.heads.config,
+            fixed_inputs(self.heads.config, self.dtype, self.device),
+            self._core.fused,
+        )
         seen = fused.seen(*fixed) if isinstance(fused, ContextHeads) else None
-        how, eighths = fixed_sampling(config.num_heads, self.device), packs_8_bit(self.dtype, self.device)
-        draft = self._core.draft(fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], config.num_heads, how, seen)
-        plain = Plain(self._lm_head, self._embedding(), self.dtype, self.draft_temperature, self.token_map.ids_W, eighths)
+        how, eighths = (
+            fixed_sampling(config.num_heads, self.device),
+            packs_8_bit(self.dtype, self.device),
+        )
+        draft = self._core.draft(
+            fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], config.num_heads, how, seen
+        )
+        plain = Plain(
+            self._lm_head,
+            self._embedding(),
+            self.dtype,
+            self.draft_temperature,
+            self.token_map.ids_W,
+            eighths,
+        )
         return find_difference(draft, state, config, fixed, plain)
 
     def held_version(self) -> int:
@@ -393,6 +508,9 @@ class MedusaProposer(Drafter):
         """
         there = agreed_by_all(self.fed and fingerprint(self.heads) == self._fingerprint)
         if self.fed and not there:
-            logger.warning("Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.", self.version)
+            logger.warning(
+                "Heads version %d are gone from the engine's memory; nothing is drafted until heads are fed.",
+                self.version,
+            )
         self.fed = there
         return self.version if there else -1

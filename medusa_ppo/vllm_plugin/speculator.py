@@ -38,7 +38,12 @@ class HeldHeads(MedusaProposer):
         self._core.use_vocabulary(None, None)
 
     def draft(
-        self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, sampling: Sampling | None = None, seen: Seen | None = None
+        self,
+        hidden_BD: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        count: int,
+        sampling: Sampling | None = None,
+        seen: Seen | None = None,
     ) -> Drafted:
         return self._core.draft(hidden_BD, last_ids_B, count, sampling, seen)
 
@@ -56,7 +61,11 @@ class HeldHeads(MedusaProposer):
         if ring is None or not isinstance(fused, ContextHeads):
             return None
         most = min(self.num_speculative_tokens + 1, ring.pairs)
-        return fused.look_back(ring, Arrived.of_step(hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most), at)
+        return fused.look_back(
+            ring,
+            Arrived.of_step(hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most),
+            at,
+        )
 
     def configure(self, settings: Drafting) -> Drafting:
         for name in ("choose", "draft_vocab", "memory_bytes", "stop_below"):
@@ -83,8 +92,12 @@ class MedusaSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         super().__init__(vllm_config, device)
         self.drafter = HeldHeads(vllm_config, device)
-        waiting_N = torch.zeros(self.max_num_reqs * self.num_speculative_steps, dtype=torch.int64, device=device)
-        self._kept_SKV = _one_hot(waiting_N, self.vocab_size).view(self.max_num_reqs, self.num_speculative_steps, self.vocab_size)
+        waiting_N = torch.zeros(
+            self.max_num_reqs * self.num_speculative_steps, dtype=torch.int64, device=device
+        )
+        self._kept_SKV = _one_hot(waiting_N, self.vocab_size).view(
+            self.max_num_reqs, self.num_speculative_steps, self.vocab_size
+        )
         self.draft_logits = self._kept_SKV
         self.states: Any = None
         self.count = 0
@@ -92,7 +105,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         self._requests_S = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self._admitted = 0
 
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
         self.drafter.load_model(target_model)
         return self.drafter.heads
 
@@ -130,45 +145,77 @@ class MedusaSpeculator(DraftModelSpeculator):
     ) -> torch.Tensor:
         """Draft ids int64 `[B, K]`; columns from `count` on mean nothing and are not scheduled."""
         drafter, batch = self.drafter, input_batch.num_reqs
-        count = min(self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens, drafter.num_drafts)
+        count = min(
+            self.num_speculative_steps
+            if num_speculative_tokens is None
+            else num_speculative_tokens,
+            drafter.num_drafts,
+        )
         self.count = count = count if drafter.drafting else 0
-        ids_BK = torch.zeros(batch, self.num_speculative_steps, dtype=torch.int64, device=self.device)
+        ids_BK = torch.zeros(
+            batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
+        )
         if not count:
             return ids_BK
         slots_B = input_batch.idx_mapping[:batch].long()
-        rows_B = (input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]).long()  # Of each request's last accepted token.
-        hidden_BD, last_ids_B, seen = last_hidden_states[rows_B], last_sampled[slots_B].view(-1), None
+        rows_B = (
+            input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]
+        ).long()  # Of each request's last accepted token.
+        hidden_BD, last_ids_B, seen = (
+            last_hidden_states[rows_B],
+            last_sampled[slots_B].view(-1),
+            None,
+        )
         positions_B = input_batch.positions[rows_B].long()
         if not dummy_run:
             at = Standing(slots_B, self._requests_S[slots_B], positions_B)
-            seen = drafter.look_back(last_hidden_states, input_batch.input_ids, rows_B, last_ids_B, num_sampled[:batch], at)
+            seen = drafter.look_back(
+                last_hidden_states,
+                input_batch.input_ids,
+                rows_B,
+                last_ids_B,
+                num_sampled[:batch],
+                at,
+            )
         if not drafter.sampled or dummy_run:
             drafted, temperature_B = drafter.draft(hidden_BD, last_ids_B, count, seen=seen), None
         else:
             temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
             noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_LANE, count)
             cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
-            drafted = drafter.draft(hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts), seen)
+            drafted = drafter.draft(
+                hidden_BD, last_ids_B, count, Sampling(temperature_B, noise_BK, *cuts), seen
+            )
         ids_BK[:, :count] = drafted.ids_BK
         if not dummy_run:
             self._keep(slots_B, drafted, temperature_B)
         return ids_BK
 
-    def _cuts(self, slots_B: torch.Tensor, slots: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _cuts(
+        self, slots_B: torch.Tensor, slots: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """top-k and top-p of each request, None where none has any. (From 0.33 on vLLM says more, and asks for V.)"""
         if self.states is None:
             return None, None
-        more = (self.vocab_size,) if "vocab_size" in inspect.signature(self.states.get_top_k_top_p).parameters else ()
+        more = (
+            (self.vocab_size,)
+            if "vocab_size" in inspect.signature(self.states.get_top_k_top_p).parameters
+            else ()
+        )
         top_k_B, top_p_B, *_ = self.states.get_top_k_top_p(slots_B, slots, *more)
         return top_k_B, top_p_B
 
-    def _keep(self, slots_B: torch.Tensor, drafted: Drafted, temperature_B: torch.Tensor | None) -> None:
+    def _keep(
+        self, slots_B: torch.Tensor, drafted: Drafted, temperature_B: torch.Tensor | None
+    ) -> None:
         """For verification: log q times the temperature; one-hot rows where the temperature is 0, and everywhere without q."""
         for k, ids_B in enumerate(drafted.ids_BK.unbind(1)):
             logits_BV = _one_hot(ids_B, self.vocab_size)
             if temperature_B is not None:
                 temperature_B1 = temperature_B.unsqueeze(1)
-                logits_BV = torch.where(temperature_B1 > 0, drafted.q[k].log() * temperature_B1, logits_BV)
+                logits_BV = torch.where(
+                    temperature_B1 > 0, drafted.q[k].log() * temperature_B1, logits_BV
+                )
             self._kept_SKV[slots_B, k] = logits_BV
 
 
@@ -213,8 +260,15 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
         original(self, scheduler_output)
         if isinstance(self.speculator, MedusaSpeculator):
             for new in scheduler_output.scheduled_new_reqs:
-                grammar = new.sampling_params is not None and new.sampling_params.structured_outputs is not None
-                self.speculator.admit(self.req_states.req_id_to_index[new.req_id], grammar, self.sampler.sampling_states)
+                grammar = (
+                    new.sampling_params is not None
+                    and new.sampling_params.structured_outputs is not None
+                )
+                self.speculator.admit(
+                    self.req_states.req_id_to_index[new.req_id],
+                    grammar,
+                    self.sampler.sampling_states,
+                )
 
     return add_requests
 
@@ -226,7 +280,9 @@ def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     def take_draft_token_ids(self: Any) -> Any:
         drafts = original(self)
         if drafts is not None and isinstance(self.speculator, MedusaSpeculator):
-            drafts.draft_token_ids = [ids[: self.speculator.count] for ids in drafts.draft_token_ids]
+            drafts.draft_token_ids = [
+                ids[: self.speculator.count] for ids in drafts.draft_token_ids
+            ]
         return drafts
 
     return take_draft_token_ids

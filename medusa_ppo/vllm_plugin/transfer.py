@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from heads.errors import SwapError
-from heads.tensorfile import CODES, STATE_DTYPES, Header, joint_checksum, require_finite, tensor_digest
+from heads.tensorfile import (
+    CODES,
+    STATE_DTYPES,
+    Header,
+    joint_checksum,
+    require_finite,
+    tensor_digest,
+)
 from medusa_ppo.meeting import Backend, Meeting, Place
 
 TIMEOUT_S = 120.0
@@ -56,7 +63,12 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
     """What `ActorStream.header` gave. SwapError for a dtype that nobody knows."""
     unknown = [f"{name} {code}" for name, (code, _) in header.items() if code not in STATE_DTYPES]
     if unknown:
-        raise SwapError("A tensor has an unknown dtype.", given=unknown[:3], expected=" | ".join(STATE_DTYPES), do="Convert it.")
+        raise SwapError(
+            "A tensor has an unknown dtype.",
+            given=unknown[:3],
+            expected=" | ".join(STATE_DTYPES),
+            do="Convert it.",
+        )
     return {name: (STATE_DTYPES[code], tuple(shape)) for name, (code, shape) in header.items()}
 
 
@@ -65,7 +77,9 @@ def read_entries(header: Mapping[str, Sequence[Any]]) -> Entries:
 
 def device_id(device: torch.device) -> str:
     """A GPU's own id, the same in all processes; `cpu` elsewhere."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    return (
+        str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    )
 
 
 def choose_backend(devices: Sequence[str]) -> Backend:
@@ -107,13 +121,17 @@ def send(group: Group, stream: ActorStream) -> str:
     if digests.keys() != stream.entries.keys():
         raise _not_announced(f"{len(digests)} tensors", f"{len(stream.entries)}")
     checksum = joint_checksum(digests)
-    _share_frame(group, torch.empty(0, dtype=torch.uint8, device=group.device), {"checksum": checksum})
+    _share_frame(
+        group, torch.empty(0, dtype=torch.uint8, device=group.device), {"checksum": checksum}
+    )
     return checksum
 
 
 def _digests(frame: Tensor, names: Sequence[str], entries: Entries) -> dict[str, str]:
     """A hash needs the host: a GPU's frame is copied there while it is on its way to the engines."""
-    return {name: tensor_digest(name, tensor) for name, tensor in _views(frame.cpu(), names, entries)}
+    return {
+        name: tensor_digest(name, tensor) for name, tensor in _views(frame.cpu(), names, entries)
+    }
 
 
 def _buckets(stream: ActorStream) -> Iterator[dict[str, Tensor]]:
@@ -133,14 +151,18 @@ def _buckets(stream: ActorStream) -> Iterator[dict[str, Tensor]]:
 
 
 def _frame(bucket: Mapping[str, Tensor], entries: Entries, device: torch.device) -> Tensor:
-    frame = torch.zeros(sum(_room(name, entries) for name in bucket), dtype=torch.uint8, device=device)
+    frame = torch.zeros(
+        sum(_room(name, entries) for name in bucket), dtype=torch.uint8, device=device
+    )
     for name, place in _views(frame, list(bucket), entries):
         place.copy_(bucket[name])
     return frame
 
 
 def _share_frame(group: Group, tensors: Tensor, note: dict[str, Any]) -> None:
-    text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8).to(tensors.device)
+    text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8).to(
+        tensors.device
+    )
     group.share(torch.tensor([len(tensors), len(text), _words(tensors)], device=tensors.device))
     if len(tensors):
         group.share(tensors)
@@ -148,7 +170,12 @@ def _share_frame(group: Group, tensors: Tensor, note: dict[str, Any]) -> None:
 
 
 def _not_announced(given: str, expected: str) -> SwapError:
-    return SwapError("The actor's tensors are not those that were announced.", given=given, expected=expected, do="Report this.")
+    return SwapError(
+        "The actor's tensors are not those that were announced.",
+        given=given,
+        expected=expected,
+        do="Report this.",
+    )
 
 
 # ---- receiving ----------------------------------------------------------------------------------------------------------------
@@ -169,14 +196,18 @@ class Incoming:
         """SwapError when the sender is lost, or something else comes than was sent."""
         group, waiting = self._group, set(self._entries)
         while not self.checksum:
-            size, length, words = group.share(torch.empty(3, dtype=torch.int64, device=group.device)).tolist()
+            size, length, words = group.share(
+                torch.empty(3, dtype=torch.int64, device=group.device)
+            ).tolist()
             frame = torch.empty(size, dtype=torch.uint8, device=group.device)
             if size:
                 group.share(frame)
             text = group.share(torch.empty(length, dtype=torch.uint8, device=group.device))
             note = json.loads(bytes(text.cpu().numpy()))
             if _words(frame) != words:
-                raise _not_announced("a bucket with other bytes than were sent", "the same sum of words")
+                raise _not_announced(
+                    "a bucket with other bytes than were sent", "the same sum of words"
+                )
             names = note.get("names", [])
             waiting -= set(names)
             yield from _views(frame, names, self._entries)

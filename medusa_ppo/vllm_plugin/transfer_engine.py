@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from heads.checkpoint import LM_HEAD_KEY
 from heads.errors import SwapError
@@ -70,7 +77,10 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInit, BroadcastUpdate]):
         """Load what comes. After a SwapError the model is in order, its weights are not."""
         if self._group is None:
             raise SwapError(
-                "The engine is in no group.", given="update_weights()", expected="init_weight_transfer_engine() first", do="Join."
+                "The engine is in no group.",
+                given="update_weights()",
+                expected="init_weight_transfer_engine() first",
+                do="Join.",
             )
         incoming = Incoming(self._group, read_entries(update_info.entries))
         load: Any = self.model.load_weights

@@ -56,32 +56,54 @@ class MedusaWorker:
         }
 
     @reports_errors
-    def medusa_swap_heads(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
+    def medusa_swap_heads(
+        self, path: str, version: int, checked: list[Any] | None = None
+    ) -> dict[str, Any]:
         """Swap the serving heads in place; see `MedusaProposer.swap`. vLLM runs it between two steps."""
         started = time.perf_counter()
-        digest = self._medusa_require_drafter().swap(path, int(version), Checked(*checked) if checked else None)
-        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+        digest = self._medusa_require_drafter().swap(
+            path, int(version), Checked(*checked) if checked else None
+        )
+        return {
+            "version": int(version),
+            "checksum": digest,
+            "seconds": time.perf_counter() - started,
+        }
 
     @reports_errors
-    def medusa_sync_actor(self, path: str, version: int, checked: list[Any] | None = None) -> dict[str, Any]:
+    def medusa_sync_actor(
+        self, path: str, version: int, checked: list[Any] | None = None
+    ) -> dict[str, Any]:
         """Load the actor's weights (safetensors of HF names) into the running model, prepacked copies included.
 
         The caller must have no running requests and must reset the prefix cache afterwards.
         """
         started = time.perf_counter()
-        state, digest = read_state(path, "the actor's weights", tensorwise_checksum, Checked(*checked) if checked else None)
-        names = self._medusa_check_entries({name: (CODES[value.dtype], tuple(value.shape)) for name, value in state.items()}, path)
+        state, digest = read_state(
+            path, "the actor's weights", tensorwise_checksum, Checked(*checked) if checked else None
+        )
+        names = self._medusa_check_entries(
+            {name: (CODES[value.dtype], tuple(value.shape)) for name, value in state.items()}, path
+        )
         with torch.inference_mode():
             self.reload_weights(weights_iterator=((name, state[name]) for name in names))  # type: ignore[attr-defined]
         lm_head_VD = state.get(LM_HEAD_KEY)
-        self._medusa_took_actor(version, digest, None if lm_head_VD is None else lm_head_VD[:, :2], path)
-        return {"version": int(version), "checksum": digest, "seconds": time.perf_counter() - started}
+        self._medusa_took_actor(
+            version, digest, None if lm_head_VD is None else lm_head_VD[:, :2], path
+        )
+        return {
+            "version": int(version),
+            "checksum": digest,
+            "seconds": time.perf_counter() - started,
+        }
 
     @reports_errors
     def medusa_check_actor(self, entries: dict[str, list[Any]]) -> dict[str, Any]:
         """Whether an actor of these tensors (`ActorStream.header`) is one for this model; nothing is changed."""
         read_entries(entries)
-        self._medusa_check_entries({name: (code, tuple(shape)) for name, (code, shape) in entries.items()}, "the broadcast")
+        self._medusa_check_entries(
+            {name: (code, tuple(shape)) for name, (code, shape) in entries.items()}, "the broadcast"
+        )
         return {"device": device_id(self.device)}  # type: ignore[attr-defined]
 
     @reports_errors
@@ -104,7 +126,11 @@ class MedusaWorker:
             self.finish_weight_update()  # type: ignore[attr-defined]
         came = self.weight_transfer_engine  # type: ignore[attr-defined]
         self._medusa_took_actor(version, came.checksum, came.lm_head_V2, "the broadcast")
-        return {"version": int(version), "checksum": came.checksum, "seconds": time.perf_counter() - started}
+        return {
+            "version": int(version),
+            "checksum": came.checksum,
+            "seconds": time.perf_counter() - started,
+        }
 
     @reports_errors
     def medusa_target_changed(self, version: int) -> dict[str, Any]:
@@ -170,7 +196,9 @@ class MedusaWorker:
             )
         return drafter
 
-    def _medusa_took_actor(self, version: int, digest: str, lm_head_V2: torch.Tensor | None, source: str) -> None:
+    def _medusa_took_actor(
+        self, version: int, digest: str, lm_head_V2: torch.Tensor | None, source: str
+    ) -> None:
         """What follows new weights in the model, however they came.
 
         Args:
@@ -195,11 +223,24 @@ class MedusaWorker:
         for part in sorted(model.glob("*.safetensors")) if model else []:
             expected.update(read_header(part))
         if not expected:
-            logger.warning("The actor's names and shapes are not checked: no safetensors of %s here.", self.vllm_config.model_config.model)  # type: ignore[attr-defined]
+            logger.warning(
+                "The actor's names and shapes are not checked: no safetensors of %s here.",
+                self.vllm_config.model_config.model,
+            )  # type: ignore[attr-defined]
         tied = self._medusa_tied()
-        missing = [name for name in expected if name not in given and not (tied and name == LM_HEAD_KEY)]
-        unknown = [name for name in given if expected and name not in expected and not (tied and name == LM_HEAD_KEY)]
-        wrong = [f"{name} {given[name]}" for name in given if name in expected and not _alike(given[name], expected[name])]
+        missing = [
+            name for name in expected if name not in given and not (tied and name == LM_HEAD_KEY)
+        ]
+        unknown = [
+            name
+            for name in given
+            if expected and name not in expected and not (tied and name == LM_HEAD_KEY)
+        ]
+        wrong = [
+            f"{name} {given[name]}"
+            for name in given
+            if name in expected and not _alike(given[name], expected[name])
+        ]
         if missing or unknown or wrong:
             raise SwapError(
                 "The actor's weights are not those of the serving model, which stays as it is.",
@@ -214,7 +255,13 @@ class MedusaWorker:
         """The folder that vLLM loaded; of a hub name that in the hub's cache."""
         model, load = self.vllm_config.model_config, self.vllm_config.load_config  # type: ignore[attr-defined]
         try:
-            found = cached_file(model.model, "config.json", revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+            found = cached_file(
+                model.model,
+                "config.json",
+                revision=model.revision,
+                cache_dir=load.download_dir,
+                local_files_only=True,
+            )
         except OSError:
             return None
         return Path(found).parent if found else None
@@ -232,11 +279,16 @@ class MedusaWorker:
             return
         with torch.inference_mode():
             width = runner.model_config.get_hidden_size()
-            served_2V = model.compute_logits(torch.eye(2, width, dtype=runner.dtype, device=self.device)).float()  # type: ignore[attr-defined]
+            served_2V = model.compute_logits(
+                torch.eye(2, width, dtype=runner.dtype, device=self.device)
+            ).float()  # type: ignore[attr-defined]
             expected_2V = given_V2.to(served_2V.device, runner.dtype).T.float()
         if not torch.equal(served_2V, expected_2V[:, : served_2V.shape[1]]):
             raise SwapError(
-                "The engine still serves the old lm_head after the sync.", given=source, expected="the new one", do="Restart the engine."
+                "The engine still serves the old lm_head after the sync.",
+                given=source,
+                expected="the new one",
+                do="Restart the engine.",
             )
 
 

@@ -27,8 +27,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, Path
     tokenizer, folder = build_tokenizer(), tmp_path_factory.mktemp("actor")
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "run.yaml").write_text(
@@ -38,7 +45,19 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, Path
     )
     out = folder / "recording"
     threads = torch.get_num_threads()
-    bench.main(["record", "--out", str(out), "--config", str(folder / "run.yaml"), "--steps", "4", "--reward", "numbers"])
+    bench.main(
+        [
+            "record",
+            "--out",
+            str(out),
+            "--config",
+            str(folder / "run.yaml"),
+            "--steps",
+            "4",
+            "--reward",
+            "numbers",
+        ]
+    )
     torch.set_num_threads(threads)
     return bench, out
 
@@ -60,24 +79,38 @@ def test_what_is_recorded_is_on_policy(recorded: tuple[ModuleType, Path]) -> Non
         bench.main(["record", "--out", str(out), "--config", str(out.parent / "run.yaml")])
 
 
-def test_every_setting_learns_from_it_once(recorded: tuple[ModuleType, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_learns_from_it_once(
+    recorded: tuple[ModuleType, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     bench, out = recorded
     call = ["replay", "--out", str(out), "--only", "replay 2", "half of the positions"]
     bench.main(call)
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == ["base", "replay 2 versions", "half of the positions"]
+    assert [line["name"] for line in lines] == [
+        "base",
+        "replay 2 versions",
+        "half of the positions",
+    ]
     base, replayed, sampled = lines
-    assert len(base["serving"]) == 4 and base["serving"][0] == sampled["serving"][0], "the first batch meets untrained heads"
+    assert len(base["serving"]) == 4 and base["serving"][0] == sampled["serving"][0], (
+        "the first batch meets untrained heads"
+    )
     assert sampled["rows"] < base["rows"] < replayed["rows"]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) == 5 and f"{base['rows']:,}" in rows[2]
     bench.main(call)
-    assert len((out / "results.jsonl").read_text().splitlines()) == 3, "what is done is not done again"
-    again = bench.learn_again(out, bench.build_config(json.loads((out / "recorded.json").read_text())["config"]), {}, 0)
+    assert len((out / "results.jsonl").read_text().splitlines()) == 3, (
+        "what is done is not done again"
+    )
+    again = bench.learn_again(
+        out, bench.build_config(json.loads((out / "recorded.json").read_text())["config"]), {}, 0
+    )
     assert again["serving"] == base["serving"]
 
 
 def test_every_setting_is_one(recorded: tuple[ModuleType, Path]) -> None:
     bench, _ = recorded
     for settings in bench.GRID.values():
-        CompanionConfig(**{**bench.BASE, **{key: value for key, value in settings.items() if key != "average"}})
+        CompanionConfig(
+            **{**bench.BASE, **{key: value for key, value in settings.items() if key != "average"}}
+        )

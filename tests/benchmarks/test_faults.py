@@ -20,7 +20,10 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def lines(*numbers: int, versions: tuple[int, ...] = ()) -> list[dict[str, float]]:
     found = versions or (0,) * len(numbers)
-    return [{"step": n, "policy_version": n, "heads_version": v} for n, v in zip(numbers, found, strict=True)]
+    return [
+        {"step": n, "policy_version": n, "heads_version": v}
+        for n, v in zip(numbers, found, strict=True)
+    ]
 
 
 def test_missing_and_repeated_steps_and_older_heads_are_wrong(faults: ModuleType) -> None:
@@ -28,11 +31,17 @@ def test_missing_and_repeated_steps_and_older_heads_are_wrong(faults: ModuleType
     assert "missing" in faults.faults_of_steps(lines(0, 2))[0]
     assert "missing" in faults.faults_of_steps(lines(0, 1, 1))[0]
     assert "fell" in faults.faults_of_steps(lines(0, 1, versions=(2, 1)))[0]
-    assert "policy" in faults.faults_of_steps([{"step": 0, "policy_version": 1, "heads_version": 0}])[0]
+    assert (
+        "policy"
+        in faults.faults_of_steps([{"step": 0, "policy_version": 1, "heads_version": 0}])[0]
+    )
 
 
 def test_the_table_counts_by_kind(faults: ModuleType) -> None:
-    records = [faults.Record("engine killed", 3, True, 2.0, 1), faults.Record("engine killed", 9, False, 6.0, 0)]
+    records = [
+        faults.Record("engine killed", 3, True, 2.0, 1),
+        faults.Record("engine killed", 9, False, 6.0, 0),
+    ]
     assert "| engine killed | 2 | 1 | 4.0 (6.0) | 0 to 1 |" in faults.table(records)
 
 
@@ -47,4 +56,6 @@ def test_a_run_survives_a_few_of_each(faults: ModuleType) -> None:
     assert wrong == [] and len(records) == len(said) == 4 and steps > 8
     assert all(record.recovered for record in records)
     companion = [record for record in records if record.kind.startswith("companion")]
-    assert all(record.steps_meanwhile >= 1 for record in companion), "PPO goes on without its companion"
+    assert all(record.steps_meanwhile >= 1 for record in companion), (
+        "PPO goes on without its companion"
+    )

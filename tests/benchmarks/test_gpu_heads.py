@@ -20,14 +20,19 @@ def gpu_heads(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_heads")
 
 
-def test_it_runs_small_on_a_cpu(gpu_heads: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_runs_small_on_a_cpu(
+    gpu_heads: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "figures.json"
     words = "gpu_heads --device cpu --small --dtype float32 --forms chunks,liger --hidden 8 --vocab 96 --heads 3 --rows 10 --json"
     monkeypatch.setattr(sys, "argv", [*words.split(), str(file)])
     gpu_heads.main()
     record = json.loads(file.read_text())
     assert record["versions"]["torch"] and record["hardware"] and record["options"]["hidden"] == 8
-    assert [(line["form"], line["loss"]) for line in record["results"]] == [("chunks", "ce"), ("chunks", "ce_tv")], "liger needs CUDA"
+    assert [(line["form"], line["loss"]) for line in record["results"]] == [
+        ("chunks", "ce"),
+        ("chunks", "ce_tv"),
+    ], "liger needs CUDA"
     for line in record["results"]:
         low, high = line["share_range"]
         assert 0 < low <= line["share_of_matrix_rate"] <= high

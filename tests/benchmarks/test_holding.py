@@ -22,8 +22,19 @@ def bench() -> ModuleType:
 def steps(versions: list[int], candidates: list[float]) -> list[dict[str, Any]]:
     lines = []
     for number, (version, candidate) in enumerate(zip(versions, candidates, strict=True)):
-        line = {"step": number, "reward_mean": 1.0 + number, "kl_reference": 0.1 * number, "entropy": 1.5, "mal_serving": 2.5}
-        line |= {"replay_mal_serving": 2.4, "replay_mal_frozen": 2.0, "replay_mal_candidate": candidate, "versions_published": version}
+        line = {
+            "step": number,
+            "reward_mean": 1.0 + number,
+            "kl_reference": 0.1 * number,
+            "entropy": 1.5,
+            "mal_serving": 2.5,
+        }
+        line |= {
+            "replay_mal_serving": 2.4,
+            "replay_mal_frozen": 2.0,
+            "replay_mal_candidate": candidate,
+            "versions_published": version,
+        }
         if number % 3 == 2:
             line |= {"replay_mal_upper": 2.6, "replay_mal_upper_serving": 2.56}
         lines.append(line)
@@ -32,7 +43,9 @@ def steps(versions: list[int], candidates: list[float]) -> list[dict[str, Any]]:
 
 def test_ratios_are_of_extra_tokens(bench: ModuleType) -> None:
     figures = bench.summary(steps([0] * 12, [2.5] * 12))
-    assert figures["of_frozen"] == pytest.approx(1.4 / 1.0) and figures["of_upper"] == pytest.approx(1.56 / 1.6)
+    assert figures["of_frozen"] == pytest.approx(1.4 / 1.0) and figures[
+        "of_upper"
+    ] == pytest.approx(1.56 / 1.6)
     assert figures["counters"] == pytest.approx(1.5) and figures["marks"] == 2
     rows = bench.table({4: steps([0] * 12, [2.5] * 12)})
     assert rows[2].startswith("| 4 | 1.00 -> 11.00 | 0.00 -> 1.00 |") and "0.975 (2)" in rows[2]
@@ -42,12 +55,21 @@ def test_ratios_are_of_extra_tokens(bench: ModuleType) -> None:
 def test_a_version_that_replaced_a_better_one_is_named(bench: ModuleType) -> None:
     candidates = [2.5] * 12
     candidates[4], candidates[7] = 2.3, 2.3
-    assert bench.worse(steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], candidates)) == [4], "nothing was published in step 7"
+    assert bench.worse(steps([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3], candidates)) == [4], (
+        "nothing was published in step 7"
+    )
 
 
 def test_a_memory_is_compared_epoch_by_epoch(bench: ModuleType) -> None:
     without = [{**line, "rollout_tokens_per_s": 100.0} for line in steps([0] * 12, [2.5] * 12)]
-    with_one = [{**line, "mal_serving": 2.5 + line["step"], "rollout_tokens_per_s": 150.0} for line in without]
+    with_one = [
+        {**line, "mal_serving": 2.5 + line["step"], "rollout_tokens_per_s": 150.0}
+        for line in without
+    ]
     rows = bench.epochs({0: (without, with_one), 1: (without, without)})
-    assert len(rows) == 2 + 3 and rows[2].startswith("| 1 | 2.500 / 3.250 |") and rows[4].startswith("| 3 | 2.500 / 7.250 |")
+    assert (
+        len(rows) == 2 + 3
+        and rows[2].startswith("| 1 | 2.500 / 3.250 |")
+        and rows[4].startswith("| 3 | 2.500 / 7.250 |")
+    )
     assert rows[2].endswith("| 100.000 / 125.000 |")

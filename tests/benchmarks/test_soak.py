@@ -48,7 +48,13 @@ def test_what_is_sure_but_tiny_is_no_growth_and_a_fall_neither(soak: ModuleType)
 
 
 def test_the_warm_up_is_left_out_and_roles_may_come_late(soak: ModuleType) -> None:
-    samples = [(float(i), {"loop: files": 50.0 if i > 20 else i} | ({"other: files": 3.0} if i > 40 else {})) for i in range(90)]
+    samples = [
+        (
+            float(i),
+            {"loop: files": 50.0 if i > 20 else i} | ({"other: files": 3.0} if i > 40 else {}),
+        )
+        for i in range(90)
+    ]
     trends = {t.name: t for t in soak.judge(samples)}
     assert trends["loop: files"].mean == 50 and not trends["loop: files"].grows
     assert 0 < trends["other: files"].mean < 3
@@ -60,11 +66,24 @@ def test_the_warm_up_is_left_out_and_roles_may_come_late(soak: ModuleType) -> No
 @pytest.mark.timeout(900)
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     """Whether a minute's figures grow says nothing; that everything is watched and gone afterwards does."""
-    command = [sys.executable, str(FOLDER / "soak.py"), "--steps", "25", "--every", "0.5", "--json", str(tmp_path / "soak.json")]
+    command = [
+        sys.executable,
+        str(FOLDER / "soak.py"),
+        "--steps",
+        "25",
+        "--every",
+        "0.5",
+        "--json",
+        str(tmp_path / "soak.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (tmp_path / "soak.json").is_file(), done.stdout + done.stderr
     figures = json.loads((tmp_path / "soak.json").read_text())
     assert figures["steps"] == 25 and figures["left"] == [] and "exit code" not in done.stdout
     names = {t["name"] for t in figures["trends"]}
-    assert {f"{role}: {what}" for role in ("loop", "engine", "companion", "raylet", "gcs") for what in ("private MiB", "files")} <= names
+    assert {
+        f"{role}: {what}"
+        for role in ("loop", "engine", "companion", "raylet", "gcs")
+        for what in ("private MiB", "files")
+    } <= names
     assert done.returncode == any(t["grows"] for t in figures["trends"])

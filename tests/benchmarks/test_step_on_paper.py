@@ -25,7 +25,11 @@ def test_the_call_is_counted_in_bytes_products_and_launches(paper: ModuleType) -
     # Each head reads lm_head once, whatever the number of sequences, and multiplies every row with it.
     lm_head = 4 * 2 * 1000 * 64
     assert sum(nbytes for nbytes, _ in few.work) > lm_head
-    assert sum(flops for _, flops in many.work) == 64 * sum(flops for _, flops in few.work) > 64 * lm_head
+    assert (
+        sum(flops for _, flops in many.work)
+        == 64 * sum(flops for _, flops in few.work)
+        > 64 * lm_head
+    )
     part = paper.counted(model, "hydra", 4, 1, 100)
     assert sum(nbytes for nbytes, _ in part.work) < sum(nbytes for nbytes, _ in few.work)
 
@@ -33,8 +37,16 @@ def test_the_call_is_counted_in_bytes_products_and_launches(paper: ModuleType) -
 def test_the_roofline_moves_as_it_must(paper: ModuleType) -> None:
     gpu, model = paper.Gpu(), paper.ACTORS["8B"].sizes
     one = paper.target_seconds(model, gpu, 1, 1, 1)
-    assert one == pytest.approx(2 * model.product_parameters / (3.35e12 * 0.7), rel=0.05), "weights are nearly all that is read"
-    assert paper.target_seconds(model, gpu, 1, 1, 5) < 1.1 * one, "more rows of one sequence are nearly free"
-    assert paper.target_seconds(model, gpu, 1, 256, 5) > 1.3 * paper.target_seconds(model, gpu, 1, 256, 1), "with many they are not"
+    assert one == pytest.approx(2 * model.product_parameters / (3.35e12 * 0.7), rel=0.05), (
+        "weights are nearly all that is read"
+    )
+    assert paper.target_seconds(model, gpu, 1, 1, 5) < 1.1 * one, (
+        "more rows of one sequence are nearly free"
+    )
+    assert paper.target_seconds(model, gpu, 1, 256, 5) > 1.3 * paper.target_seconds(
+        model, gpu, 1, 256, 1
+    ), "with many they are not"
     count = paper.counted(dataclasses.replace(model, hidden=64, vocab=1000), "hydra", 2, 1, None)
-    assert paper.draft_seconds(count, gpu, 1, graph=False) - paper.draft_seconds(count, gpu, 1) == pytest.approx(count.launches * 4.5e-6)
+    assert paper.draft_seconds(count, gpu, 1, graph=False) - paper.draft_seconds(
+        count, gpu, 1
+    ) == pytest.approx(count.launches * 4.5e-6)

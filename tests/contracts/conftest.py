@@ -32,9 +32,15 @@ def train(tmp_path: Path) -> Iterator[Callable[..., str]]:
     started: list[subprocess.Popen[bytes]] = []
     left: list[Path] = []
 
-    def run(command: list[str], environment: Mapping[str, str], timeout_s: float, *folders: Path) -> str:
+    def run(
+        command: list[str], environment: Mapping[str, str], timeout_s: float, *folders: Path
+    ) -> str:
         left.extend(folders)
-        known = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        known = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
+        }
         ours = {
             "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -42,7 +48,14 @@ def train(tmp_path: Path) -> Iterator[Callable[..., str]]:
         }
         env = {**known, **ours, **environment}
         with open(tmp_path / "log", "wb") as log:
-            process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             started.append(process)
             code = process.wait(timeout=timeout_s)
         said = (tmp_path / "log").read_text(errors="replace")
@@ -67,9 +80,23 @@ def small_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     end = tokenizer.eos_token_id
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            **sizes,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+    )
     folder = tmp_path_factory.mktemp("actor")
     model.float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -89,7 +116,9 @@ def scored(small_actor: Path) -> tuple[torch.nn.Module, list[Any], torch.Tensor,
     states, logprobs = [], []
     with torch.no_grad():
         for prompt, answer in ROWS:
-            hidden = model.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[0, len(prompt) - 1 : -1]
+            hidden = model.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[
+                0, len(prompt) - 1 : -1
+            ]
             states.append(hidden)
             logprobs.append(model.lm_head(hidden).log_softmax(-1)[range(len(answer)), list(answer)])
     return model, ROWS, torch.cat(states), torch.cat(logprobs)

@@ -57,8 +57,12 @@ class StoreBroadcast:
 class CpuWorker:
     """Joined with the worker extension in vLLM, before OpenRLHF's: see REPLACED."""
 
-    def update_weight(self: Any, name: str, dtype: torch.dtype, shape: Any, empty_cache: bool = False) -> None:
-        assert dtype == self.model_config.dtype, f"mismatch dtype: src {dtype}, dst {self.model_config.dtype}"
+    def update_weight(
+        self: Any, name: str, dtype: torch.dtype, shape: Any, empty_cache: bool = False
+    ) -> None:
+        assert dtype == self.model_config.dtype, (
+            f"mismatch dtype: src {dtype}, dst {self.model_config.dtype}"
+        )
         weight = torch.empty(shape, dtype=dtype)
         self._model_update_group.broadcast(weight, src=0)
         came = self.__dict__.setdefault("_came", {})
@@ -120,15 +124,24 @@ def _strategy_on_cpu() -> None:
     deepspeed.initialize = functools.partial(_initialize, deepspeed.initialize)
 
 
-def _initialize(initialize: Callable[..., Any], *args: Any, config: dict[str, Any], **kwargs: Any) -> Any:
+def _initialize(
+    initialize: Callable[..., Any], *args: Any, config: dict[str, Any], **kwargs: Any
+) -> Any:
     if "optimizer" in config:
         config["optimizer"]["params"]["torch_adam"] = True
     return initialize(*args, config=config, **kwargs)
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], **_: Any
+) -> dict[str, Any]:
     """OpenRLHF's own form of a reward: how many different words an answer has."""
-    rewards = torch.tensor([len(set(query[len(prompt) :].split())) / 8 for query, prompt in zip(queries, prompts, strict=True)])
+    rewards = torch.tensor(
+        [
+            len(set(query[len(prompt) :].split())) / 8
+            for query, prompt in zip(queries, prompts, strict=True)
+        ]
+    )
     return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
 
 

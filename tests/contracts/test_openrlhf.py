@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts")
+pytest.importorskip(
+    "openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts"
+)
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
@@ -22,7 +24,9 @@ from medusa_ppo.loops import openrlhf as ours
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if not name.startswith("_ray")]  # Ray adds one to its actors' methods
+    return [
+        name for name in inspect.signature(function).parameters if not name.startswith("_ray")
+    ]  # Ray adds one to its actors' methods
 
 
 def source(thing: Any) -> str:
@@ -51,7 +55,13 @@ def test_the_command_imports_the_names_that_we_replace_and_runs_as_main():
         'if __name__ == "__main__":',
     ):
         assert line in text, line
-    position(text, "strategy = get_strategy(args)", "vllm_engines = create_vllm_engines(", "PPOTrainer.remote(", "ppo_trainer.fit.remote()")
+    position(
+        text,
+        "strategy = get_strategy(args)",
+        "vllm_engines = create_vllm_engines(",
+        "PPOTrainer.remote(",
+        "ppo_trainer.fit.remote()",
+    )
     for flag in (
         "ckpt.output_dir",
         "rollout.temperature",
@@ -61,17 +71,28 @@ def test_the_command_imports_the_names_that_we_replace_and_runs_as_main():
         "ds.ring_attn_size",
     ):
         assert f'"--{flag}"' in text, flag
-    position(text, "args.vllm.num_engines,", "args.vllm.tensor_parallel_size,", "args.actor.model_name_or_path,")
+    position(
+        text,
+        "args.vllm.num_engines,",
+        "args.vllm.tensor_parallel_size,",
+        "args.actor.model_name_or_path,",
+    )
 
 
 def test_engines_are_made_from_a_name_in_their_module_and_arguments_reach_vllm():
     from openrlhf.trainer.ray import vllm_engine
 
     make = source(vllm_engine.create_vllm_engines)
-    assert parameters(vllm_engine.create_vllm_engines)[:3] == ["num_engines", "tensor_parallel_size", "pretrain"]
+    assert parameters(vllm_engine.create_vllm_engines)[:3] == [
+        "num_engines",
+        "tensor_parallel_size",
+        "pretrain",
+    ]
     position(make, "RolloutRayActor.options(", ".remote(**actor_kwargs)")
     actor = ours.plain_class(vllm_engine.RolloutRayActor)
-    assert "vllm.AsyncEngineArgs(*args, **self.kwargs)" in source(actor.__init__) and "self.llm = " in source(actor.__init__)
+    assert "vllm.AsyncEngineArgs(*args, **self.kwargs)" in source(
+        actor.__init__
+    ) and "self.llm = " in source(actor.__init__)
     assert inspect.iscoroutinefunction(actor.__init__)
     assert not hasattr(actor, "medusa_call")
 
@@ -81,12 +102,24 @@ def test_the_actor_worker_has_what_we_tap():
     from openrlhf.trainer.ray import ppo_actor
 
     worker = ours.plain_class(ppo_actor.PolicyModelActor)
-    assert parameters(worker.forward) == ["self", "sequences", "action_mask", "attention_mask", "packed_seq_lens", "mm_train_inputs_list"]
+    assert parameters(worker.forward) == [
+        "self",
+        "sequences",
+        "action_mask",
+        "attention_mask",
+        "packed_seq_lens",
+        "mm_train_inputs_list",
+    ]
     assert "self.actor.model" in source(worker) and "self.strategy" in source(worker.forward)
-    assert "self.model(sequences, attention_mask=foward_attention_mask, position_ids=position_ids" in source(Actor.forward)
+    assert (
+        "self.model(sequences, attention_mask=foward_attention_mask, position_ids=position_ids"
+        in source(Actor.forward)
+    )
     assert "log_probs[:, -action_mask.shape[1] :] * action_mask" in source(Actor.forward)
     assert "model = self.actor.model.module" in source(ppo_actor.ActorPPOTrainer.broadcast_to_vllm)
-    assert "self.strategy.args.ds.zero_stage == 3" in source(ppo_actor.ActorPPOTrainer.broadcast_to_vllm)
+    assert "self.strategy.args.ds.zero_stage == 3" in source(
+        ppo_actor.ActorPPOTrainer.broadcast_to_vllm
+    )
 
 
 def test_the_trainers_hooks_are_called_in_the_order_that_we_need():
@@ -105,9 +138,15 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need():
         "self.ppo_train(",
         "self.broadcast_to_vllm()",
     )
-    position(source(trainer.broadcast_to_vllm), 'self.vllm_engines, "wake_up", tags=["weights"]', 'method_name="broadcast_to_vllm"')
+    position(
+        source(trainer.broadcast_to_vllm),
+        'self.vllm_engines, "wake_up", tags=["weights"]',
+        'method_name="broadcast_to_vllm"',
+    )
     assert "self.vllm_engines = vllm_engines" in source(ppo_trainer.BasePPOTrainer.__init__)
-    assert "self.actor_model_group = actor_model_group" in source(ppo_trainer.BasePPOTrainer.__init__)
+    assert "self.actor_model_group = actor_model_group" in source(
+        ppo_trainer.BasePPOTrainer.__init__
+    )
     assert parameters(RayActorGroup.async_run_method) == ["self", "method_name", "args", "kwargs"]
     assert 'method_name="forward"' in inspect.getsource(experience_maker)
 
@@ -123,7 +162,10 @@ def test_the_replaced_classes_are_made():
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import ppo_actor
 
-    for make, theirs in ((ours.policy_actor, ppo_actor.PolicyModelActor), (ours.trainer_actor, ppo_trainer.PPOTrainer)):
+    for make, theirs in (
+        (ours.policy_actor, ppo_actor.PolicyModelActor),
+        (ours.trainer_actor, ppo_trainer.PPOTrainer),
+    ):
         assert issubclass(ours.plain_class(make()), ours.plain_class(theirs))
 
 
@@ -132,8 +174,14 @@ def test_the_two_worker_extensions_do_not_meet():
 
     from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
-    assert ours.MedusaOpenRLHFWorker.__mro__[1:3] == (MedusaWorker, WorkerWrap) and ours.WORKER_EXTENSION.endswith("MedusaOpenRLHFWorker")
-    names = [{name for name in vars(kind) if not name.startswith("__")} for kind in (MedusaWorker, WorkerWrap)]
+    assert ours.MedusaOpenRLHFWorker.__mro__[1:3] == (
+        MedusaWorker,
+        WorkerWrap,
+    ) and ours.WORKER_EXTENSION.endswith("MedusaOpenRLHFWorker")
+    names = [
+        {name for name in vars(kind) if not name.startswith("__")}
+        for kind in (MedusaWorker, WorkerWrap)
+    ]
     assert not names[0] & names[1]
 
 
@@ -166,17 +214,27 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     actor = Actor.__new__(Actor)
     torch.nn.Module.__init__(actor)
-    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = Wrapper(model), False, 1.0, False
+    actor.model, actor.packing_samples, actor.temperature, actor.is_vlm = (
+        Wrapper(model),
+        False,
+        1.0,
+        False,
+    )
     worker_class = ours.plain_class(ours.policy_actor())
     worker = worker_class.__new__(worker_class)
     worker.actor = actor
     companion = build_config({}).companion
-    args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0), medusa=Namespace(companion=companion))
+    args = Namespace(
+        rollout=Namespace(temperature=1.0, top_p=1.0), medusa=Namespace(companion=companion)
+    )
     worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
 
     for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF pads them
         length = len(prompt) + len(answer)
-        sequences, attention = torch.zeros(1, length + 2, dtype=torch.int64), torch.zeros(1, length + 2, dtype=torch.int64)
+        sequences, attention = (
+            torch.zeros(1, length + 2, dtype=torch.int64),
+            torch.zeros(1, length + 2, dtype=torch.int64),
+        )
         sequences[0, :length], attention[0, :length] = torch.tensor([*prompt, *answer]), 1
         actions = torch.zeros(1, length + 1, dtype=torch.int64)
         actions[0, len(prompt) - 1 : length - 1] = 1
@@ -188,7 +246,10 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4
 
 
-@pytest.mark.parametrize("name", ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size", "actor.num_nodes"])
+@pytest.mark.parametrize(
+    "name",
+    ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size", "actor.num_nodes"],
+)
 def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
     from medusa_ppo.loops.remote import refuse
 
@@ -218,15 +279,21 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.mark.engine
-def test_openrlhfs_own_vllm_actor_takes_our_heads(small_actor: Path, tmp_path: Path, local_ray: None):
+def test_openrlhfs_own_vllm_actor_takes_our_heads(
+    small_actor: Path, tmp_path: Path, local_ray: None
+):
     """Its Ray actor with our arguments on vLLM's CPU build; its weight broadcast needs CUDA and is not called."""
     import ray
     from vllm import SamplingParams
 
     from medusa_ppo.loops.remote import RemoteAttachment
 
-    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
-    actor_class = ours.rollout_actor({**attachment.arguments(ours.WORKER_EXTENSION), "max_logprobs": 1})
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path
+    )
+    actor_class = ours.rollout_actor(
+        {**attachment.arguments(ours.WORKER_EXTENSION), "max_logprobs": 1}
+    )
     engine = actor_class.options(num_cpus=0, num_gpus=0).remote(
         model=str(small_actor),
         enforce_eager=True,
@@ -244,11 +311,17 @@ def test_openrlhfs_own_vllm_actor_takes_our_heads(small_actor: Path, tmp_path: P
         remote_rm_url=None,
         mm_pad_token_ids=set(),
     )
-    attachment.attach(lambda method, args: ours.call_all([engine], method, args), lambda: ours.sum_counters([engine]))
+    attachment.attach(
+        lambda method, args: ours.call_all([engine], method, args),
+        lambda: ours.sum_counters([engine]),
+    )
     assert attachment.engine is not None and attachment.engine.max_drafts == 2
 
     torch.manual_seed(0)
-    state = {name: 0.1 * torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
+    state = {
+        name: 0.1 * torch.randn_like(value)
+        for name, value in load_state(attachment._kept_state).items()
+    }
     save_state(tmp_path / "new.safetensors", state)
     assert attachment.engine.swap_heads(tmp_path / "new.safetensors", 1).checksum == checksum(state)
     attachment.weights_synced(lost_heads=False)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts")
+pytest.importorskip(
+    "openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts"
+)
 
 from medusa_ppo.loops import openrlhf as ours
 
@@ -23,7 +25,12 @@ def names() -> dict[str, Any]:
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
     modules = (ppo_trainer, ray_package, ppo_actor, vllm_engine, sys.modules["openrlhf.utils"])
-    return {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items() if not name.startswith("__")}
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("__")
+    }
 
 
 @pytest.fixture
@@ -34,7 +41,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[
         module, _, name = place.rpartition(".")
         monkeypatch.setattr(sys.modules[module], name, value)  # Put back when the test ends.
     monkeypatch.setattr(sys, "argv", ["x"])
-    monkeypatch.setattr(runpy, "run_module", lambda name, run_name: ran.append((name, sys.argv[1:], names())))
+    monkeypatch.setattr(
+        runpy, "run_module", lambda name, run_name: ran.append((name, sys.argv[1:], names()))
+    )
     return ran
 
 
@@ -46,14 +55,22 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 def test_nothing_is_replaced(command: list[Any], switched_off: bool, tmp_path: Path) -> None:
     before = names()
     (tmp_path / "off.yaml").write_text(OFF)
-    ours.main([*(["--medusa", str(tmp_path / "off.yaml")] if switched_off else []), "--ckpt.output_dir", "x"])
+    ours.main(
+        [
+            *(["--medusa", str(tmp_path / "off.yaml")] if switched_off else []),
+            "--ckpt.output_dir",
+            "x",
+        ]
+    )
 
     ((name, arguments, found),) = command
     assert name == ours.CLI and arguments == ["--ckpt.output_dir", "x"]
     assert not changed(before, found)
 
 
-def test_with_heads_the_named_four_are_replaced_and_no_other(command: list[Any], tmp_path: Path) -> None:
+def test_with_heads_the_named_four_are_replaced_and_no_other(
+    command: list[Any], tmp_path: Path
+) -> None:
     before = names()
     (tmp_path / "on.yaml").write_text("heads: {num_heads: 2}\n")
     ours.main(["--medusa", str(tmp_path / "on.yaml")])

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts")
+pytest.importorskip(
+    "openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts"
+)
 
 from safetensors.torch import load_file
 
@@ -56,25 +58,47 @@ def arguments(actor: Path, out: Path) -> list[str]:
         "vllm.tensor_parallel_size": 1,
         "vllm.sync_backend": "gloo",
     }
-    return [*(word for key, value in settings.items() for word in (f"--{key}", str(value))), "--vllm.enforce_eager"]
+    return [
+        *(word for key, value in settings.items() for word in (f"--{key}", str(value))),
+        "--vllm.enforce_eager",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_openrlhf_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, train: Callable[..., str]) -> None:
-    words = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 42)]
+def test_openrlhf_trains_the_actor_and_the_heads_follow(
+    chain_actor: Path, tmp_path: Path, train: Callable[..., str]
+) -> None:
+    words = [
+        f"{name} has {n} {what} ."
+        for name, what in (("Mia", "pens"), ("Tom", "books"))
+        for n in range(2, 42)
+    ]
     assert len(words) == STEPS * PROMPTS
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in words))
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": text}) for text in words)
+    )
     (tmp_path / "heads.yaml").write_text(MEDUSA)
-    command = [sys.executable, str(HERE / "openrlhf_on_cpu.py"), "--medusa", str(tmp_path / "heads.yaml")]
+    command = [
+        sys.executable,
+        str(HERE / "openrlhf_on_cpu.py"),
+        "--medusa",
+        str(tmp_path / "heads.yaml"),
+    ]
     train([*command, *arguments(chain_actor, tmp_path)], {"DS_ACCELERATOR": "cpu"}, 800)
 
     run = read_run(tmp_path / "run" / "medusa")
     first, last = run.steps[0], run.steps[-1]
     assert len(run.steps) == STEPS
     assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING]
-    assert sum(step[names.ACCEPTED] for step in run.steps) > 0 and all(step[names.DRAFTS] > 0 for step in run.steps)
+    assert sum(step[names.ACCEPTED] for step in run.steps) > 0 and all(
+        step[names.DRAFTS] > 0 for step in run.steps
+    )
     assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0
-    start, end = (load_file(folder / "model.safetensors") for folder in (chain_actor, tmp_path / "run"))
-    assert any(not torch.equal(start[name].float(), end[name].float()) for name in start), "the actor has not changed"
+    start, end = (
+        load_file(folder / "model.safetensors") for folder in (chain_actor, tmp_path / "run")
+    )
+    assert any(not torch.equal(start[name].float(), end[name].float()) for name in start), (
+        "the actor has not changed"
+    )

@@ -34,7 +34,9 @@ def calls(thing: Any, name: str) -> list[ast.Call]:
     """Calls of `name` (a bare name or the last part of a dotted one) in the source of a class or function."""
     found = []
     for node in ast.walk(ast.parse(source(thing))):
-        if isinstance(node, ast.Call) and name == getattr(node.func, "id", getattr(node.func, "attr", None)):
+        if isinstance(node, ast.Call) and name == getattr(
+            node.func, "id", getattr(node.func, "attr", None)
+        ):
             found.append(node)
     return found
 
@@ -54,13 +56,20 @@ def test_the_trainers_build_their_generation_from_a_name_in_their_module(module:
 
 
 @pytest.mark.parametrize(("module", "name"), TRAINERS)
-def test_the_trainers_sync_and_generate_through_the_two_methods_that_are_overridden(module: Any, name: str):
+def test_the_trainers_sync_and_generate_through_the_two_methods_that_are_overridden(
+    module: Any, name: str
+):
     trainer = getattr(module, name)
     assert calls(trainer, "sync_weights")
     for call in calls(trainer._generate_single_turn, "generate"):
         owner = ast.unparse(call.func)
         if owner == "self.vllm_generation.generate":
-            assert {keyword.arg for keyword in call.keywords} == {"prompts", "images", "num_generations", "profiler"}
+            assert {keyword.arg for keyword in call.keywords} == {
+                "prompts",
+                "images",
+                "num_generations",
+                "profiler",
+            }
             break
     else:
         pytest.fail(f"{name} does not generate through self.vllm_generation")
@@ -70,17 +79,33 @@ def test_the_trainers_sync_and_generate_through_the_two_methods_that_are_overrid
 def test_the_log_prob_pass_goes_through_the_models_own_call(module: Any, name: str):
     body = source(getattr(module, name)._get_per_token_logps_and_entropies)
     assert "model(**model_inputs" in body
-    assert '"input_ids": input_ids_batch' in body and '"attention_mask": attention_mask_batch' in body
+    assert (
+        '"input_ids": input_ids_batch' in body and '"attention_mask": attention_mask_batch' in body
+    )
 
 
 def test_generation_has_the_signatures_and_attributes():
     generation = vllm_generation.VLLMGeneration
     assert parameters(generation.sync_weights) == ["self"]
-    assert parameters(generation.generate) == ["self", "prompts", "images", "num_generations", "profiler"]
+    assert parameters(generation.generate) == [
+        "self",
+        "prompts",
+        "images",
+        "num_generations",
+        "profiler",
+    ]
     assert parameters(generation._iter_named_params) == ["self"]
     assert {"model", "accelerator", "mode", "min_p"} <= set(parameters(generation.__init__))
     body = source(generation)
-    for name in ("temperature", "top_p", "top_k", "max_completion_length", "logprobs", "mode", "enable_sleep_mode"):
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_completion_length",
+        "logprobs",
+        "mode",
+        "enable_sleep_mode",
+    ):
         assert f"self.{name} = {name}" in body, name
     for name in ("_llm_weights_sleeping", "vllm_client", "llm"):
         assert f"self.{name} = " in body, name
@@ -106,6 +131,14 @@ def test_the_server_mode_opens_a_communicator_that_needs_cuda():
 def test_the_events_and_the_log_are_those_of_transformers():
     assert parameters(Trainer.log) == ["self", "logs", "start_time"]
     for name in ("on_train_begin", "on_step_end", "on_train_end"):
-        assert parameters(getattr(TrainerCallback, name)) == ["self", "args", "state", "control", "kwargs"]
-    assert {"tools", "rollout_func", "environment_factory", "peft_config"} <= set(parameters(trl.GRPOTrainer.__init__))
+        assert parameters(getattr(TrainerCallback, name)) == [
+            "self",
+            "args",
+            "state",
+            "control",
+            "kwargs",
+        ]
+    assert {"tools", "rollout_func", "environment_factory", "peft_config"} <= set(
+        parameters(trl.GRPOTrainer.__init__)
+    )
     assert "peft_config" in parameters(trl.RLOOTrainer.__init__)

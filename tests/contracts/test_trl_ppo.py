@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL has no PPOTrainer any more: make test-contracts")
+pytest.importorskip(
+    "trl.experimental.ppo.ppo_trainer", reason="TRL has no PPOTrainer any more: make test-contracts"
+)
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    set_seed,
+)
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from heads.checkpoint import load_heads
@@ -28,14 +35,29 @@ def test_names_signatures_and_order():
     import trl
 
     assert require_loop("trl.experimental.ppo") == trl.__version__
-    wanted = ["model", "queries", "local_rollout_forward_batch_size", "pad_token_id", "generation_config"]
+    wanted = [
+        "model",
+        "queries",
+        "local_rollout_forward_batch_size",
+        "pad_token_id",
+        "generation_config",
+    ]
     assert list(inspect.signature(ppo_trainer.batch_generation).parameters) == wanted
     train = inspect.getsource(PPOTrainer.train)
-    order = ("on_train_begin(", "= batch_generation(", "= forward(model, mb_query_responses", "on_step_end(", "on_train_end(")
+    order = (
+        "on_train_begin(",
+        "= batch_generation(",
+        "= forward(model, mb_query_responses",
+        "on_step_end(",
+        "on_train_end(",
+    )
     assert [train.index(part) for part in order] == sorted(train.index(part) for part in order)
     assert "batch_generation(" in inspect.getsource(PPOTrainer.generate_completions)
     forward = inspect.getsource(ppo_trainer.forward)
-    assert "attention_mask = query_responses != pad_token_id" in forward and "input_ids=input_ids" in forward
+    assert (
+        "attention_mask = query_responses != pad_token_id" in forward
+        and "input_ids=input_ids" in forward
+    )
     assert "self.policy(**kwargs)" in inspect.getsource(ppo_trainer.PolicyAndValueWrapper.forward)
 
 
@@ -51,7 +73,9 @@ def train(trainer_class: Any, actor: Path, out: Path, **extra: Any) -> dict[str,
     tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left")
     tokenizer.add_special_tokens({"pad_token": tokenizer.convert_ids_to_tokens(1)})
     judge = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    rows = Dataset.from_list([{"input_ids": tokenizer(f"Mia has {n} pens .").input_ids} for n in range(2, 18)])
+    rows = Dataset.from_list(
+        [{"input_ids": tokenizer(f"Mia has {n} pens .").input_ids} for n in range(2, 18)]
+    )
     trainer = trainer_class(
         args=PPOConfig(
             output_dir=str(out),
@@ -77,11 +101,18 @@ def train(trainer_class: Any, actor: Path, out: Path, **extra: Any) -> dict[str,
         **extra,
     )
     trainer.train()
-    return {name: value.detach().clone() for name, value in trainer.model.policy.state_dict().items()}
+    return {
+        name: value.detach().clone() for name, value in trainer.model.policy.state_dict().items()
+    }
 
 
-def test_heads_are_trained_and_the_policy_learns_the_same_to_the_bit(small_actor: Path, tmp_path: Path, ray_session: None):
-    medusa = {"heads": {"num_heads": 2}, "companion": {"learning_rate": 1e-2, "batch_positions": 64, "wait": True}}
+def test_heads_are_trained_and_the_policy_learns_the_same_to_the_bit(
+    small_actor: Path, tmp_path: Path, ray_session: None
+):
+    medusa = {
+        "heads": {"num_heads": 2},
+        "companion": {"learning_rate": 1e-2, "batch_positions": 64, "wait": True},
+    }
     with_heads = train(MedusaPPOTrainer, small_actor, tmp_path / "with", medusa=medusa)
     without = train(PPOTrainer, small_actor, tmp_path / "without")
 

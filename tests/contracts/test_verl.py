@@ -65,18 +65,45 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
 
     assert parameters(PPOTrainer.__init__) == ["self", "config"]
     assert parameters(PPOTrainer.fit) == ["self", "agent_loop_manager"]
-    assert parameters(PPOTrainer._compute_old_log_prob) == parameters(PPOTrainer._update_actor) == ["self", "batch", "metrics"]
-    assert parameters(PPOTrainerSync.on_step_end) == parameters(PPOTrainerSync.on_init_end) == ["self"]
-    position(source(PPOTrainer._step_once), "self._compute_old_log_prob(", "self._compute_advantage(", "self._update_actor(")
-    position(source(PPOTrainer.fit), "self.on_step_begin()", "self.step(metrics", "self.on_step_end()", "self.logger.log(data=metrics")
+    assert (
+        parameters(PPOTrainer._compute_old_log_prob)
+        == parameters(PPOTrainer._update_actor)
+        == ["self", "batch", "metrics"]
+    )
+    assert (
+        parameters(PPOTrainerSync.on_step_end) == parameters(PPOTrainerSync.on_init_end) == ["self"]
+    )
+    position(
+        source(PPOTrainer._step_once),
+        "self._compute_old_log_prob(",
+        "self._compute_advantage(",
+        "self._update_actor(",
+    )
+    position(
+        source(PPOTrainer.fit),
+        "self.on_step_begin()",
+        "self.step(metrics",
+        "self.on_step_end()",
+        "self.logger.log(data=metrics",
+    )
     position(source(PPOTrainer.init), "self._setup()", "self.on_init_end()")
-    assert "self.checkpoint_manager.update_weights(self.global_steps)" in source(PPOTrainerSync.on_step_end)
-    assert "self.actor_rollout_wg.compute_log_prob(batch)" in source(PPOTrainer._compute_old_log_prob)
+    assert "self.checkpoint_manager.update_weights(self.global_steps)" in source(
+        PPOTrainerSync.on_step_end
+    )
+    assert "self.actor_rollout_wg.compute_log_prob(batch)" in source(
+        PPOTrainer._compute_old_log_prob
+    )
     setup = source(PPOTrainer._setup)
     position(
-        setup, "self._init_resource_pool_mgr()", "cls=self.role_worker_mapping[actor_role]", "LLMServerManager.create(", "sleep_replicas()"
+        setup,
+        "self._init_resource_pool_mgr()",
+        "cls=self.role_worker_mapping[actor_role]",
+        "LLMServerManager.create(",
+        "sleep_replicas()",
     )
-    assert "role=str(actor_role)" in setup and "self.role_worker_mapping = {}" in source(PPOTrainer._init_resource_pool_mgr)
+    assert "role=str(actor_role)" in setup and "self.role_worker_mapping = {}" in source(
+        PPOTrainer._init_resource_pool_mgr
+    )
     assert 'self.trainer_mode == "sync"' in inspect.getsource(sys.modules[PPOTrainer.__module__])
     from verl.trainer.ppo.utils import Role
 
@@ -96,27 +123,45 @@ def test_the_worker_has_what_we_tap(ours: Any):
     assert isinstance(FSDPEngine.is_param_offload_enabled, property)
     assert parameters(FSDPEngine.to) == ["self", "device", "model", "optimizer", "grad"]
     assert 'micro_batch["input_ids"]' in source(FSDPEngineWithLMHead.prepare_model_inputs)
-    old, new = (getattr(c.compute_log_prob, MAGIC_ATTR) for c in (ActorRolloutRefWorker, ours.MedusaActorRolloutRefWorker))
+    old, new = (
+        getattr(c.compute_log_prob, MAGIC_ATTR)
+        for c in (ActorRolloutRefWorker, ours.MedusaActorRolloutRefWorker)
+    )
     assert old["execute_mode"] == new["execute_mode"] and old["blocking"] == new["blocking"]
-    for method in (ours.MedusaActorRolloutRefWorker.medusa_take, ours.MedusaActorRolloutRefWorker.medusa_tables):
-        asked = getattr(method, MAGIC_ATTR)  # Of all ranks: the one that reports is not always the first.
+    for method in (
+        ours.MedusaActorRolloutRefWorker.medusa_take,
+        ours.MedusaActorRolloutRefWorker.medusa_tables,
+    ):
+        asked = getattr(
+            method, MAGIC_ATTR
+        )  # Of all ranks: the one that reports is not always the first.
         assert (asked["dispatch_mode"], asked["execute_mode"]) == (Dispatch.ONE_TO_ALL, Execute.ALL)
     assert "return torch.distributed.get_rank()" in source(FSDPEngine.get_data_parallel_rank)
 
 
 def test_rows_and_log_probs_of_a_nested_batch(ours: Any):
     def nested(rows: list[list[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+        )
 
-    data = {"input_ids": nested([[5, 6, 1, 2], [7, 3, 9, 4], [8, 1]]), "response_mask": nested([[1, 1], [1, 0, 1], [1]])}
+    data = {
+        "input_ids": nested([[5, 6, 1, 2], [7, 3, 9, 4], [8, 1]]),
+        "response_mask": nested([[1, 1], [1, 0, 1], [1]]),
+    }
     rows, kept = ours.rows_of(data)
-    assert rows == [([5, 6], [1, 2]), ([8], [1])] and kept == [0, 2]  # the middle one holds a tool's token
+    assert rows == [([5, 6], [1, 2]), ([8], [1])] and kept == [
+        0,
+        2,
+    ]  # the middle one holds a tool's token
 
     from verl.workers.utils.padding import response_from_nested
 
     shifted = nested([[0.1, 0.2, 0.3, 9], [0.4, 0.5, 0.6, 9], [0.7, 9]], torch.float32)
     theirs = response_from_nested(shifted, data["response_mask"]).unbind()
-    for mine, other in zip(ours.response_logprobs(shifted, data["response_mask"]), theirs, strict=True):
+    for mine, other in zip(
+        ours.response_logprobs(shifted, data["response_mask"]), theirs, strict=True
+    ):
         assert torch.equal(mine, other)
 
 
@@ -136,7 +181,9 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
     engine.pad_to_length, engine.use_ulysses_sp, engine.module = 0, False, model
 
     def nested(parts: list[list[int]]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor([torch.tensor(part) for part in parts], layout=torch.jagged)
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(part) for part in parts], layout=torch.jagged
+        )
 
     whole = [[*prompt, *answer] for prompt, answer in rows]
     fields = {
@@ -146,14 +193,18 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
         "temperature": torch.ones(len(rows)),
     }
     data = TensorDict(fields, batch_size=[len(rows)])
-    tu.assign_non_tensor(data, use_remove_padding=remove_padding, use_fused_kernels=False, calculate_entropy=False)
+    tu.assign_non_tensor(
+        data, use_remove_padding=remove_padding, use_fused_kernels=False, calculate_entropy=False
+    )
 
     tap = PassTap(model, Sampling(), 2**20)
     found, kept = ours.rows_of(data)
     with tap.watch(found):
         inputs, arguments = engine.prepare_model_inputs(micro_batch=data)
         raw = engine.module(**inputs, use_cache=False)
-        output = engine.prepare_model_outputs(output=raw, output_args=arguments, micro_batch=data, logits_processor_func=None)
+        output = engine.prepare_model_outputs(
+            output=raw, output_args=arguments, micro_batch=data, logits_processor_func=None
+        )
     logprobs = ours.response_logprobs(output["log_probs"], data["response_mask"])
     tap.add_logprobs([logprobs[i] for i in kept])
 
@@ -168,7 +219,9 @@ def verl_config(megatron: bool = False, **changes: Any) -> Any:
     import verl
 
     folder = Path(verl.__file__).parent / "trainer" / "config"
-    config = OmegaConf.load(folder / f"_generated_ppo_{'megatron_' if megatron else ''}trainer.yaml")
+    config = OmegaConf.load(
+        folder / f"_generated_ppo_{'megatron_' if megatron else ''}trainer.yaml"
+    )
     OmegaConf.update(config, "actor_rollout_ref.rollout.name", "vllm")
     for key, value in changes.items():
         OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
@@ -177,17 +230,26 @@ def verl_config(megatron: bool = False, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("megatron", [False, True], ids=["fsdp", "megatron"])
-def test_verls_default_configuration_is_supported_and_gets_our_arguments(ours: Any, megatron: bool, small_actor: Path, tmp_path: Path):
+def test_verls_default_configuration_is_supported_and_gets_our_arguments(
+    ours: Any, megatron: bool, small_actor: Path, tmp_path: Path
+):
     from medusa_ppo.loops.remote import RemoteAttachment
 
-    config = verl_config(megatron, actor_rollout_ref__rollout__engine_kwargs={"vllm": {"swap_space": 1}})
+    config = verl_config(
+        megatron, actor_rollout_ref__rollout__engine_kwargs={"vllm": {"swap_space": 1}}
+    )
     assert not any(ours.unsupported(config).values()), ours.unsupported(config)
-    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 3}}), str(small_actor), tmp_path)
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 3}}), str(small_actor), tmp_path
+    )
     ours.configure(config, attachment)
 
     kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert kwargs.swap_space == 1 and kwargs.worker_extension_cls == ours.WORKER_EXTENSION
-    assert kwargs.speculative_config.method == "medusa" and kwargs.speculative_config.num_speculative_tokens == 3
+    assert (
+        kwargs.speculative_config.method == "medusa"
+        and kwargs.speculative_config.num_speculative_tokens == 3
+    )
     assert kwargs.disable_log_stats is False
 
 
@@ -209,7 +271,9 @@ def test_verls_default_configuration_is_supported_and_gets_our_arguments(ours: A
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(ours: Any, change: dict[str, Any]):
+def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(
+    ours: Any, change: dict[str, Any]
+):
     config = verl_config(medusa={"heads": {"num_heads": 2}}, **change)
     config.trainer.v1.trainer_mode = "medusa_sync"
     with pytest.raises(ConfigError, match="settings of verl") as error:
@@ -222,8 +286,15 @@ def test_engine_arguments_are_spread_last_and_become_flags():
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     launch = source(vLLMHttpServer.launch_server)
-    position(launch, '"worker_extension_cls": self._get_worker_extension_cls()', "**engine_kwargs", "build_cli_args_from_config(args)")
-    flags = build_cli_args_from_config({"speculative_config": {"method": "medusa"}, "disable_log_stats": False})
+    position(
+        launch,
+        '"worker_extension_cls": self._get_worker_extension_cls()',
+        "**engine_kwargs",
+        "build_cli_args_from_config(args)",
+    )
+    flags = build_cli_args_from_config(
+        {"speculative_config": {"method": "medusa"}, "disable_log_stats": False}
+    )
     assert flags == ["--speculative_config", '{"method": "medusa"}']
 
 
@@ -236,9 +307,15 @@ def test_the_server_and_its_replica_are_where_we_replace_them(ours: Any):
 
     assert "self.server_class = ray.remote(vLLMHttpServer)" in source(vLLMReplica.__init__)
     assert "self.server_class.options(" in source(vLLMReplica.launch_servers)
-    assert "return" not in source(vLLMHttpServer.collective_rpc), "verl gives answers back now: MedusaHttpServer.medusa_call can go"
-    assert "self.servers" in source(RolloutReplica.__init__) and "get_rollout_replica_class(" in inspect.getsource(llm_server)
-    assert not hasattr(vLLMHttpServer, "medusa_call") and issubclass(MedusaHttpServer, vLLMHttpServer)
+    assert "return" not in source(vLLMHttpServer.collective_rpc), (
+        "verl gives answers back now: MedusaHttpServer.medusa_call can go"
+    )
+    assert "self.servers" in source(
+        RolloutReplica.__init__
+    ) and "get_rollout_replica_class(" in inspect.getsource(llm_server)
+    assert not hasattr(vLLMHttpServer, "medusa_call") and issubclass(
+        MedusaHttpServer, vLLMHttpServer
+    )
     before = RolloutReplicaRegistry._registry["vllm"]
     RolloutReplicaRegistry.register("vllm", ours._load_replica)
     try:
@@ -272,7 +349,9 @@ def test_the_two_worker_extensions_do_not_meet():
 
 
 @pytest.mark.engine
-def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_them(small_actor: Path, tmp_path: Path):
+def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_them(
+    small_actor: Path, tmp_path: Path
+):
     """A minimal driver in the place of verl's server, which needs CUDA: the same calls in the order of on_init_end and on_step_end."""
     from vllm import LLM, SamplingParams
 
@@ -280,7 +359,9 @@ def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_t
     from medusa_ppo.loops.remote import RemoteAttachment
     from medusa_ppo.loops.verl.verl_trainer import WORKER_EXTENSION
 
-    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path
+    )
     llm = LLM(
         model=str(small_actor),
         max_model_len=64,
@@ -290,7 +371,9 @@ def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_t
         skip_tokenizer_init=True,
         **attachment.arguments(WORKER_EXTENSION),
     )
-    llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": 423})  # verl's own method, which its server calls after the start
+    llm.collective_rpc(
+        "monkey_patch_model", kwargs={"vocab_size": 423}
+    )  # verl's own method, which its server calls after the start
     attachment.attach(lambda method, args: llm.collective_rpc(method, args=args), process_counters)
     engine = attachment.engine
     assert engine is not None
@@ -300,21 +383,30 @@ def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_t
         return llm.collective_rpc("medusa_probe", args=(hidden, [1, 2, 3]))[0]["drafts"]
 
     torch.manual_seed(0)
-    state = {name: 0.1 * torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
+    state = {
+        name: 0.1 * torch.randn_like(value)
+        for name, value in load_state(attachment._kept_state).items()
+    }
     save_state(tmp_path / "new.safetensors", state)
     receipt = engine.swap_heads(tmp_path / "new.safetensors", 1)
     assert receipt.checksum == checksum(state)
     fed = drafts()
 
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
-    for parameter in drafter.heads.parameters():  # what level-2 sleep does to weights that no sync restores
+    for (
+        parameter
+    ) in drafter.heads.parameters():  # what level-2 sleep does to weights that no sync restores
         parameter.data.fill_(7.0)
     assert engine.checksums()["heads"] == "", "the engine sees that they are gone"
     attachment.weights_synced(lost_heads=True)
     assert engine.checksums()["heads"] == receipt.checksum and drafts() == fed
 
     prompts = [{"prompt_token_ids": [5, 6, 7]}] * 4
-    outputs = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False), use_tqdm=False)
+    outputs = llm.generate(
+        prompts,
+        SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
     assert all(len(output.outputs[0].token_ids) == 16 for output in outputs)
     assert process_counters().drafts > 0
     llm.llm_engine.engine_core.shutdown()

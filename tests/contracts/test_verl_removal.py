@@ -58,7 +58,12 @@ def look(plugins: str) -> dict[str, Any]:
     """What stands in verl's modules, in a process that loads these plug-ins."""
     command = [sys.executable, "-c", LOOK, ",".join(MODULES)]
     done = subprocess.run(
-        command, env=os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins}, capture_output=True, text=True, timeout=400, check=False
+        command,
+        env=os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.partition("FOUND")[2])
@@ -79,7 +84,9 @@ def config() -> Any:
     """verl's own default configuration with our trainer's name, and neither drafts nor a companion."""
     import verl
 
-    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    config = OmegaConf.load(
+        Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    )
     with open_dict(config):
         config.actor_rollout_ref.rollout.name = "vllm"
         config.trainer.v1.trainer_mode = "medusa_sync"
@@ -96,7 +103,9 @@ def test_our_trainer_switched_off_is_verls(config: Any, monkeypatch: pytest.Monk
     ours = sys.modules["medusa_ppo.loops.verl.verl_trainer"]
     before = OmegaConf.to_container(config)
     replicas = dict(RolloutReplicaRegistry._registry)
-    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))  # It wants data and GPUs.
+    monkeypatch.setattr(
+        PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config)
+    )  # It wants data and GPUs.
 
     trainer = ours.MedusaPPOTrainerSync(config)
 
@@ -119,7 +128,9 @@ def kind_of(remote_class: Any) -> str:
     return f"{inner.__module__}.{inner.__qualname__}"
 
 
-@pytest.mark.parametrize("method", ["on_init_end", "on_step_end", "_compute_old_log_prob", "_update_actor", "fit"])
+@pytest.mark.parametrize(
+    "method", ["on_init_end", "on_step_end", "_compute_old_log_prob", "_update_actor", "fit"]
+)
 def test_its_methods_then_only_call_verls(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import verl.trainer.ppo.v1  # noqa: F401
 
@@ -133,7 +144,11 @@ def test_its_methods_then_only_call_verls(method: str, monkeypatch: pytest.Monke
         return "theirs"
 
     monkeypatch.setattr(ours.PPOTrainerSync, method, theirs)
-    arguments = {"_compute_old_log_prob": ("batch", {}), "_update_actor": ("batch", {}), "fit": ("manager",)}.get(method, ())
+    arguments = {
+        "_compute_old_log_prob": ("batch", {}),
+        "_update_actor": ("batch", {}),
+        "fit": ("manager",),
+    }.get(method, ())
     answer = getattr(trainer, method)(*arguments)
     assert calls == [arguments] and vars(trainer) == {"medusa": None}
     assert answer == ("theirs" if method.startswith("_") else None)

@@ -32,7 +32,9 @@ SETTINGS = {
     "rollout.max_num_seqs": 8,
     "rollout.prompt_length": 16,
     "rollout.response_length": 16,
-    "rollout.engine_kwargs": {"vllm": {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 64 * 1024**2}},
+    "rollout.engine_kwargs": {
+        "vllm": {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 64 * 1024**2}
+    },
     "model.override_config": {"attn_implementation": "sdpa"},
 }
 
@@ -50,7 +52,9 @@ def sections(small_actor: Path, attachment: Any) -> tuple[Any, Any]:
     import verl
     import verl.trainer.ppo.v1
 
-    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    config = OmegaConf.load(
+        Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    )
     for key, value in {**SETTINGS, "model.path": str(small_actor)}.items():
         OmegaConf.update(config, f"actor_rollout_ref.{key}", value, force_add=True)
     sys.modules["medusa_ppo.loops.verl.verl_trainer"].configure(config, attachment)
@@ -59,14 +63,18 @@ def sections(small_actor: Path, attachment: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.engine
-def test_verls_own_server_takes_our_heads_and_generates(small_actor: Path, tmp_path: Path, local_ray: None) -> None:
+def test_verls_own_server_takes_our_heads_and_generates(
+    small_actor: Path, tmp_path: Path, local_ray: None
+) -> None:
     import ray
     from verl.workers.rollout.replica import RolloutMode
 
     from medusa_ppo.loops.remote import RemoteAttachment, call_all, sum_counters
     from medusa_ppo.loops.verl.verl_server import MedusaHttpServer
 
-    attachment = RemoteAttachment(build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path)
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(small_actor), tmp_path
+    )
     rollout, model = sections(small_actor, attachment)
     server = (
         ray.remote(MedusaHttpServer)
@@ -84,17 +92,25 @@ def test_verls_own_server_takes_our_heads_and_generates(small_actor: Path, tmp_p
         )
     )
     ray.get(server.launch_server.remote(), timeout=300)
-    attachment.attach(lambda method, args: call_all([server], method, args), lambda: sum_counters([server]))
+    attachment.attach(
+        lambda method, args: call_all([server], method, args), lambda: sum_counters([server])
+    )
     assert attachment.engine is not None and attachment.engine.max_drafts == 2
 
     torch.manual_seed(0)
-    state = {name: 0.1 * torch.randn_like(value) for name, value in load_state(attachment._kept_state).items()}
+    state = {
+        name: 0.1 * torch.randn_like(value)
+        for name, value in load_state(attachment._kept_state).items()
+    }
     save_state(tmp_path / "new.safetensors", state)
     assert attachment.engine.swap_heads(tmp_path / "new.safetensors", 1).checksum == checksum(state)
     attachment.weights_synced(lost_heads=True)
 
     sampling = {"temperature": 1.0, "logprobs": True, "ignore_eos": True}
-    outputs = ray.get([server.generate.remote([5, 6, 7], dict(sampling), f"request-{i}") for i in range(4)], timeout=120)
+    outputs = ray.get(
+        [server.generate.remote([5, 6, 7], dict(sampling), f"request-{i}") for i in range(4)],
+        timeout=120,
+    )
     assert all(len(output.token_ids) == len(output.log_probs) == 16 for output in outputs)
     counters = attachment.engine.counters()
     assert counters.drafts > 0 and counters.draft_tokens > counters.drafts

@@ -25,7 +25,9 @@ from medusa_ppo.reports.store import read_run
 
 HERE = Path(__file__).resolve().parent
 STEPS, PROMPTS, RESPONSES, TOKENS = 10, 8, 4, 24
-RAY_FOLDER = Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"  # Short: a socket's path may have 107 characters.
+RAY_FOLDER = (
+    Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"
+)  # Short: a socket's path may have 107 characters.
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -98,15 +100,28 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
 
 def words(out: Path) -> None:
     """Writes the prompts."""
-    texts = [f"{name} has {n} {what} ." for name, what in (("Mia", "pens"), ("Tom", "books")) for n in range(2, 12)]
-    rows = [{"prompt": [{"role": "user", "content": text}], "data_source": "x", "reward_model": {"ground_truth": ""}} for text in texts * 4]
+    texts = [
+        f"{name} has {n} {what} ."
+        for name, what in (("Mia", "pens"), ("Tom", "books"))
+        for n in range(2, 12)
+    ]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": text}],
+            "data_source": "x",
+            "reward_model": {"ground_truth": ""},
+        }
+        for text in texts * 4
+    ]
     (out / "prompts.json").write_text("\n".join(json.dumps(row) for row in rows))
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(1000)
-def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path: Path, train: Callable[..., str]) -> None:
+def test_verl_trains_the_actor_and_the_heads_follow(
+    chain_actor: Path, tmp_path: Path, train: Callable[..., str]
+) -> None:
     words(tmp_path)
     environment = {
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
@@ -123,7 +138,9 @@ def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path:
     ]
     train(command, environment, 900, RAY_FOLDER)
 
-    theirs = [json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()]
+    theirs = [
+        json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()
+    ]
     assert len(theirs) == STEPS and all(f"medusa/{names.MAL_SERVING}" in step for step in theirs)
     # The engine sampled from the policy that verl scored, in every step: its sync works here, and drafts change no distribution.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-3 for step in theirs)
@@ -132,11 +149,18 @@ def test_verl_trains_the_actor_and_the_heads_follow(chain_actor: Path, tmp_path:
     first, last = run.steps[0], run.steps[-1]
     assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(STEPS))
     assert all(step[names.DRAFTS] > 0 for step in run.steps)
-    assert last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
+    assert (
+        last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
+    )
     # Every step's rows reached the companion, a quarter of their prompts for the holdout; it trained on each batch before the next.
     tokens = (STEPS - 1) * PROMPTS * RESPONSES * TOKENS
     assert last[names.COMPANION_TRAINED_TOKENS] + last[names.COMPANION_LEFT_OUT] > 0.5 * tokens
 
-    start, (end,) = load_file(chain_actor / "model.safetensors"), list((tmp_path / "run").rglob("huggingface"))
+    start, (end,) = (
+        load_file(chain_actor / "model.safetensors"),
+        list((tmp_path / "run").rglob("huggingface")),
+    )
     trained = load_file(end / "model.safetensors")
-    assert trained.keys() == start.keys() and not any(torch.equal(trained[name].float(), start[name].float()) for name in start)
+    assert trained.keys() == start.keys() and not any(
+        torch.equal(trained[name].float(), start[name].float()) for name in start
+    )

@@ -27,23 +27,34 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from medusa_ppo.loops.verl.verl_trainer import MedusaActorRolloutRefWorker
 
-ROWS = [((5, 6, 7), (1, 2)), ((7,), (3, 3, 4)), ((5, 6, 7), (9,)), ((8, 9, 10, 11, 12), (13, 14, 15, 16))]
+ROWS = [
+    ((5, 6, 7), (1, 2)),
+    ((7,), (3, 3, 4)),
+    ((5, 6, 7), (9,)),
+    ((8, 9, 10, 11, 12), (13, 14, 15, 16)),
+]
 
 
 def expected(source: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """States and log-probs of the response tokens, row after row; log-probs over the padded vocabulary, as verl's are."""
     states, logprobs = [], []
-    table_VD = torch.nn.functional.pad(source.lm_head.weight, (0, 0, 0, cpu.PADDED_V - cpu.V), value=7.0)  # As load_llama pads it.
+    table_VD = torch.nn.functional.pad(
+        source.lm_head.weight, (0, 0, 0, cpu.PADDED_V - cpu.V), value=7.0
+    )  # As load_llama pads it.
     with torch.no_grad():
         for prompt, answer in ROWS:
-            hidden = source.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[0, len(prompt) - 1 : -1]
+            hidden = source.model(input_ids=torch.tensor([[*prompt, *answer]])).last_hidden_state[
+                0, len(prompt) - 1 : -1
+            ]
             states.append(hidden)
             logprobs.append((hidden @ table_VD.T).log_softmax(-1)[range(len(answer)), list(answer)])
     return torch.cat(states), torch.cat(logprobs)
 
 
 def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+    return torch.nested.as_nested_tensor(
+        [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+    )
 
 
 def batch(rows: list[Any], **settings: Any) -> TensorDict:
@@ -66,11 +77,15 @@ def engine_of(model: Any, packed: bool) -> MegatronEngineWithLMHead:
     engine.enable_routing_replay = False
     engine._is_offload_param = False
     engine.engine_config = McoreEngineConfig(
-        context_parallel_size=parallel_state.get_context_parallel_world_size(), use_remove_padding=packed, use_fused_kernels=False
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        use_remove_padding=packed,
+        use_fused_kernels=False,
     )
     hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"], vocab_size=cpu.V)
     engine.model_config = SimpleNamespace(
-        hf_config=hf_config, mtp=SimpleNamespace(enable=False, enable_train=False), tokenizer=SimpleNamespace(pad_token_id=0)
+        hf_config=hf_config,
+        mtp=SimpleNamespace(enable=False, enable_train=False),
+        tokenizer=SimpleNamespace(pad_token_id=0),
     )
     return engine
 
@@ -92,11 +107,20 @@ def worker_of(engine: MegatronEngineWithLMHead) -> MedusaActorRolloutRefWorker:
     worker = object.__new__(MedusaActorRolloutRefWorker)
     worker.actor, worker.enable_routing_replay = Actor(engine), False
     rollout = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1)
-    worker.config = SimpleNamespace(actor=SimpleNamespace(strategy="megatron"), rollout=rollout, medusa_bytes=2**20)
+    worker.config = SimpleNamespace(
+        actor=SimpleNamespace(strategy="megatron"), rollout=rollout, medusa_bytes=2**20
+    )
     return worker
 
 
-def score(source: Any, *, packed: bool = True, rows: list[Any] | None = None, settings: dict[str, Any], **sizes: Any) -> dict[str, Any]:
+def score(
+    source: Any,
+    *,
+    packed: bool = True,
+    rows: list[Any] | None = None,
+    settings: dict[str, Any],
+    **sizes: Any,
+) -> dict[str, Any]:
     """verl's log-prob pass under our worker, and what the worker hands over afterwards."""
     with cpu.CudaOnCpu():
         model = cpu.gpt(own_attention=True, **sizes)
@@ -144,7 +168,13 @@ def main(rank: int, ranks: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     cpu.patch_cuda()
     torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=20),
+    )
     source = cpu.llama()
     two = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
     dynamic = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10}

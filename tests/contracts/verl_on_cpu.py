@@ -28,13 +28,19 @@ REPLACED = {
 }
 
 
-def load_by_vllm(self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False) -> None:
+def load_by_vllm(
+    self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
+) -> None:
     """In the place of `update_weights_from_ipc`: see REPLACED."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
     came: dict[str, torch.Tensor] = {}
-    receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-    receiver.receive_weights(lambda weights, is_last: came.update((name, value.clone()) for name, value in weights))
+    receiver = BucketedWeightReceiver(
+        zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm
+    )
+    receiver.receive_weights(
+        lambda weights, is_last: came.update((name, value.clone()) for name, value in weights)
+    )
     with torch.inference_mode():
         self.reload_weights(weights_iterator=iter(came.items()))
 
@@ -43,7 +49,9 @@ def _replace_loading() -> None:
     sys.modules[EXTENSION].vLLMColocateWorkerExtension.update_weights_from_ipc = load_by_vllm
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
     """The reward: how many different words an answer has. Any reward that tells the answers of a group apart will do."""
     return float(len(set(solution_str.split()))) / 8
 
@@ -54,9 +62,22 @@ def _cpu_device() -> types.ModuleType:
     zero = lambda *_, **__: 0  # noqa: E731
     device.is_available = lambda: False  # type: ignore[attr-defined]
     device.get_device_name = lambda *_: "CPU"  # type: ignore[attr-defined]
-    for name in ("synchronize", "empty_cache", "set_device", "current_device", "device_count", "manual_seed", "ipc_collect"):
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "set_device",
+        "current_device",
+        "device_count",
+        "manual_seed",
+        "ipc_collect",
+    ):
         setattr(device, name, zero)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ):
         setattr(device, name, zero)
     device.mem_get_info = lambda *_: (0, 0)  # type: ignore[attr-defined]
     return device
@@ -102,7 +123,9 @@ def _install() -> None:
             yield
 
     distributed.initialize_global_process_group_ray.__defaults__ = (None, "gloo")
-    sys.meta_path.insert(0, AfterImport(EXTENSION, _replace_loading))  # Later, because vLLM takes long to import.
+    sys.meta_path.insert(
+        0, AfterImport(EXTENSION, _replace_loading)
+    )  # Later, because vLLM takes long to import.
 
 
 _install()

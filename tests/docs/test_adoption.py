@@ -17,7 +17,12 @@ LOOPS = ("own", "TRL", "verl", "OpenRLHF")
 
 def diffs(page: str) -> list[list[str]]:
     """Lines of each diff on a page."""
-    return [block.splitlines() for block in re.findall(r"```diff\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)]
+    return [
+        block.splitlines()
+        for block in re.findall(
+            r"```diff\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL
+        )
+    ]
 
 
 def parts(lines: list[str]) -> list[list[str]]:
@@ -43,7 +48,9 @@ def added(lines: list[str]) -> list[str]:
 def test_a_loop_is_adopted_with_few_lines(loop: str) -> None:
     lines = adoptions()[loop]
     assert 1 <= len(added(lines)) <= MOST_LINES
-    assert any(not line.startswith(("+", "-", " #")) or line.startswith("-") for line in lines), "the user's own script is not shown"
+    assert any(not line.startswith(("+", "-", " #")) or line.startswith("-") for line in lines), (
+        "the user's own script is not shown"
+    )
 
 
 def test_the_hooks_page_says_how_many_lines_and_shows_as_many() -> None:
@@ -51,7 +58,10 @@ def test_the_hooks_page_says_how_many_lines_and_shows_as_many() -> None:
     said = {anchor: int(count) for count, anchor in re.findall(r"\| \[(\d)\]\(#([a-z-]+)\)", text)}
     assert said.keys() >= {"any-loop", "trl", "verl", "openrlhf"}
     for heading, body in re.findall(r"\n## ([^\n]+)\n(.*?)(?=\n## |\Z)", text, re.DOTALL):
-        anchor, block = heading.lower().replace(" ", "-"), re.search(r"```diff\n(.*?)```", body, re.DOTALL)
+        anchor, block = (
+            heading.lower().replace(" ", "-"),
+            re.search(r"```diff\n(.*?)```", body, re.DOTALL),
+        )
         if anchor in said and block:
             assert said[anchor] == len(added(block[1].splitlines())) <= MOST_LINES, heading
 
@@ -65,29 +75,53 @@ def test_what_is_imported_and_called_exists(page: str) -> None:
             run = re.match(r"python -m (medusa_ppo[\w.]+) (--\w+)", line)
             if imported:
                 module, name = imported.groups()
-                names = {node.name for node in ast.parse(source(module)).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+                names = {
+                    node.name
+                    for node in ast.parse(source(module)).body
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef)
+                }
                 assert name in names or f'"{name}"' in source(module), line
             elif run:
-                assert f'"{run[2]}"' in source(run[1]) and '__name__ == "__main__"' in source(run[1]), line
+                assert f'"{run[2]}"' in source(run[1]) and '__name__ == "__main__"' in source(
+                    run[1]
+                ), line
             elif re.match(r"\+?medusa\.|trainer\.", line):
                 for option in line.rstrip("\\").split():
                     key = option.lstrip("+").partition("=")[0]
-                    assert key == "trainer.v1.trainer_mode" or key.removeprefix("medusa.") in known_keys(), option
+                    assert (
+                        key == "trainer.v1.trainer_mode"
+                        or key.removeprefix("medusa.") in known_keys()
+                    ), option
             else:
                 continue
             seen += 1
     assert seen >= 4
 
 
-KEY = re.compile(r"`(?:model|actor|data|sampling|engine|heads|companion|ppo|report)\.[a-z_]+(?=[`=])")
+KEY = re.compile(
+    r"`(?:model|actor|data|sampling|engine|heads|companion|ppo|report)\.[a-z_]+(?=[`=])"
+)
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{name}.md" for name in ("choosing", "cluster", "companion", "faults", "hooks", "limits"))]
+    "page",
+    [
+        "README.md",
+        *(
+            f"docs/{name}.md"
+            for name in ("choosing", "cluster", "companion", "faults", "hooks", "limits")
+        ),
+    ],
 )
 def test_settings_that_a_page_names_exist(page: str) -> None:
-    named = {match[0].strip("`") for match in KEY.finditer((ROOT / page).read_text(encoding="utf-8"))}
-    calls = {"engine.metrics", "engine.close", "engine.generate"}  # Of the class that docs/hooks.md shows.
+    named = {
+        match[0].strip("`") for match in KEY.finditer((ROOT / page).read_text(encoding="utf-8"))
+    }
+    calls = {
+        "engine.metrics",
+        "engine.close",
+        "engine.generate",
+    }  # Of the class that docs/hooks.md shows.
     assert not named - set(known_keys()) - calls, "a setting that does not exist (any more)"
 
 
@@ -101,5 +135,8 @@ def test_the_trl_example_is_a_plain_script_but_for_the_lines_shown() -> None:
     """Its lines that name us, less those that set the actor and the settings of the plug-in."""
     text = (ROOT / "examples" / "trl_grpo.py").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if "Medusa" in line]
-    assert lines == ["from medusa_ppo.loops.trl import MedusaGRPOTrainer", "trainer = MedusaGRPOTrainer("]
+    assert lines == [
+        "from medusa_ppo.loops.trl import MedusaGRPOTrainer",
+        "trainer = MedusaGRPOTrainer(",
+    ]
     assert "medusa=medusa" in text

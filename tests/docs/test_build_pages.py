@@ -44,11 +44,17 @@ def test_each_command_and_option_has_its_text(commands: ModuleType) -> None:
 def test_pages_show_what_the_program_takes(commands: ModuleType) -> None:
     """Read from the functions here, from typer's own parser there: both know the same options, and no flag is said to have a `no-`."""
     for name in commands.command_names():
-        shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+        shown = (
+            CliRunner()
+            .invoke(app, [*name.split(), "--help"], env={"COLUMNS": "300", "TERM": "dumb"})
+            .output
+        )
         for row in commands.parameters(name):
             if row["kind"] == "option":
                 taken = [word for word in row["name"].split() if word.startswith("--")]
-                assert taken and all(word in shown for word in taken), f"medusa-ppo {name} does not take {row['name']}"
+                assert taken and all(word in shown for word in taken), (
+                    f"medusa-ppo {name} does not take {row['name']}"
+                )
 
 
 def test_the_page_of_a_command(commands: ModuleType) -> None:
@@ -76,26 +82,53 @@ def test_the_list_of_files_is_whole(site: ModuleType) -> None:
     """Every source file has its row, with all that its first paragraph says."""
     tree = importlib.import_module("source_tree")
     page = tree.tree_page()
-    files = [*ROOT.glob("heads/**/*.py"), *ROOT.glob("medusa_ppo/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("configs/*.yaml")]
+    files = [
+        *ROOT.glob("heads/**/*.py"),
+        *ROOT.glob("medusa_ppo/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("configs/*.yaml"),
+    ]
     for file in (file for file in files if file.stat().st_size):
         said = tree.purpose(file)
-        assert said.endswith((".", "?")) and not said.endswith("..."), f"{file.name} is cut off: {said}"
+        assert said.endswith((".", "?")) and not said.endswith("..."), (
+            f"{file.name} is cut off: {said}"
+        )
         folder = file.parent.relative_to(ROOT).as_posix()
         section = page.split(f"\n## {folder}/\n")[1].split("\n## ")[0]
-        assert any(form in section for form in (tree.escape(said), tree.cell(tree.escape(said)))), f"{folder}/{file.name}"
+        assert any(form in section for form in (tree.escape(said), tree.cell(tree.escape(said)))), (
+            f"{folder}/{file.name}"
+        )
     assert "| `targets.py` | The only place that shifts tokens" in page and "one-gpu.yaml" in page
 
 
 def test_all_documents_are_pages_with_links_that_hold(site: ModuleType, tmp_path: Path) -> None:
     site.build(tmp_path / "docs")
-    pages = {file.relative_to(tmp_path / "docs" / "pages").as_posix() for file in (tmp_path / "docs" / "pages").rglob("*.md")}
-    assert {"index.md", "theory.md", "choosing.md", "api.md", "configuration.md", "commands/train.md", "format.md", "where.md"} <= pages
-    assert {f"docs/{file.name}" for file in ROOT.glob("docs/*.md")} <= set(site.WRITTEN), "a document is no page"
-    assert "[measured results](results.md)" in (tmp_path / "docs" / "pages" / "index.md").read_text()
+    pages = {
+        file.relative_to(tmp_path / "docs" / "pages").as_posix()
+        for file in (tmp_path / "docs" / "pages").rglob("*.md")
+    }
+    assert {
+        "index.md",
+        "theory.md",
+        "choosing.md",
+        "api.md",
+        "configuration.md",
+        "commands/train.md",
+        "format.md",
+        "where.md",
+    } <= pages
+    assert {f"docs/{file.name}" for file in ROOT.glob("docs/*.md")} <= set(site.WRITTEN), (
+        "a document is no page"
+    )
+    assert (
+        "[measured results](results.md)" in (tmp_path / "docs" / "pages" / "index.md").read_text()
+    )
     site.build(tmp_path / "docs")  # A second time, into the first one's place.
 
 
-def test_a_link_that_leads_nowhere_is_refused(site: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_is_refused(
+    site: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text("`[no](link.md)` and [a link](missing.md)\n")
     monkeypatch.setattr(site, "ROOT", tmp_path)
@@ -112,9 +145,13 @@ def test_a_folder_of_somebody_else_is_left_alone(site: ModuleType, tmp_path: Pat
 
 def test_what_a_page_loads_from_elsewhere_is_found(site: ModuleType, tmp_path: Path) -> None:
     check = importlib.import_module("check_site")
-    (tmp_path / "good.html").write_text('<script src="a.js"></script><a href="https://example.org">read</a>')
+    (tmp_path / "good.html").write_text(
+        '<script src="a.js"></script><a href="https://example.org">read</a>'
+    )
     assert not list(check.foreign(tmp_path))
-    (tmp_path / "bad.html").write_text('<link rel="stylesheet" href="//fonts.example.org/x.css"><img src="https://example.org/x.png">')
+    (tmp_path / "bad.html").write_text(
+        '<link rel="stylesheet" href="//fonts.example.org/x.css"><img src="https://example.org/x.png">'
+    )
     (tmp_path / "bad.css").write_text("@font-face { src: url(https://example.org/x.woff) }")
     assert [page for page, _ in check.foreign(tmp_path)] == ["bad.html", "bad.html", "bad.css"]
 
@@ -124,8 +161,14 @@ def test_the_site_builds_without_a_warning() -> None:
     if not (ROOT / ".venv-docs" / ".setup").exists():
         pytest.skip("needs the site's own packages: make docs (make test-slow installs them)")
     # -o: what is installed stays as it is.
-    old = [word for stamp in ROOT.glob(".venv/.setup-*") for word in ("-o", str(stamp.relative_to(ROOT)))]
-    done = subprocess.run(["make", "docs", *old], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    old = [
+        word
+        for stamp in ROOT.glob(".venv/.setup-*")
+        for word in ("-o", str(stamp.relative_to(ROOT)))
+    ]
+    done = subprocess.run(
+        ["make", "docs", *old], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     theory = (ROOT / "build" / "site" / "theory.html").read_text()
     assert "<math" in theory and "mathematics-" not in theory

@@ -28,7 +28,9 @@ def test_a_page_without_markers_is_refused() -> None:
 
 
 def test_units_come_from_the_ending_of_a_name() -> None:
-    assert [unit(name) for name in ("update_s", "rollout_tokens_per_s", "clip_frac", "entropy")] == [
+    assert [
+        unit(name) for name in ("update_s", "rollout_tokens_per_s", "clip_frac", "entropy")
+    ] == [
         "seconds",
         "tokens/s",
         "share, 0 to 1",

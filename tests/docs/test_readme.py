@@ -33,8 +33,15 @@ RUN_BY = {
 def commands() -> list[list[str]]:
     """The words of each `make` and `medusa-ppo` line in the README's blocks, comments cut off."""
     flags = re.DOTALL | re.MULTILINE
-    blocks = re.findall(r"^```\n(.*?)^```", re.sub(r"^```diff\n.*?^```", "", README, flags=flags), flags)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith(("make ", "medusa-ppo "))]
+    blocks = re.findall(
+        r"^```\n(.*?)^```", re.sub(r"^```diff\n.*?^```", "", README, flags=flags), flags
+    )
+    lines = [
+        line
+        for block in blocks
+        for line in block.splitlines()
+        if line.startswith(("make ", "medusa-ppo "))
+    ]
     return [shlex.split(re.sub(r"\s+#.*$", "", line)) for line in lines]
 
 
@@ -50,7 +57,9 @@ def test_it_is_one_page() -> None:
 def test_a_command_takes_what_is_shown(words: list[str]) -> None:
     """Parsed by the command itself; nothing is run."""
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert re.search(
+            rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
         return
     command, rest = typer.main.get_command(app), words[1:]
     while hasattr(command, "commands"):

@@ -17,7 +17,9 @@ def replay_and_average(distances: list[int], times: int) -> tuple[float, float]:
     wrong = torch.zeros(1 + sum(distances) * times, dtype=torch.bool)
     wrong[torch.tensor([0, *distances * times]).cumsum(0)] = True
     right_M = (~wrong).double()
-    accept_MK = torch.stack([torch.cat([right_M[k:], torch.zeros(k).double()]) for k in range(1, HEADS + 1)], dim=1)
+    accept_MK = torch.stack(
+        [torch.cat([right_M[k:], torch.zeros(k).double()]) for k in range(1, HEADS + 1)], dim=1
+    )
     result = replay_probabilities(accept_MK, torch.tensor([len(right_M)]))
     runs_M = accept_MK.cumprod(1).sum(1)[: len(right_M) - 1]
     return result.mean_acceptance_length, 1 + float(runs_M.mean())
@@ -28,10 +30,14 @@ def replay_and_average(distances: list[int], times: int) -> tuple[float, float]:
     [([1, 1, 1, 9], 3.0, 4.0), ([3], 3.0, 2.0), ([1, 5], 3.0, (13 / 3 + 1) / 2)],
     ids=["clustered", "even", "two kinds"],
 )
-def test_averages_over_all_positions_are_wrong_by_the_formula(distances: list[int], true: float, average: float) -> None:
+def test_averages_over_all_positions_are_wrong_by_the_formula(
+    distances: list[int], true: float, average: float
+) -> None:
     """Proposition 7: (mean + variance / mean + 1) / 2 instead of the mean."""
     gaps = torch.tensor(distances, dtype=torch.float64)
-    assert ((gaps.mean() ** 2 + gaps.var(correction=0)) / gaps.mean() + 1) / 2 == pytest.approx(average)
+    assert ((gaps.mean() ** 2 + gaps.var(correction=0)) / gaps.mean() + 1) / 2 == pytest.approx(
+        average
+    )
     assert replay_and_average(distances, 50) == pytest.approx((true, average))
 
 

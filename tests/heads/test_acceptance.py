@@ -34,7 +34,9 @@ def test_by_hand() -> None:
     assert (result.drafts, result.accepted_per_position) == (3.0, (2.0, 1.0))
     assert result.mean_acceptance_length == 1 + 3 / 3
     assert result.acceptance_per_position == (2 / 3, 1 / 3)
-    assert result.accepted_upper == 4.0  # At row 4 the second draft was behind the end: vLLM may have accepted it, unseen.
+    assert (
+        result.accepted_upper == 4.0
+    )  # At row 4 the second draft was behind the end: vLLM may have accepted it, unseen.
 
 
 def test_the_right_but_unreached_does_not_count() -> None:
@@ -50,7 +52,12 @@ def test_short_responses() -> None:
     assert result.drafts_S.tolist() == [0.0, 1.0]
     assert result.accepted_SK.tolist() == [[0.0] * 4, [1.0, 0.0, 0.0, 0.0]]
     assert result.unseen_S.tolist() == [0.0, 3.0]
-    assert replay_estimate(torch.full((1, 4), 6), torch.tensor([5]), torch.tensor([1])).mean_acceptance_length == 1.0
+    assert (
+        replay_estimate(
+            torch.full((1, 4), 6), torch.tensor([5]), torch.tensor([1])
+        ).mean_acceptance_length
+        == 1.0
+    )
 
 
 def plain_replay(match_TK: list[list[bool]]) -> tuple[int, list[int]]:
@@ -75,7 +82,9 @@ def test_one_hot_equals_a_plain_loop() -> None:
     start = 0
     for index, length in enumerate(lengths_S.tolist()):
         drafts, accepted = plain_replay(match_MK[start : start + length].tolist())
-        assert int(result.drafts_S[index]) == drafts and result.accepted_SK[index].tolist() == accepted
+        assert (
+            int(result.drafts_S[index]) == drafts and result.accepted_SK[index].tolist() == accepted
+        )
         start += length
 
 
@@ -88,7 +97,9 @@ def test_expectation_equals_enumeration_over_all_outcomes() -> None:
     for bits in itertools.product([False, True], repeat=length * heads):
         match = [list(bits[t * heads : (t + 1) * heads]) for t in range(length)]
         probability = math.prod(
-            float(accept_TK[t, k]) if match[t][k] else 1 - float(accept_TK[t, k]) for t in range(length) for k in range(heads)
+            float(accept_TK[t, k]) if match[t][k] else 1 - float(accept_TK[t, k])
+            for t in range(length)
+            for k in range(heads)
         )
         one_drafts, one_accepted = plain_replay(match)
         drafts += probability * one_drafts
@@ -105,7 +116,9 @@ class TinyEngine:
     cut off after they were counted, and a finished request drafts no more.
     """
 
-    def __init__(self, seed: int, vocab: int = 8, heads: int = 3, draft_temperature: float = 0.8) -> None:
+    def __init__(
+        self, seed: int, vocab: int = 8, heads: int = 3, draft_temperature: float = 0.8
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         table = torch.Generator().manual_seed(99)
         self.vocab, self.heads = vocab, heads
@@ -125,7 +138,9 @@ class TinyEngine:
     def verify(self, last: int, draft: int, q_V: torch.Tensor) -> tuple[int, bool]:
         """The rejection rule: (token, accepted)."""
         p_V = self.p_VV[last]
-        if float(torch.rand(1, generator=self.generator, dtype=torch.float64)) * float(q_V[draft]) < float(p_V[draft]):
+        if float(torch.rand(1, generator=self.generator, dtype=torch.float64)) * float(
+            q_V[draft]
+        ) < float(p_V[draft]):
             return draft, True
         return self.draw((p_V - q_V).clamp(min=0)), False
 
@@ -155,7 +170,9 @@ class TinyEngine:
                     break
         return response, rows
 
-    def replay(self, responses: list[list[int]], rows: list[list[int]], *, sampled: bool) -> ReplayResult:
+    def replay(
+        self, responses: list[list[int]], rows: list[list[int]], *, sampled: bool
+    ) -> ReplayResult:
         lengths_S = torch.tensor([len(r) for r in responses])
         response_M = torch.tensor([t for r in responses for t in r])
         row_M = torch.tensor([t for r in rows for t in r])
@@ -164,19 +181,27 @@ class TinyEngine:
         if not sampled:
             return replay_estimate(q_MKV.argmax(-1), response_M, lengths_S)
         targets_MK, _ = head_targets(response_M, segment_M, self.heads)
-        return replay_sampled(q_MKV.gather(-1, targets_MK.unsqueeze(-1)).squeeze(-1).log(), self.p_VV[row_M, response_M].log(), lengths_S)
+        return replay_sampled(
+            q_MKV.gather(-1, targets_MK.unsqueeze(-1)).squeeze(-1).log(),
+            self.p_VV[row_M, response_M].log(),
+            lengths_S,
+        )
 
 
 @pytest.mark.parametrize("max_tokens", [5, 40])
 def test_one_hot_replay_reproduces_the_counters_of_the_engine_that_drafted(max_tokens: int) -> None:
     """Pathwise: the number of draft steps exactly, the accepted tokens up to what was accepted behind the ends."""
     engine = TinyEngine(0)
-    responses, rows = zip(*(engine.generate(max_tokens, sampled=False) for _ in range(150)), strict=True)
+    responses, rows = zip(
+        *(engine.generate(max_tokens, sampled=False) for _ in range(150)), strict=True
+    )
     result = engine.replay(list(responses), list(rows), sampled=False)
     assert result.drafts == engine.drafts
     assert result.accepted <= engine.accepted <= result.accepted_upper
     if max_tokens == 40:
-        assert 1 + engine.accepted / engine.drafts == pytest.approx(result.mean_acceptance_length, rel=0.03)
+        assert 1 + engine.accepted / engine.drafts == pytest.approx(
+            result.mean_acceptance_length, rel=0.03
+        )
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -196,18 +221,27 @@ def test_replay_of_plain_rollouts_predicts_the_counters(sampled: bool) -> None:
     interval = result.confidence_interval(0.9999)
     width = interval.high - interval.low
     assert result.mean_acceptance_length > 1.15
-    assert 1 + engine.accepted / engine.drafts == pytest.approx(result.mean_acceptance_length, abs=width + 0.01)
+    assert 1 + engine.accepted / engine.drafts == pytest.approx(
+        result.mean_acceptance_length, abs=width + 0.01
+    )
 
 
 def test_sampled_becomes_one_hot_when_the_draft_temperature_goes_to_zero() -> None:
     generator = torch.Generator().manual_seed(3)
     heads = MedusaHeads(HeadsConfig(8, 12, 2))
-    lm_head_VD, hidden_MD = torch.randn(12, 8, generator=generator), torch.randn(90, 8, generator=generator)
+    lm_head_VD, hidden_MD = (
+        torch.randn(12, 8, generator=generator),
+        torch.randn(90, 8, generator=generator),
+    )
     lengths_S, response_M = torch.tensor([40, 50]), torch.randint(12, (90,), generator=generator)
     targets_MK, _ = head_targets(response_M, segments_from_lengths(lengths_S), 2)
-    logq_QMK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(1e-6, 1.0))
+    logq_QMK = draft_logprobs_for_rows(
+        heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(1e-6, 1.0)
+    )
     cold = replay_sampled(logq_QMK[0], torch.full((90,), -1e-9), lengths_S)
-    one_hot = replay_estimate(draft_ids_for_rows(heads, hidden_MD, lm_head_VD), response_M, lengths_S)
+    one_hot = replay_estimate(
+        draft_ids_for_rows(heads, hidden_MD, lm_head_VD), response_M, lengths_S
+    )
     assert cold.mean_acceptance_length == pytest.approx(one_hot.mean_acceptance_length, abs=1e-6)
 
 
@@ -221,9 +255,19 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
     lm_head_VD, embedding_VD, hidden_MD = torch.randn(12, 8), torch.randn(12, 8), torch.randn(31, 8)
     response_M, lengths_S = torch.randint(12, (31,)), torch.tensor([11, 20])
     segment_M = segments_from_lengths(lengths_S)
-    condition_MK, (targets_MK, _) = condition_ids(response_M, segment_M, 3), head_targets(response_M, segment_M, 3)
+    condition_MK, (targets_MK, _) = (
+        condition_ids(response_M, segment_M, 3),
+        head_targets(response_M, segment_M, 3),
+    )
     logits_MKV = heads(hidden_MD, lm_head_VD, condition=condition_MK, embedding_VD=embedding_VD)
-    ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD, condition_MK=condition_MK, embedding_VD=embedding_VD, chunk_rows=7)
+    ids_MK = draft_ids_for_rows(
+        heads,
+        hidden_MD,
+        lm_head_VD,
+        condition_MK=condition_MK,
+        embedding_VD=embedding_VD,
+        chunk_rows=7,
+    )
     assert torch.equal(ids_MK, logits_MKV.argmax(-1))
     logq_QMK = draft_logprobs_for_rows(
         heads,
@@ -236,7 +280,12 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
         chunk_rows=7,
     )
     for index, temperature in enumerate((0.5, 2.0)):
-        expected = (logits_MKV / temperature).log_softmax(-1).gather(-1, targets_MK.unsqueeze(-1)).squeeze(-1)
+        expected = (
+            (logits_MKV / temperature)
+            .log_softmax(-1)
+            .gather(-1, targets_MK.unsqueeze(-1))
+            .squeeze(-1)
+        )
         torch.testing.assert_close(logq_QMK[index], expected, rtol=1e-4, atol=1e-5)
     assert head_logprobs(torch.zeros(31), segment_M, 3).shape == targets_MK.shape
 
@@ -244,11 +293,18 @@ def test_rows_in_chunks_equal_plain_logits(kind: str) -> None:
 def test_each_heads_own_draft_temperature_is_in_its_q_and_not_in_its_argmax() -> None:
     generator = torch.Generator().manual_seed(3)
     heads, lm_head_VD = MedusaHeads(HeadsConfig(8, 12, 2)), torch.randn(12, 8, generator=generator)
-    hidden_MD, targets_MK = torch.randn(9, 8, generator=generator), torch.randint(12, (9, 2), generator=generator)
-    plain_QMK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.35, 1.4, 0.7))
+    hidden_MD, targets_MK = (
+        torch.randn(9, 8, generator=generator),
+        torch.randint(12, (9, 2), generator=generator),
+    )
+    plain_QMK = draft_logprobs_for_rows(
+        heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.35, 1.4, 0.7)
+    )
     ids_MK = draft_ids_for_rows(heads, hidden_MD, lm_head_VD)
     heads.temperatures_K.copy_(torch.tensor([0.5, 2.0]))
-    own_MK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.7,))[0]
+    own_MK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, lm_head_VD, temperatures=(0.7,))[
+        0
+    ]
     torch.testing.assert_close(own_MK, torch.stack([plain_QMK[0, :, 0], plain_QMK[1, :, 1]], dim=1))
     assert torch.equal(draft_ids_for_rows(heads, hidden_MD, lm_head_VD), ids_MK)
 
@@ -258,27 +314,42 @@ def test_a_temperature_is_left_only_for_one_that_is_surely_better() -> None:
     group_M = torch.arange(40).repeat_interleave(5)
     noise_QM = torch.rand(3, 200, generator=generator, dtype=torch.float64)
     better_QM = noise_QM[:1] * torch.tensor([0.8, 1.0, 0.9], dtype=torch.float64).unsqueeze(1)
-    assert better_temperatures(torch.stack([better_QM, better_QM], dim=2), group_M, [0, 2]) == [1, 1]
+    assert better_temperatures(torch.stack([better_QM, better_QM], dim=2), group_M, [0, 2]) == [
+        1,
+        1,
+    ]
     alike_QM = 0.5 + 0.01 * noise_QM
     chosen = better_temperatures(torch.stack([alike_QM] * 3, dim=2), group_M, [0, 1, 2])
     gains = [(alike_QM[best] - alike_QM[now]).view(40, 5).sum(1) for now, best in enumerate(chosen)]
     pairs = zip(range(3), chosen, gains, strict=True)
-    assert all(best == now or float(gain.sum()) > float(gain.std()) * 40**0.5 for now, best, gain in pairs)
-    one_group = better_temperatures(torch.stack([better_QM], dim=2), torch.zeros(200, dtype=torch.int64), [0])
+    assert all(
+        best == now or float(gain.sum()) > float(gain.std()) * 40**0.5 for now, best, gain in pairs
+    )
+    one_group = better_temperatures(
+        torch.stack([better_QM], dim=2), torch.zeros(200, dtype=torch.int64), [0]
+    )
     assert one_group == [0], "one prompt shows no error"
     unreached_QM = better_QM * 0
-    assert better_temperatures(torch.stack([unreached_QM, better_QM], dim=2), group_M, [0, 0]) == [0, 0], "nobody comes to the second"
+    assert better_temperatures(torch.stack([unreached_QM, better_QM], dim=2), group_M, [0, 0]) == [
+        0,
+        0,
+    ], "nobody comes to the second"
 
 
 def test_confidence_interval_covers_and_is_repeatable() -> None:
     """Of 60 data sets with a known mean acceptance length, the 90 % interval covers most; the same seed gives the same interval."""
     generator = torch.Generator().manual_seed(5)
     lengths_S, rate, covered = torch.full((40,), 30), 0.5, 0
-    truth = replay_probabilities(torch.full((3000, 2), rate), torch.full((100,), 30)).mean_acceptance_length
+    truth = replay_probabilities(
+        torch.full((3000, 2), rate), torch.full((100,), 30)
+    ).mean_acceptance_length
     for _ in range(60):
         result = replay_probabilities(torch.rand(1200, 2, generator=generator) < rate, lengths_S)
         interval = result.confidence_interval(0.9, resamples=200, seed=1)
-        assert interval == result.confidence_interval(0.9, resamples=200, seed=1) and interval.low <= interval.value <= interval.high
+        assert (
+            interval == result.confidence_interval(0.9, resamples=200, seed=1)
+            and interval.low <= interval.value <= interval.high
+        )
         covered += interval.low <= truth <= interval.high
     assert covered >= 45
 
@@ -289,9 +360,14 @@ def test_paired_difference_sees_what_separate_intervals_hide() -> None:
     lengths_S = torch.full((60,), 30)
     rate_S = torch.rand(60, generator=generator) * 0.8 + 0.1
     rate_MK = rate_S.repeat_interleave(30).unsqueeze(1).expand(-1, 2)
-    better, worse = replay_probabilities(rate_MK * 1.05, lengths_S), replay_probabilities(rate_MK, lengths_S)
+    better, worse = (
+        replay_probabilities(rate_MK * 1.05, lengths_S),
+        replay_probabilities(rate_MK, lengths_S),
+    )
     difference = paired_difference(better, worse, seed=3)
-    assert difference.low > 0 and difference.value == pytest.approx(better.mean_acceptance_length - worse.mean_acceptance_length)
+    assert difference.low > 0 and difference.value == pytest.approx(
+        better.mean_acceptance_length - worse.mean_acceptance_length
+    )
     assert better.confidence_interval().low < worse.confidence_interval().high
     same = paired_difference(worse, worse)
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
@@ -302,4 +378,8 @@ def test_paired_difference_sees_what_separate_intervals_hide() -> None:
 @pytest.mark.parametrize("lengths", [[], [3, 0], [2, 2]])
 def test_lengths_that_do_not_fit(lengths: list[int]) -> None:
     with pytest.raises(DataError, match="lengths"):
-        replay_estimate(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
+        replay_estimate(
+            torch.zeros(3, 2, dtype=torch.int64),
+            torch.zeros(3, dtype=torch.int64),
+            torch.tensor(lengths, dtype=torch.int64),
+        )

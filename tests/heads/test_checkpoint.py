@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import KINDS, LM_HEADS, HeadsConfig, checkpoint
-from heads.checkpoint import checksum, load_heads, load_lm_head, load_state, previous_of, save_heads, save_state
+from heads.checkpoint import (
+    checksum,
+    load_heads,
+    load_lm_head,
+    load_state,
+    previous_of,
+    save_heads,
+    save_state,
+)
 from heads.errors import CheckpointError, ConfigError
 from heads.modules import MedusaHeads
 
@@ -24,7 +32,9 @@ D, V, K = 16, 40, 3
 def build(kind: str = "medusa", lm_head: str = "shared", layers: int = 2) -> MedusaHeads:
     torch.manual_seed(0)
     pairs = 5 if kind == "context" else 0
-    heads = MedusaHeads(HeadsConfig(D, V, K, "hydra" if pairs else kind, layers, lm_head, rank=4, context=pairs))
+    heads = MedusaHeads(
+        HeadsConfig(D, V, K, "hydra" if pairs else kind, layers, lm_head, rank=4, context=pairs)
+    )
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -33,7 +43,9 @@ def build(kind: str = "medusa", lm_head: str = "shared", layers: int = 2) -> Med
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    save_heads(tmp_path / "heads", build(), lm_head_VD=torch.ones(V, D), version=3, metadata={"note": "a"})
+    save_heads(
+        tmp_path / "heads", build(), lm_head_VD=torch.ones(V, D), version=3, metadata={"note": "a"}
+    )
     return tmp_path / "heads"
 
 
@@ -58,8 +70,14 @@ def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype)
     save_heads(tmp_path / "a", heads, lm_head_VD=lm_head_VD, version=7, metadata={"loss": "tv"})
     again, metadata = load_heads(tmp_path / "a", hidden_size=D, vocab_size=V)
     assert again.config == heads.config and again.dtype == dtype
-    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
-    assert (metadata.version, metadata.metadata, metadata.has_lm_head) == (7, {"loss": "tv"}, lm_head == "shared")
+    assert all(
+        torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True)
+    )
+    assert (metadata.version, metadata.metadata, metadata.has_lm_head) == (
+        7,
+        {"loss": "tv"},
+        lm_head == "shared",
+    )
     assert metadata.checksum == checksum(heads.trainable_state())
     stored = load_lm_head(tmp_path / "a")
     assert (stored is None) == (lm_head == "own")
@@ -74,13 +92,22 @@ def test_draft_temperatures_come_with_the_heads(tmp_path: Path, dtype: torch.dty
     heads.temperatures_K.copy_(torch.tensor([0.75, 1.0, 1.25]))
     save_heads(tmp_path / "b", heads, lm_head_VD=torch.ones(V, D))
     again, metadata = load_heads(tmp_path / "b")
-    assert again.temperatures_K.tolist() == [0.75, 1.0, 1.25] and again.dtype == again.temperatures_K.dtype == dtype
+    assert (
+        again.temperatures_K.tolist() == [0.75, 1.0, 1.25]
+        and again.dtype == again.temperatures_K.dtype == dtype
+    )
     assert metadata.checksum == checksum(heads.trainable_state()) != before[1]
-    assert json.loads((tmp_path / "b" / "config.json").read_text())["medusa_ppo"]["format_version"] == 2
+    assert (
+        json.loads((tmp_path / "b" / "config.json").read_text())["medusa_ppo"]["format_version"]
+        == 2
+    )
     heads.load_trainable_state(load_heads(tmp_path / "a")[0].trainable_state())
     assert heads.temperatures_K.tolist() == [1.0, 1.0, 1.0], "what says nothing of them has none"
     save_heads(tmp_path / "c", heads)
-    assert ((tmp_path / "c" / "config.json").read_text(), checksum(heads.trainable_state())) == before
+    assert (
+        (tmp_path / "c" / "config.json").read_text(),
+        checksum(heads.trainable_state()),
+    ) == before
 
 
 @pytest.mark.parametrize("wrong", [[0.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, 1.0]])
@@ -98,7 +125,9 @@ def test_impossible_draft_temperatures_are_refused(tmp_path: Path, wrong: list[f
 
 def test_without_lm_head(tmp_path: Path) -> None:
     save_heads(tmp_path / "a", build())
-    assert load_heads(tmp_path / "a")[1].has_lm_head is False and load_lm_head(tmp_path / "a") is None
+    assert (
+        load_heads(tmp_path / "a")[1].has_lm_head is False and load_lm_head(tmp_path / "a") is None
+    )
 
 
 def test_replacing_leaves_one_whole_directory(saved: Path) -> None:
@@ -108,7 +137,9 @@ def test_replacing_leaves_one_whole_directory(saved: Path) -> None:
     assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_link_in_the_place_of_a_directory_is_replaced_and_not_followed(saved: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_directory_is_replaced_and_not_followed(
+    saved: Path, tmp_path: Path
+) -> None:
     latest = tmp_path / "links" / "latest"
     latest.parent.mkdir()
     latest.symlink_to(saved)
@@ -118,7 +149,9 @@ def test_a_link_in_the_place_of_a_directory_is_replaced_and_not_followed(saved: 
     assert [p.name for p in latest.parent.iterdir()] == ["latest"]
 
 
-def test_a_writer_that_dies_at_any_rename_leaves_readable_heads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_dies_at_any_rename_leaves_readable_heads(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, calls = os.rename, []
 
     def dies_at_second(source: str | Path, target: str | Path) -> None:
@@ -146,7 +179,9 @@ def test_a_failed_write_leaves_the_old_directory(saved: Path) -> None:
         save_heads(saved, build(), lm_head_VD=torch.ones(V + 1, D))
     with pytest.raises(TypeError):
         save_heads(saved, build(), metadata={"not JSON": object()})
-    assert load_heads(saved)[1].version == 3 and [p.name for p in saved.parent.iterdir()] == ["heads"]
+    assert load_heads(saved)[1].version == 3 and [p.name for p in saved.parent.iterdir()] == [
+        "heads"
+    ]
 
 
 def test_heads_of_another_actor_are_named(saved: Path) -> None:
@@ -179,7 +214,9 @@ def _rewrite_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path],
         header = json.loads(data[8 : 8 + length])
         change(header)
         text = json.dumps(header).encode()
-        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        (path / "model.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + data[8 + length :]
+        )
 
     return rewrite
 
@@ -213,17 +250,28 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "no weights": lambda path: (path / "model.safetensors").unlink(),
     "empty weights": lambda path: (path / "model.safetensors").write_bytes(b""),
     "weights are a pipe": _fifo,
-    "config is a directory": lambda path: ((path / "config.json").unlink(), (path / "config.json").mkdir()),
+    "config is a directory": lambda path: (
+        (path / "config.json").unlink(),
+        (path / "config.json").mkdir(),
+    ),
     "truncated": _truncate,
     "huge header length": _header_lies(1 << 62),
     "header longer than the file": _header_lies(1 << 20),
     "header of length zero": _header_lies(0),
     "trailing bytes": lambda path: (path / "model.safetensors").open("ab").write(b"x" * 64),
-    "header is a list": lambda path: (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"),
-    "header is not UTF-8": lambda path: (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"\xff\xfe"),
-    "deeply nested header": lambda path: (path / "model.safetensors").write_bytes((200000).to_bytes(8, "little") + b"[" * 200000),
+    "header is a list": lambda path: (path / "model.safetensors").write_bytes(
+        (2).to_bytes(8, "little") + b"[]"
+    ),
+    "header is not UTF-8": lambda path: (path / "model.safetensors").write_bytes(
+        (2).to_bytes(8, "little") + b"\xff\xfe"
+    ),
+    "deeply nested header": lambda path: (path / "model.safetensors").write_bytes(
+        (200000).to_bytes(8, "little") + b"[" * 200000
+    ),
     "overlapping tensors": _rewrite_header(lambda h: _first(h).update(data_offsets=[0, 4])),
-    "offsets beyond the file": _rewrite_header(lambda h: _first(h).update(data_offsets=[0, 1 << 50])),
+    "offsets beyond the file": _rewrite_header(
+        lambda h: _first(h).update(data_offsets=[0, 1 << 50])
+    ),
     "negative offset": _rewrite_header(lambda h: _first(h).update(data_offsets=[-4, 1020])),
     "shape of huge numbers": _rewrite_header(lambda h: _first(h).update(shape=[1 << 40, 1 << 40])),
     "shape that is text": _rewrite_header(lambda h: _first(h).update(shape="16x16")),
@@ -236,25 +284,39 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "missing tensor": _tensors(lambda t: t.pop(BLOCK)),
     "unknown tensor": _tensors(lambda t: t.update({"blocks.9.layers.0.weight": torch.zeros(D, D)})),
     "tensor named like a path": _tensors(lambda t: t.update({"../../../tmp/x": torch.zeros(1)})),
-    "bias that nobody reads": _tensors(lambda t: t.update({"blocks.0.layers.0.bias": torch.zeros(D)})),
+    "bias that nobody reads": _tensors(
+        lambda t: t.update({"blocks.0.layers.0.bias": torch.zeros(D)})
+    ),
     "NaN": _tensors(lambda t: t[BLOCK].fill_(float("nan"))),
     "infinity": _tensors(lambda t: t[BLOCK][0].fill_(float("inf"))),
     "a flipped bit": _flip_a_bit,
     "missing lm_head": _tensors(lambda t: t.pop("lm_head.weight")),
     "config is not JSON": lambda path: (path / "config.json").write_text("{"),
     "config is a number": lambda path: (path / "config.json").write_text("1"),
-    "config with a key twice": lambda path: (path / "config.json").write_text('{"model_type": "medusa", "model_type": "x"}'),
-    "config of 2 MiB": lambda path: (path / "config.json").write_text('{"x": "' + "a" * (2 << 20) + '"}'),
+    "config with a key twice": lambda path: (path / "config.json").write_text(
+        '{"model_type": "medusa", "model_type": "x"}'
+    ),
+    "config of 2 MiB": lambda path: (path / "config.json").write_text(
+        '{"x": "' + "a" * (2 << 20) + '"}'
+    ),
     "foreign config": _config(lambda c: c.pop("medusa_ppo")),
     "newer format": _config(lambda c: c["medusa_ppo"].update(format_version=3)),
-    "format of draft temperatures without them": _config(lambda c: c["medusa_ppo"].update(format_version=2)),
-    "draft temperatures in the first format": _tensors(lambda t: t.update(temperatures=torch.ones(K))),
+    "format of draft temperatures without them": _config(
+        lambda c: c["medusa_ppo"].update(format_version=2)
+    ),
+    "draft temperatures in the first format": _tensors(
+        lambda t: t.update(temperatures=torch.ones(K))
+    ),
     "no heads section": _config(lambda c: c["medusa_ppo"].pop("heads")),
     "heads section is a list": _config(lambda c: c["medusa_ppo"].update(heads=[1])),
     "unknown heads key": _config(lambda c: c["medusa_ppo"]["heads"].update(pickle="x")),
     "unknown kind": _config(lambda c: c["medusa_ppo"]["heads"].update(kind="../../x")),
-    "a billion heads": _config(lambda c: (c.update(num_heads=10**9), c["medusa_ppo"]["heads"].update(num_heads=10**9))),
-    "another number of heads": _config(lambda c: (c.update(num_heads=2), c["medusa_ppo"]["heads"].update(num_heads=2))),
+    "a billion heads": _config(
+        lambda c: (c.update(num_heads=10**9), c["medusa_ppo"]["heads"].update(num_heads=10**9))
+    ),
+    "another number of heads": _config(
+        lambda c: (c.update(num_heads=2), c["medusa_ppo"]["heads"].update(num_heads=2))
+    ),
     "keys for vLLM that disagree": _config(lambda c: c.update(num_heads=2)),
     "negative version": _config(lambda c: c["medusa_ppo"].update(version=-1)),
     "version is true": _config(lambda c: c["medusa_ppo"].update(version=True)),
@@ -357,7 +419,9 @@ def test_config_for_stock_vllm(tmp_path: Path, lm_head: str) -> None:
     }
     names = set(load_file(tmp_path / "a" / "model.safetensors"))
     blocks = {f"blocks.{k}.layers.{layer}.weight" for k in range(K) for layer in range(2)}
-    assert names == blocks | ({"lm_head.weight"} if lm_head == "shared" else {f"lm_heads.{k}.weight" for k in range(K)})
+    assert names == blocks | (
+        {"lm_head.weight"} if lm_head == "shared" else {f"lm_heads.{k}.weight" for k in range(K)}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -369,7 +433,12 @@ def test_stock_vllm_reads_medusa_and_refuses_the_other_kinds(tmp_path: Path, kin
     save_heads(tmp_path / "a", build(kind), lm_head_VD=torch.ones(V, D))
     if kind == "medusa":
         config = get_config(str(tmp_path / "a"), trust_remote_code=False)
-        assert (type(config).__name__, config.num_heads, config.num_hidden_layers, config.original_lm_head) == ("MedusaConfig", K, 2, True)
+        assert (
+            type(config).__name__,
+            config.num_heads,
+            config.num_hidden_layers,
+            config.original_lm_head,
+        ) == ("MedusaConfig", K, 2, True)
         assert config.architectures == ["MedusaModel"] and config.truncated_vocab_size == V
     else:
         with pytest.raises(ValueError, match="medusa_ppo"):
@@ -383,4 +452,6 @@ def test_a_folder_from_before_there_was_a_context_loads(tmp_path: Path) -> None:
     edit_config(tmp_path / "old", lambda config: config["medusa_ppo"]["heads"].pop("context"))
     again, _ = load_heads(tmp_path / "old")
     assert again.config == heads.config and again.config.context == 0
-    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True)
+    )

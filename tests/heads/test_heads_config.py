@@ -42,7 +42,12 @@ def test_unknown_and_missing_keys() -> None:
 def test_trainable_parameters_of_the_design_table() -> None:
     """DESIGN.md 2: 0.26M, 2.36M, 1.31M (rank 64) and 2.62M for the actor of 256 x 2,048."""
     millions = {}
-    for kind, lm_head in (("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared")):
+    for kind, lm_head in (
+        ("medusa", "shared"),
+        ("medusa", "own"),
+        ("markov", "shared"),
+        ("hydra", "shared"),
+    ):
         shapes = HeadsConfig(256, 2048, 4, kind, 1, lm_head).tensor_shapes()
         count = 0
         for shape in shapes.values():
@@ -51,4 +56,9 @@ def test_trainable_parameters_of_the_design_table() -> None:
                 size *= side
             count += size
         millions[kind, lm_head] = round(count / 1e6, 2)
-    assert millions == {("medusa", "shared"): 0.26, ("medusa", "own"): 2.36, ("markov", "shared"): 1.31, ("hydra", "shared"): 2.62}
+    assert millions == {
+        ("medusa", "shared"): 0.26,
+        ("medusa", "own"): 2.36,
+        ("markov", "shared"): 1.31,
+        ("hydra", "shared"): 2.62,
+    }

@@ -6,10 +6,22 @@ import pytest
 import torch
 
 from heads import HeadsConfig
-from heads.acceptance import ReplayResult, draft_ids_for_rows, draft_logprobs_for_rows, replay_estimate, replay_sampled
+from heads.acceptance import (
+    ReplayResult,
+    draft_ids_for_rows,
+    draft_logprobs_for_rows,
+    replay_estimate,
+    replay_sampled,
+)
 from heads.losses import LossConfig, Teacher, head_loss
 from heads.modules import MedusaHeads
-from heads.targets import condition_ids, head_logprobs, head_targets, head_teacher_rows, segments_from_lengths
+from heads.targets import (
+    condition_ids,
+    head_logprobs,
+    head_targets,
+    head_teacher_rows,
+    segments_from_lengths,
+)
 
 D, V, K, ROWS = 32, 24, 3, 3000
 
@@ -39,7 +51,9 @@ class Actor:
         self.p_VV = 0.99 * self.p_VV + 0.01 / V
         self.state_VD = self.p_VV.log() @ self.lm_head_VD
 
-    def rollouts(self, seed: int, lengths_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rollouts(
+        self, seed: int, lengths_S: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden_MD, response_M, logprobs_M."""
         generator = torch.Generator().manual_seed(seed)
         rows, ids = [], []
@@ -59,17 +73,30 @@ def train(kind: str, loss: str, *, seed: int = 0, epochs: int = 12) -> tuple[Med
     hidden_MD, response_M, logprobs_M = actor.rollouts(1, lengths_S)
     segment_M = segments_from_lengths(lengths_S)
     targets_MK, mask_MK = head_targets(response_M, segment_M, K)
-    condition_MK, logprobs_MK = condition_ids(response_M, segment_M, K), head_logprobs(logprobs_M, segment_M, K)
+    condition_MK, logprobs_MK = (
+        condition_ids(response_M, segment_M, K),
+        head_logprobs(logprobs_M, segment_M, K),
+    )
     teacher_MK, config = head_teacher_rows(segment_M, K), LossConfig.named(loss)
     heads = MedusaHeads(HeadsConfig(D, V, K, kind, rank=8))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2, weight_decay=0.0)
     step = 0
     for _ in range(epochs):
         for rows_N in torch.randperm(ROWS).split(250):
-            factored = heads.factored(hidden_MD[rows_N], actor.lm_head_VD, condition=condition_MK[rows_N], embedding_VD=actor.embedding_VD)
+            factored = heads.factored(
+                hidden_MD[rows_N],
+                actor.lm_head_VD,
+                condition=condition_MK[rows_N],
+                embedding_VD=actor.embedding_VD,
+            )
             teacher = Teacher(hidden_MD, teacher_MK[rows_N], actor.lm_head_VD)
             loss_K = head_loss(
-                factored, targets_MK[rows_N], mask_MK[rows_N], config.at(step), logprobs_NK=logprobs_MK[rows_N], teacher=teacher
+                factored,
+                targets_MK[rows_N],
+                mask_MK[rows_N],
+                config.at(step),
+                logprobs_NK=logprobs_MK[rows_N],
+                teacher=teacher,
             )
             optimizer.zero_grad()
             loss_K.sum().backward()
@@ -83,9 +110,14 @@ def judge(heads: MedusaHeads, actor: Actor) -> tuple[ReplayResult, ReplayResult]
     lengths_S = torch.full((40,), 50)
     hidden_MD, response_M, logprobs_M = actor.rollouts(2, lengths_S)
     segment_M = segments_from_lengths(lengths_S)
-    tables = {"condition_MK": condition_ids(response_M, segment_M, K), "embedding_VD": actor.embedding_VD}
+    tables = {
+        "condition_MK": condition_ids(response_M, segment_M, K),
+        "embedding_VD": actor.embedding_VD,
+    }
     targets_MK, _ = head_targets(response_M, segment_M, K)
-    one_hot = replay_estimate(draft_ids_for_rows(heads, hidden_MD, actor.lm_head_VD, **tables), response_M, lengths_S)
+    one_hot = replay_estimate(
+        draft_ids_for_rows(heads, hidden_MD, actor.lm_head_VD, **tables), response_M, lengths_S
+    )
     logq_MK = draft_logprobs_for_rows(heads, hidden_MD, targets_MK, actor.lm_head_VD, **tables)[0]
     return one_hot, replay_sampled(logq_MK, logprobs_M, lengths_S)
 
@@ -97,8 +129,13 @@ def untrained() -> float:
 
 
 @pytest.mark.parametrize("loss", ["ce", "tv", "ce_tv", "kl"])
-@pytest.mark.parametrize(("kind", "one_hot_floor", "sampled_floor"), [("medusa", 1.6, 2.0), ("markov", 2.6, 3.3), ("hydra", 2.6, 3.3)])
-def test_acceptance_rises(untrained: float, kind: str, loss: str, one_hot_floor: float, sampled_floor: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "one_hot_floor", "sampled_floor"),
+    [("medusa", 1.6, 2.0), ("markov", 2.6, 3.3), ("hydra", 2.6, 3.3)],
+)
+def test_acceptance_rises(
+    untrained: float, kind: str, loss: str, one_hot_floor: float, sampled_floor: float
+) -> None:
     one_hot, sampled = judge(*train(kind, loss))
     assert untrained < 1.4
     assert one_hot.mean_acceptance_length > one_hot_floor
@@ -112,4 +149,6 @@ def test_same_seed_same_numbers() -> None:
         train("hydra", "ce_tv", seed=1, epochs=2),
     )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert not all(
+        torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )

@@ -51,10 +51,24 @@ class Case:
         self.targets_NK = torch.randint(V, (N, K), generator=generator)
         self.mask_NK = torch.rand(N, K, generator=generator) > 0.2
         self.logprobs_NK = -6 * torch.rand(N, K, generator=generator)
-        self.teacher = Teacher(self.hidden_ND, torch.randint(N, (N, K), generator=generator), self.lm_head_VD, 0.7)
+        self.teacher = Teacher(
+            self.hidden_ND, torch.randint(N, (N, K), generator=generator), self.lm_head_VD, 0.7
+        )
 
-    def chunked(self, config: LossConfig, chunk_rows: int | None = 5, *, logprobs: bool = True, temperature: float = 1.0) -> torch.Tensor:
-        factored = self.heads.factored(self.hidden_ND, self.lm_head_VD, condition=self.condition_NK, embedding_VD=self.embedding_VD)
+    def chunked(
+        self,
+        config: LossConfig,
+        chunk_rows: int | None = 5,
+        *,
+        logprobs: bool = True,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        factored = self.heads.factored(
+            self.hidden_ND,
+            self.lm_head_VD,
+            condition=self.condition_NK,
+            embedding_VD=self.embedding_VD,
+        )
         logprobs_NK = self.logprobs_NK if logprobs else None
         return head_loss(
             factored,
@@ -67,9 +81,19 @@ class Case:
             chunk_rows=chunk_rows,
         )
 
-    def reference(self, config: LossConfig, *, logprobs: bool = True, temperature: float = 1.0) -> torch.Tensor:
-        logits_NKV = self.heads(self.hidden_ND, self.lm_head_VD, condition=self.condition_NK, embedding_VD=self.embedding_VD)
-        teacher_NKV = F.linear(self.hidden_ND[self.teacher.rows_NK], self.lm_head_VD).float() / self.teacher.temperature
+    def reference(
+        self, config: LossConfig, *, logprobs: bool = True, temperature: float = 1.0
+    ) -> torch.Tensor:
+        logits_NKV = self.heads(
+            self.hidden_ND,
+            self.lm_head_VD,
+            condition=self.condition_NK,
+            embedding_VD=self.embedding_VD,
+        )
+        teacher_NKV = (
+            F.linear(self.hidden_ND[self.teacher.rows_NK], self.lm_head_VD).float()
+            / self.teacher.temperature
+        )
         logprobs_NK = self.logprobs_NK if logprobs else None
         return reference_head_loss(
             logits_NKV,
@@ -90,30 +114,46 @@ class Case:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
-    ("kind", "lm_head"), [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("markov", "own"), ("hydra", "shared")]
+    ("kind", "lm_head"),
+    [
+        ("medusa", "shared"),
+        ("medusa", "own"),
+        ("markov", "shared"),
+        ("markov", "own"),
+        ("hydra", "shared"),
+    ],
 )
 def test_values_and_gradients_float32(name: str, kind: str, lm_head: str) -> None:
     case, config = Case(kind, lm_head), CONFIGS[name]
     chunked_K, reference_K = case.chunked(config), case.reference(config)
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5 * max(1.0, float(plain.abs().max())))
+        torch.testing.assert_close(
+            ours, plain, rtol=1e-4, atol=1e-5 * max(1.0, float(plain.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_float_mask_weighs_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a library would compute the loss of a bool mask: libraries know no weights."""
     case, config = Case("medusa", "shared"), CONFIGS[name]
-    case.mask_NK = case.mask_NK * torch.rand(case.mask_NK.shape[0], 1, generator=torch.Generator().manual_seed(0)).mul(4)
+    case.mask_NK = case.mask_NK * torch.rand(
+        case.mask_NK.shape[0], 1, generator=torch.Generator().manual_seed(0)
+    ).mul(4)
     monkeypatch.setattr(losses, "liger_can", lambda *_: True)
     chunked_K, reference_K = case.chunked(config, None), case.reference(config)
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5 * max(1.0, float(plain.abs().max())))
+        torch.testing.assert_close(
+            ours, plain, rtol=1e-4, atol=1e-5 * max(1.0, float(plain.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "lm_head"),
+    [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared")],
+)
 def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> None:
     """Only the products are bfloat16: the loss itself is not rounded to it, and gradients agree in direction and size."""
     case, config = Case(kind, lm_head, torch.bfloat16), CONFIGS[name]
@@ -127,9 +167,15 @@ def test_values_and_gradients_bfloat16(name: str, kind: str, lm_head: str) -> No
 def test_neighbours_share_their_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row's distribution is computed once, however many heads of whatever rows read it."""
     case, config, asked = Case("medusa", "shared"), CONFIGS["kl_tv"], []
-    case.teacher = case.teacher._replace(rows_NK=(torch.arange(N)[:, None] + torch.arange(K)).clamp(max=N - 1))
+    case.teacher = case.teacher._replace(
+        rows_NK=(torch.arange(N)[:, None] + torch.arange(K)).clamp(max=N - 1)
+    )
     plain = Teacher.logprobs
-    monkeypatch.setattr(Teacher, "logprobs", lambda self, rows_C, *more: (asked.append(rows_C.numel()), plain(self, rows_C, *more))[1])
+    monkeypatch.setattr(
+        Teacher,
+        "logprobs",
+        lambda self, rows_C, *more: (asked.append(rows_C.numel()), plain(self, rows_C, *more))[1],
+    )
     chunked_K, reference_K = case.chunked(config, N), case.reference(config)
     assert asked == [N]
     torch.testing.assert_close(chunked_K, reference_K, rtol=1e-5, atol=1e-6)
@@ -141,19 +187,27 @@ def test_neighbours_share_their_teachers(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", ["kl", "exact_tv", "kl_tv"])
 def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
     """p is that of its tokens among all, though no other row of lm_head is multiplied by: one token's log-prob says the rest."""
-    case, config, ids_W = Case(kind, "shared"), CONFIGS[name], torch.tensor([0, 3, 4, 9, 17, 31, 38])
+    case, config, ids_W = (
+        Case(kind, "shared"),
+        CONFIGS[name],
+        torch.tensor([0, 3, 4, 9, 17, 31, 38]),
+    )
     logp_NV = (F.linear(case.hidden_ND, case.lm_head_VD) / 0.7).log_softmax(-1)
     ids_N, rows_NK = torch.arange(N) % V, case.teacher.rows_NK
     lse_N = known_lse(case.hidden_ND, ids_N, logp_NV[torch.arange(N), ids_N], case.lm_head_VD, 0.7)
     teacher = Teacher(case.hidden_ND, rows_NK, case.lm_head_VD[ids_W], 0.7, lse_M=lse_N)
     tables = {"condition": case.condition_NK, "embedding_VD": case.embedding_VD}
     factored = of_tokens(case.heads.factored(case.hidden_ND, case.lm_head_VD, **tables), ids_W)
-    chunked_K = head_loss(factored, case.targets_NK % 7, case.mask_NK, config, teacher=teacher, chunk_rows=8)
+    chunked_K = head_loss(
+        factored, case.targets_NK % 7, case.mask_NK, config, teacher=teacher, chunk_rows=8
+    )
     logp_NKW = logp_NV[rows_NK][..., ids_W]
     logq_NKW = case.heads(case.hidden_ND, case.lm_head_VD, **tables)[..., ids_W].log_softmax(-1)
     kl_NK = (logp_NKW.exp() * (logp_NKW - logq_NKW)).sum(-1)
     tv_NK = 1 - torch.minimum(logp_NKW.exp(), logq_NKW.exp()).sum(-1)
-    expected_K = ((config.kl * kl_NK + config.exact_tv * tv_NK) * case.mask_NK).sum(0) / case.mask_NK.sum(0)
+    expected_K = ((config.kl * kl_NK + config.exact_tv * tv_NK) * case.mask_NK).sum(
+        0
+    ) / case.mask_NK.sum(0)
     torch.testing.assert_close(chunked_K, expected_K, rtol=1e-5, atol=1e-5)
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(expected_K), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
@@ -162,7 +216,10 @@ def test_a_part_of_the_vocabulary(kind: str, name: str) -> None:
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_the_temperature_of_the_rollouts(temperature: float) -> None:
     case, config = Case("markov", "own"), LossConfig(0.3, 1.0, 0.7, 0.5, accept_until_fail=0.1)
-    chunked_K, reference_K = case.chunked(config, temperature=temperature), case.reference(config, temperature=temperature)
+    chunked_K, reference_K = (
+        case.chunked(config, temperature=temperature),
+        case.reference(config, temperature=temperature),
+    )
     torch.testing.assert_close(chunked_K, reference_K)
     assert not torch.allclose(chunked_K, case.chunked(config))
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
@@ -173,10 +230,14 @@ def test_kl_to_a_truncated_actor() -> None:
     """With top-k and top-p the teacher is what was really sampled from; tokens that were cut add nothing."""
     case, config = Case("medusa", "shared"), LossConfig(0.0, kl=1.0, exact_tv=0.5)
     case.teacher = case.teacher._replace(top_k=6, top_p=0.9)
-    logits_NKV = F.linear(case.hidden_ND[case.teacher.rows_NK], case.lm_head_VD) / case.teacher.temperature
+    logits_NKV = (
+        F.linear(case.hidden_ND[case.teacher.rows_NK], case.lm_head_VD) / case.teacher.temperature
+    )
     teacher_NKV = truncate_logits(logits_NKV.reshape(-1, V), 6, 0.9).reshape(N, K, V)
     plain = case.heads(case.hidden_ND, case.lm_head_VD)
-    reference_K = reference_head_loss(plain, case.targets_NK, case.mask_NK, config, teacher_logits_NKV=teacher_NKV)
+    reference_K = reference_head_loss(
+        plain, case.targets_NK, case.mask_NK, config, teacher_logits_NKV=teacher_NKV
+    )
     chunked_K = case.chunked(config)
     assert bool(torch.isfinite(chunked_K).all())
     torch.testing.assert_close(chunked_K, reference_K)
@@ -188,17 +249,28 @@ def test_kl_to_a_truncated_actor() -> None:
 def test_the_size_of_a_chunk_does_not_matter(chunk_rows: int | None) -> None:
     case = Case("markov", "own")
     config = CONFIGS["all"]
-    torch.testing.assert_close(case.chunked(config, chunk_rows), case.chunked(config, N), rtol=1e-5, atol=1e-6)
-    for a, b in zip(case.gradients(case.chunked(config, chunk_rows)), case.gradients(case.chunked(config, N)), strict=True):
+    torch.testing.assert_close(
+        case.chunked(config, chunk_rows), case.chunked(config, N), rtol=1e-5, atol=1e-6
+    )
+    for a, b in zip(
+        case.gradients(case.chunked(config, chunk_rows)),
+        case.gradients(case.chunked(config, N)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_accept_until_fail_without_logprobs_is_one_hot() -> None:
     case, config = Case("medusa", "shared"), CONFIGS["ce_auf"]
-    with torch.no_grad():  # Make half of head 1's and 2's drafts right, so that the later heads' weights differ.
+    with (
+        torch.no_grad()
+    ):  # Make half of head 1's and 2's drafts right, so that the later heads' weights differ.
         logits_NKV = case.heads(case.hidden_ND, case.lm_head_VD)
         case.targets_NK[::2] = logits_NKV.argmax(-1)[::2]
-    chunked_K, reference_K = case.chunked(config, logprobs=False), case.reference(config, logprobs=False)
+    chunked_K, reference_K = (
+        case.chunked(config, logprobs=False),
+        case.reference(config, logprobs=False),
+    )
     torch.testing.assert_close(chunked_K, reference_K)
     assert not torch.allclose(chunked_K[1:], case.reference(LossConfig())[1:])
     for ours, plain in zip(case.gradients(chunked_K), case.gradients(reference_K), strict=True):
@@ -209,13 +281,26 @@ def test_against_torch_cross_entropy() -> None:
     """The references are not their own judge: PyTorch's cross-entropy says the same, and so does its chunked linear one."""
     case = Case("medusa", "shared")
     features_NKD = case.heads.features(case.hidden_ND)
-    ours_K = head_loss(FactoredLogits(features_NKD, case.lm_head_VD), case.targets_NK, case.mask_NK, LossConfig(), chunk_rows=4)
+    ours_K = head_loss(
+        FactoredLogits(features_NKD, case.lm_head_VD),
+        case.targets_NK,
+        case.mask_NK,
+        LossConfig(),
+        chunk_rows=4,
+    )
     logits_NKV = F.linear(features_NKD, case.lm_head_VD)
-    torch.testing.assert_close(ours_K, reference_head_loss(logits_NKV, case.targets_NK, case.mask_NK, LossConfig()))
+    torch.testing.assert_close(
+        ours_K, reference_head_loss(logits_NKV, case.targets_NK, case.mask_NK, LossConfig())
+    )
     for k in range(K):
         targets_N = torch.where(case.mask_NK[:, k], case.targets_NK[:, k], -100)
         torch.testing.assert_close(ours_K[k], F.cross_entropy(logits_NKV[:, k], targets_N))
-        fused = F.linear_cross_entropy(features_NKD[:, k], case.lm_head_VD, targets_N, options=torch.nn.LinearCrossEntropyOptions())
+        fused = F.linear_cross_entropy(
+            features_NKD[:, k],
+            case.lm_head_VD,
+            targets_N,
+            options=torch.nn.LinearCrossEntropyOptions(),
+        )
         torch.testing.assert_close(ours_K[k], fused)
 
 
@@ -256,7 +341,9 @@ def test_the_frozen_lm_head_never_gets_a_gradient() -> None:
     case = Case("medusa", "shared")
     case.lm_head_VD.requires_grad_()
     features_NKD = case.heads.features(case.hidden_ND)
-    head_loss(FactoredLogits(features_NKD, case.lm_head_VD), case.targets_NK, case.mask_NK, LossConfig()).sum().backward()
+    head_loss(
+        FactoredLogits(features_NKD, case.lm_head_VD), case.targets_NK, case.mask_NK, LossConfig()
+    ).sum().backward()
     assert case.lm_head_VD.grad is None and bool(case.heads.blocks[0].grad.any())
 
 
@@ -265,7 +352,9 @@ def test_extreme_logits_stay_finite() -> None:
     case.lm_head_VD = case.lm_head_VD * 300
     case.logprobs_NK = torch.full_like(case.logprobs_NK, -90.0)
     loss_K = case.chunked(CONFIGS["all"])
-    assert bool(torch.isfinite(loss_K).all()) and all(bool(torch.isfinite(g).all()) for g in case.gradients(loss_K))
+    assert bool(torch.isfinite(loss_K).all()) and all(
+        bool(torch.isfinite(g).all()) for g in case.gradients(loss_K)
+    )
 
 
 def test_no_gradient_no_work() -> None:
@@ -285,7 +374,10 @@ def test_used_up_gradients_are_an_error() -> None:
 
 def test_total_variation_warms_up_with_cross_entropy() -> None:
     config = LossConfig.named("tv")
-    assert config.at(0) == config.at(config.warm_up_steps - 1) == LossConfig() and config.at(config.warm_up_steps) is config
+    assert (
+        config.at(0) == config.at(config.warm_up_steps - 1) == LossConfig()
+        and config.at(config.warm_up_steps) is config
+    )
     assert LossConfig.named("ce_tv").at(0).tv == 1.0 and LossConfig.named("kl").at(0).kl == 1.0
 
 
@@ -327,5 +419,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     """8,192 rows x 2 heads x 8,192 tokens are 512 MiB of float32 logits; the loss may add a few MiB for features and gradients."""
-    done = subprocess.run([sys.executable, "-c", PEAK, "8192"], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, "8192"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert int(done.stdout) < 32 * 1024

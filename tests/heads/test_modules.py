@@ -17,7 +17,9 @@ FORMS = [*KINDS, "context"]
 """Kinds, and hydra heads with a context."""
 
 
-def build(form: str, lm_head: str = "shared", layers: int = 2, *, noise: float = 0.2) -> MedusaHeads:
+def build(
+    form: str, lm_head: str = "shared", layers: int = 2, *, noise: float = 0.2
+) -> MedusaHeads:
     torch.manual_seed(0)
     kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
     heads = MedusaHeads(HeadsConfig(D, V, K, kind, layers, lm_head, rank=4, context=pairs))
@@ -72,35 +74,64 @@ def test_markov_by_hand() -> None:
     for k in range(K):
         x_BTD = hidden_BTD + F.silu(F.linear(hidden_BTD, state[f"blocks.{k}.layers.0.weight"]))
         for t in range(T - k):
-            bias_BV = state[f"markov.{k}.in.weight"][next_ids_BT[:, t + k]] @ state[f"markov.{k}.out.weight"].T
-            torch.testing.assert_close(logits_BTKV[:, t, k], F.linear(x_BTD[:, t], lm_head_VD) + bias_BV)
+            bias_BV = (
+                state[f"markov.{k}.in.weight"][next_ids_BT[:, t + k]]
+                @ state[f"markov.{k}.out.weight"].T
+            )
+            torch.testing.assert_close(
+                logits_BTKV[:, t, k], F.linear(x_BTD[:, t], lm_head_VD) + bias_BV
+            )
 
 
 def test_hydra_by_hand() -> None:
-    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = build("hydra", layers=1), tables(), rows()
+    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
+        build("hydra", layers=1),
+        tables(),
+        rows(),
+    )
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     state = heads.trainable_state()
     for k in range(K):
         for t in range(T - k):
-            parts = [rms_normalise(hidden_BTD[:, t])] + [rms_normalise(embedding_VD[next_ids_BT[:, t + j]]) for j in range(k + 1)]
+            parts = [rms_normalise(hidden_BTD[:, t])] + [
+                rms_normalise(embedding_VD[next_ids_BT[:, t + j]]) for j in range(k + 1)
+            ]
             x_BD = hidden_BTD[:, t] + F.linear(
-                F.silu(F.linear(torch.cat(parts, -1), state[f"mlps.{k}.in.weight"])), state[f"mlps.{k}.out.weight"]
+                F.silu(F.linear(torch.cat(parts, -1), state[f"mlps.{k}.in.weight"])),
+                state[f"mlps.{k}.out.weight"],
             )
             x_BD = x_BD + F.silu(F.linear(x_BD, state[f"blocks.{k}.layers.0.weight"]))
-            torch.testing.assert_close(logits_BTKV[:, t, k], F.linear(x_BD, lm_head_VD), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits_BTKV[:, t, k], F.linear(x_BD, lm_head_VD), rtol=1e-4, atol=1e-4
+            )
 
 
-def one_row(state: dict[str, torch.Tensor], pairs: list[tuple[torch.Tensor, int]], tokens: list[int], embedding_VD: torch.Tensor) -> list:
+def one_row(
+    state: dict[str, torch.Tensor],
+    pairs: list[tuple[torch.Tensor, int]],
+    tokens: list[int],
+    embedding_VD: torch.Tensor,
+) -> list:
     """What lm_head reads for head 1, 2, ... at one row: its pairs oldest first, its own last, and the tokens since."""
     c = D
-    inputs = [torch.cat([rms_normalise(hidden_D), rms_normalise(embedding_VD[token])]) for hidden_D, token in pairs]
+    inputs = [
+        torch.cat([rms_normalise(hidden_D), rms_normalise(embedding_VD[token])])
+        for hidden_D, token in pairs
+    ]
     query_c = state["context.in.weight"][:c] @ inputs[-1]
-    share_m = torch.stack([query_c @ (state["context.in.weight"][c : 2 * c] @ pair) / c**0.5 for pair in inputs]).softmax(0)
-    mixed_c = sum(share * (state["context.in.weight"][2 * c :] @ pair) for share, pair in zip(share_m, inputs, strict=True))
+    share_m = torch.stack(
+        [query_c @ (state["context.in.weight"][c : 2 * c] @ pair) / c**0.5 for pair in inputs]
+    ).softmax(0)
+    mixed_c = sum(
+        share * (state["context.in.weight"][2 * c :] @ pair)
+        for share, pair in zip(share_m, inputs, strict=True)
+    )
     base_D = pairs[-1][0] + state["context.out.weight"] @ mixed_c
     inner_H, features = state["cell.start.weight"] @ rms_normalise(base_D), []
     for k, token in enumerate(tokens):
-        state_H = rms_normalise(F.silu(inner_H + state["cell.token.weight"] @ rms_normalise(embedding_VD[token])))
+        state_H = rms_normalise(
+            F.silu(inner_H + state["cell.token.weight"] @ rms_normalise(embedding_VD[token]))
+        )
         inner_H = state["cell.step.weight"] @ state_H
         x_D = base_D + state["cell.out.weight"] @ state_H
         features.append(x_D + F.silu(state[f"blocks.{k}.layers.0.weight"] @ x_D))
@@ -109,33 +140,59 @@ def one_row(state: dict[str, torch.Tensor], pairs: list[tuple[torch.Tensor, int]
 
 def test_a_context_by_hand() -> None:
     """Row by row: each attends to at most the last n pairs of its own sequence, itself among them."""
-    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = build("context", layers=1), tables(), rows()
+    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
+        build("context", layers=1),
+        tables(),
+        rows(),
+    )
     assert heads.config.context_parts == 1
     logits_BTKV = heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD)
     state = heads.trainable_state()
     for b in range(B):
         for t in range(T - K + 1):
-            pairs = [(hidden_BTD[b, j], int(next_ids_BT[b, j])) for j in range(max(0, t - PAIRS + 1), t + 1)]
+            pairs = [
+                (hidden_BTD[b, j], int(next_ids_BT[b, j]))
+                for j in range(max(0, t - PAIRS + 1), t + 1)
+            ]
             expected = one_row(state, pairs, next_ids_BT[b, t : t + K].tolist(), embedding_VD)
-            torch.testing.assert_close(logits_BTKV[b, t], torch.stack(expected) @ lm_head_VD.T, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits_BTKV[b, t], torch.stack(expected) @ lm_head_VD.T, rtol=1e-4, atol=1e-4
+            )
 
 
 def test_the_attention_has_equal_parts() -> None:
-    assert [HeadsConfig(width, V, K, "hydra", context=2).context_parts for width in (2, 16, 256, 4096, 330)] == [1, 1, 4, 64, 5]
+    assert [
+        HeadsConfig(width, V, K, "hydra", context=2).context_parts
+        for width in (2, 16, 256, 4096, 330)
+    ] == [1, 1, 4, 64, 5]
 
 
 def test_a_pair_that_is_missing_says_nothing() -> None:
     """Rows that see all but their oldest pairs are rows whose sequence began later."""
-    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = build("context"), tables(), rows()
+    heads, (lm_head_VD, embedding_VD), (hidden_BTD, next_ids_BT) = (
+        build("context"),
+        tables(),
+        rows(),
+    )
     hidden_TD, ids_T = hidden_BTD[0], next_ids_BT[0]
     condition_TK = condition_ids(ids_T, torch.zeros_like(ids_T), K)
     rows_Tn = context_rows(torch.zeros_like(ids_T), PAIRS)
     cut_Tn = torch.where(torch.arange(PAIRS) < PAIRS - 2, MISSING, rows_Tn)
-    some = heads(hidden_TD, lm_head_VD, condition=condition_TK, embedding_VD=embedding_VD, context=Context.of(cut_Tn, hidden_TD, ids_T))
-    late = heads(hidden_TD[3:][None], lm_head_VD, next_ids_BT=ids_T[3:][None], embedding_VD=embedding_VD)[0]
+    some = heads(
+        hidden_TD,
+        lm_head_VD,
+        condition=condition_TK,
+        embedding_VD=embedding_VD,
+        context=Context.of(cut_Tn, hidden_TD, ids_T),
+    )
+    late = heads(
+        hidden_TD[3:][None], lm_head_VD, next_ids_BT=ids_T[3:][None], embedding_VD=embedding_VD
+    )[0]
     torch.testing.assert_close(some[4], late[1], rtol=1e-4, atol=1e-5)
     context = Context.of(rows_Tn, hidden_TD, ids_T)
-    whole = heads(hidden_TD, lm_head_VD, condition=condition_TK, embedding_VD=embedding_VD, context=context)
+    whole = heads(
+        hidden_TD, lm_head_VD, condition=condition_TK, embedding_VD=embedding_VD, context=context
+    )
     assert not torch.allclose(some[4], whole[4]) and torch.allclose(some[1], whole[1], atol=1e-5)
 
 
@@ -159,9 +216,14 @@ def test_frozen_tables_get_no_gradient(kind: str) -> None:
     lm_head_VD, embedding_VD = (table.requires_grad_() for table in tables())
     hidden_BTD, next_ids_BT = rows()
     heads = build(kind)
-    heads(hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD).square().mean().backward()
+    heads(
+        hidden_BTD, lm_head_VD, next_ids_BT=next_ids_BT, embedding_VD=embedding_VD
+    ).square().mean().backward()
     assert lm_head_VD.grad is None and embedding_VD.grad is None
-    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in heads.parameters())
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.any())
+        for parameter in heads.parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -169,7 +231,9 @@ def test_frozen_tables_get_no_gradient(kind: str) -> None:
 def test_state_round_trip(kind: str, lm_head: str) -> None:
     one, other = build(kind, lm_head), build(kind, lm_head, noise=0.0)
     state = one.trainable_state()
-    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == one.config.tensor_shapes()
+    assert {
+        name: tuple(tensor.shape) for name, tensor in state.items()
+    } == one.config.tensor_shapes()
     pointers = [parameter.data_ptr() for parameter in other.parameters()]
     other.load_trainable_state(state)
     assert [parameter.data_ptr() for parameter in other.parameters()] == pointers
@@ -199,7 +263,9 @@ def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
         state[name] = state[name].bfloat16()
     with pytest.raises(CheckpointError, match="blocks"):
         heads.load_trainable_state(state)
-    assert all(torch.equal(before[name], tensor) for name, tensor in heads.trainable_state().items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in heads.trainable_state().items()
+    )
 
 
 def test_wrong_inputs_are_named() -> None:

@@ -24,16 +24,25 @@ LOSSES = ("ce", "tv", "kl_tv", "all", "ce_auf", "tv_auf")
 
 
 @pytest.fixture(scope="module")
-def figures(run_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def figures(
+    run_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(Path(__file__).with_name("parallel_ranks.py"), RANKS, str(folder / "store"), str(folder / "figures.json"))
+    run_ranks(
+        Path(__file__).with_name("parallel_ranks.py"),
+        RANKS,
+        str(folder / "store"),
+        str(folder / "figures.json"),
+    )
     return json.loads((folder / "figures.json").read_text())
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_those_of_one_process(figures: list[dict[str, Any]], kind: str, loss: str) -> None:
+def test_losses_and_gradients_are_those_of_one_process(
+    figures: list[dict[str, Any]], kind: str, loss: str
+) -> None:
     for rank in figures:
         assert rank[f"loss-{kind}-{loss}"] < 3e-6
         assert rank[f"size-{kind}-{loss}"] > 1e-3
@@ -48,7 +57,9 @@ def test_gradients_are_clipped_by_the_whole_head(figures: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_and_their_probabilities_are_those_of_one_process(figures: list[dict[str, Any]], kind: str) -> None:
+def test_drafts_and_their_probabilities_are_those_of_one_process(
+    figures: list[dict[str, Any]], kind: str
+) -> None:
     for rank in figures:
         assert rank[f"argmax-{kind}"] == 0
         for cut in ("plain", "top_k", "top_p", "both"):
@@ -61,7 +72,9 @@ def test_a_teacher_that_is_cut(figures: list[dict[str, Any]]) -> None:
 
 def test_cuts_keep_the_same_tokens(figures: list[dict[str, Any]]) -> None:
     for rank in figures:
-        assert [rank[f"cut-{name}"] for name in ("top_k", "top_p", "both", "most", "one")] == [0] * 5
+        assert [rank[f"cut-{name}"] for name in ("top_k", "top_p", "both", "most", "one")] == [
+            0
+        ] * 5
 
 
 def test_the_likeliest_token_is_the_smallest_among_equals(figures: list[dict[str, Any]]) -> None:
@@ -81,7 +94,9 @@ def test_logits_do_not_cross(figures: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_load_at_another_tensor_parallel_size(figures: list[dict[str, Any]], kind: str) -> None:
+def test_files_load_at_another_tensor_parallel_size(
+    figures: list[dict[str, Any]], kind: str
+) -> None:
     for rank in figures:
         assert rank[f"file-{kind}"] == 0
         assert rank[f"reshard-{kind}"] == 0
@@ -90,7 +105,9 @@ def test_files_load_at_another_tensor_parallel_size(figures: list[dict[str, Any]
 
 def test_a_failing_rank_ends_all(run_ranks: Callable[..., str], tmp_path: Path) -> None:
     script = tmp_path / "one_fails.py"
-    script.write_text("import sys, time\nif sys.argv[1] == '0':\n    sys.exit('rank 0 has enough')\ntime.sleep(600)\n")
+    script.write_text(
+        "import sys, time\nif sys.argv[1] == '0':\n    sys.exit('rank 0 has enough')\ntime.sleep(600)\n"
+    )
     with pytest.raises(AssertionError, match="rank 0 has enough"):
         run_ranks(script, 2, timeout_s=30)
 

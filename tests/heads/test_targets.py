@@ -26,10 +26,24 @@ ONE = torch.zeros(6, dtype=torch.int64)
 def test_six_tokens_by_hand() -> None:
     targets_TK, mask_TK = head_targets(NEXT_IDS, ONE, 3)
     # head 1 at h_0 predicts x_2 = 12, head 2 x_3 = 13, head 3 x_4 = 14; and so on down to the last row, which predicts nothing.
-    assert targets_TK.tolist() == [[12, 13, 14], [13, 14, 15], [14, 15, 16], [15, 16, 0], [16, 0, 0], [0, 0, 0]]
+    assert targets_TK.tolist() == [
+        [12, 13, 14],
+        [13, 14, 15],
+        [14, 15, 16],
+        [15, 16, 0],
+        [16, 0, 0],
+        [0, 0, 0],
+    ]
     assert mask_TK.tolist() == [[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]
     # head 1 is told x_1 = 11; head 2 also x_2 = 12; head 3 also x_3 = 13.
-    assert condition_ids(NEXT_IDS, ONE, 3).tolist() == [[11, 12, 13], [12, 13, 14], [13, 14, 15], [14, 15, 16], [15, 16, 0], [16, 0, 0]]
+    assert condition_ids(NEXT_IDS, ONE, 3).tolist() == [
+        [11, 12, 13],
+        [12, 13, 14],
+        [13, 14, 15],
+        [14, 15, 16],
+        [15, 16, 0],
+        [16, 0, 0],
+    ]
 
 
 def test_heads_do_not_look_into_the_next_sequence_or_padding() -> None:
@@ -37,7 +51,14 @@ def test_heads_do_not_look_into_the_next_sequence_or_padding() -> None:
     targets_TK, mask_TK = head_targets(NEXT_IDS, segment_T, 2)
     assert targets_TK.tolist() == [[12, 0], [0, 0], [14, 15], [15, 0], [0, 0], [0, 0]]
     assert mask_TK.tolist() == [[1, 0], [0, 0], [1, 1], [1, 0], [0, 0], [0, 0]]
-    assert condition_ids(NEXT_IDS, segment_T, 2).tolist() == [[11, 12], [12, 0], [13, 14], [14, 15], [15, 0], [0, 0]]
+    assert condition_ids(NEXT_IDS, segment_T, 2).tolist() == [
+        [11, 12],
+        [12, 0],
+        [13, 14],
+        [14, 15],
+        [15, 0],
+        [0, 0],
+    ]
 
 
 def test_every_target_has_all_its_conditions() -> None:

@@ -29,7 +29,10 @@ def test_any_order_gives_the_same_tensors_and_leaves_nothing_else(tmp_path: Path
     assert path.stat().st_size == writer.nbytes and list(path.parent.iterdir()) == [path]
     assert read_header(path).keys() == STATE.keys()
     found = load_state(path)
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in STATE.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in STATE.items()
+    )
     save_state(tmp_path / "whole", STATE)
     assert crc(found) == crc(load_state(tmp_path / "whole"))
 
@@ -37,7 +40,9 @@ def test_any_order_gives_the_same_tensors_and_leaves_nothing_else(tmp_path: Path
 def test_tensors_are_cast_to_what_was_announced(tmp_path: Path) -> None:
     with StateWriter(tmp_path / "state", {"x": (torch.bfloat16, (2,))}) as writer:
         writer.put("x", torch.tensor([1.0, 2.0]))
-    assert torch.equal(load_state(tmp_path / "state")["x"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    assert torch.equal(
+        load_state(tmp_path / "state")["x"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,9 @@ def test_tensors_are_cast_to_what_was_announced(tmp_path: Path) -> None:
     ],
     ids=["shape", "name", "nan", "incomplete"],
 )
-def test_what_is_wrong_or_missing_leaves_the_old_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_what_is_wrong_or_missing_leaves_the_old_file(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
     path = tmp_path / "state"
     save_state(path, {"old": torch.ones(1)})
     with pytest.raises(CheckpointError):

@@ -29,7 +29,9 @@ def ray_session() -> Iterator[None]:
             logging_level=logging.ERROR,
             log_to_driver=False,
             configure_logging=False,
-            _system_config={"free_objects_period_milliseconds": 10},  # What nobody holds is gone at once.
+            _system_config={
+                "free_objects_period_milliseconds": 10
+            },  # What nobody holds is gone at once.
         )
     yield
     if started:
@@ -81,14 +83,25 @@ class RecordingCompanion:
     def submit(self, batch: RolloutBatch) -> None:
         self.batches.append(batch)
 
-    def update_lm_head(self, lm_head_VD: torch.Tensor, policy_version: int, *, embedding_VD: torch.Tensor | None = None) -> None:
+    def update_lm_head(
+        self,
+        lm_head_VD: torch.Tensor,
+        policy_version: int,
+        *,
+        embedding_VD: torch.Tensor | None = None,
+    ) -> None:
         self.tables.append((lm_head_VD.clone(), policy_version))
 
     def newest(self, after_version: int, timeout_s: float = 0.5) -> PublishedHeads | None:
         return self.offer if self.offer is not None and self.offer.version > after_version else None
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
-        return CompanionStatus(batches_received=len(self.batches), train_s=self.train_s, trained_tokens=11, last_loss=float("nan"))
+        return CompanionStatus(
+            batches_received=len(self.batches),
+            train_s=self.train_s,
+            trained_tokens=11,
+            last_loss=float("nan"),
+        )
 
     def drain(self, timeout_s: float) -> bool:
         self.drained += 1

@@ -14,7 +14,14 @@ from medusa_ppo.types import Counters, PublishedHeads, Rollouts, Sampling
 
 
 def rollouts(version: int, extra: float, drafts: int = 1000) -> Rollouts:
-    return Rollouts((), (), Counters(drafts, 3 * drafts, round(extra * drafts)), 1.0, Sampling(), heads_version=version)
+    return Rollouts(
+        (),
+        (),
+        Counters(drafts, 3 * drafts, round(extra * drafts)),
+        1.0,
+        Sampling(),
+        heads_version=version,
+    )
 
 
 def published(version: int, promised: float = 2.0) -> PublishedHeads:
@@ -33,7 +40,9 @@ def test_next_to_no_acceptance_is_an_alarm(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         assert watch.broken(rollouts(1, 0.09))
     assert watch.alarms == 1 and watch.refused == 1 and "version 1" in caplog.text
-    assert not watch.broken(rollouts(1, 0.0)), "told once; the loop may be late in putting the others back"
+    assert not watch.broken(rollouts(1, 0.0)), (
+        "told once; the loop may be late in putting the others back"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +91,10 @@ def test_heads_that_follow_are_compared_with_those_that_were_put_back() -> None:
 def test_the_first_heads_are_a_file_for_a_while() -> None:
     heads = MedusaHeads(HeadsConfig(4, 8, 2))
     with first_heads(heads) as first:
-        assert checksum(load_state(first.path)) == first.checksum == checksum(heads.trainable_state()) and first.version == 0
+        assert (
+            checksum(load_state(first.path)) == first.checksum == checksum(heads.trainable_state())
+            and first.version == 0
+        )
         path = first.path
     with pytest.raises(Exception, match="first"):
         load_state(path)

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_overrides_are_typed(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("ppo: {steps: 3}\nname: from-file\n")
-    config = load_config(file, ["ppo.clip_range=0.1", "companion.enabled=false", "model.path=some/folder"])
+    config = load_config(
+        file, ["ppo.clip_range=0.1", "companion.enabled=false", "model.path=some/folder"]
+    )
     assert (config.ppo.steps, config.ppo.clip_range, config.companion.enabled) == (3, 0.1, False)
     assert config.model.path == "some/folder" and config.name == "from-file"
 
@@ -40,8 +42,14 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
         ("ppo={piece_prompts: 0}", "greater than"),
         ("ppo={piece_prompts: 33}", "at most 32"),
         ("engine={transfer: broadcast, backend: server}", "engine.backend=colocated"),
-        ("engine={transfer: broadcast, extra: {data_parallel_size: 2}}", "no data_parallel_size above 1"),
-        ("companion={workers: 2, position_share: 0.5}", "companion.workers=1 or companion.position_share=1"),
+        (
+            "engine={transfer: broadcast, extra: {data_parallel_size: 2}}",
+            "no data_parallel_size above 1",
+        ),
+        (
+            "companion={workers: 2, position_share: 0.5}",
+            "companion.workers=1 or companion.position_share=1",
+        ),
         ("actor.tensor_parallel=2", "actor.backend=megatron"),
         ("ppo.steps=1e3", "valid integer"),
         ("ppo.checkpoint_every=0", "ppo.checkpoint_every=null"),
@@ -68,7 +76,9 @@ def test_a_wrong_override_names_what_is_right(override: str, words: str) -> None
 def test_an_engine_too_short_is_refused_where_our_loop_brings_the_prompts(given: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.max_model_len = 64"):
         load_config(None, ["engine.max_model_len=64", given])
-    assert build_config({"engine": {"max_model_len": 64}}).engine.max_model_len == 64, "another loop's prompts are its own"
+    assert build_config({"engine": {"max_model_len": 64}}).engine.max_model_len == 64, (
+        "another loop's prompts are its own"
+    )
 
 
 ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
@@ -89,11 +99,18 @@ ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
         ([*ALONE, "ppo.carry_after=0.5", "engine.replicas=2"], "engine.replicas=2"),
         ([*ALONE, "ppo.carry_after=0.5", "data.images=image"], "data.images=image"),
         ([*ALONE, "ppo.carry_after=0.5", "ppo.piece_prompts=2"], "ppo.piece_prompts=2"),
-        ([*ALONE, "ppo.carry_after=0.5", "ppo.staleness=2", "engine.sleep_level=1"], "engine.sleep_level=1"),
+        (
+            [*ALONE, "ppo.carry_after=0.5", "ppo.staleness=2", "engine.sleep_level=1"],
+            "engine.sleep_level=1",
+        ),
     ],
 )
 def test_what_writing_ahead_needs_and_refuses(overrides: list[str], words: str) -> None:
-    assert load_config(None, ALONE).ppo.staleness == 1 and not load_config(None, ALONE).must_pay and load_config().must_pay
+    assert (
+        load_config(None, ALONE).ppo.staleness == 1
+        and not load_config(None, ALONE).must_pay
+        and load_config().must_pay
+    )
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert words in str(error.value)
@@ -113,7 +130,14 @@ def test_pieces_are_refused_where_they_can_not_be_scored_meanwhile() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["ppo.piece_prompts=2", "ppo.recompute=true", "ppo.recompute=attention", "ppo.micro_batch_tokens=9", "model.dtype=bfloat16"]
+    "key",
+    [
+        "ppo.piece_prompts=2",
+        "ppo.recompute=true",
+        "ppo.recompute=attention",
+        "ppo.micro_batch_tokens=9",
+        "model.dtype=bfloat16",
+    ],
 )
 def test_what_a_megatron_actor_takes(key: str) -> None:
     load_config(None, ["actor.backend=megatron", key])
@@ -146,11 +170,23 @@ def test_an_override_is_read_by_the_type_of_its_field(override: str, value: Any)
 
 
 def test_a_file_extends_another_and_says_only_what_differs(tmp_path: Path) -> None:
-    (tmp_path / "below.yaml").write_text("extends: one-gpu\nname: below\nengine: {extra: {a: 1, b: 1}}\n")
-    (tmp_path / "above.yaml").write_text("extends: ./below.yaml\nengine: {max_num_seqs: 3, extra: {b: 2}}\ncompanion: {num_gpus: null}\n")
+    (tmp_path / "below.yaml").write_text(
+        "extends: one-gpu\nname: below\nengine: {extra: {a: 1, b: 1}}\n"
+    )
+    (tmp_path / "above.yaml").write_text(
+        "extends: ./below.yaml\nengine: {max_num_seqs: 3, extra: {b: 2}}\ncompanion: {num_gpus: null}\n"
+    )
     config = load_config(tmp_path / "above.yaml", ["ppo.steps=1"])
-    assert (config.name, config.engine.max_num_seqs, config.engine.extra) == ("below", 3, {"a": 1, "b": 2})
-    assert config.companion.loss == "ce_tv" and config.companion.num_gpus is None and config.ppo.steps == 1
+    assert (config.name, config.engine.max_num_seqs, config.engine.extra) == (
+        "below",
+        3,
+        {"a": 1, "b": 2},
+    )
+    assert (
+        config.companion.loss == "ce_tv"
+        and config.companion.num_gpus is None
+        and config.ppo.steps == 1
+    )
 
 
 def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
@@ -170,7 +206,10 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pairs, words",
     [
-        (["ppo.advantages=grpo", "sampling.responses_per_prompt=1"], "no others to be compared with"),
+        (
+            ["ppo.advantages=grpo", "sampling.responses_per_prompt=1"],
+            "no others to be compared with",
+        ),
         (["ppo.advantages=rloo", "ppo.step_separator=x"], "no rewards of single steps"),
         (["ppo.kl_in_loss=true"], "k1 has no gradient"),
         (["ppo.kl_goal=0.1", "ppo.kl_coefficient=0"], "stays 0"),
@@ -180,7 +219,10 @@ def test_what_can_not_be_extended_is_a_clear_error(tmp_path: Path) -> None:
         (["ppo.recompute=attention"], "keeps nothing that could be made again"),
         (["actor.backend=megatron", "actor.sequence_parallel=true"], "ranks that share a layer"),
         (["actor.distributed_optimizer=true"], "nobody to share its optimizer with"),
-        (["actor.backend=megatron", "actor.context_parallel=2", "sampling.top_k=5"], "forget which tokens a cut left"),
+        (
+            ["actor.backend=megatron", "actor.context_parallel=2", "sampling.top_k=5"],
+            "forget which tokens a cut left",
+        ),
         (["engine.memory_bytes=100", "engine.draft_temperature=0"], "Only sampled drafts"),
         (["engine.stop_below=0.1", "engine.draft_temperature=0"], "Only sampled drafts"),
         (["engine.stop_below=0.1", "engine.choose_drafts=true"], "its own number"),
@@ -204,17 +246,24 @@ def test_options_of_the_update_that_contradict_each_other(pairs: list[str], word
 )
 def test_what_can_not_see_images_is_refused(other: str) -> None:
     key = other.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"(?s)data.images=image, {key}=.*Set {key}=.*data.images=null"):
+    with pytest.raises(
+        ConfigError, match=f"(?s)data.images=image, {key}=.*Set {key}=.*data.images=null"
+    ):
         load_config(None, ["data.images=image", other])
 
 
 def test_cut_responses_is_a_word_or_a_number() -> None:
-    assert [load_config(None, [f"ppo.cut_responses={value}"]).ppo.cut_responses for value in ("mask", "0.5", "null")] == ["mask", 0.5, None]
+    assert [
+        load_config(None, [f"ppo.cut_responses={value}"]).ppo.cut_responses
+        for value in ("mask", "0.5", "null")
+    ] == ["mask", 0.5, None]
     with pytest.raises(ConfigError):
         load_config(None, ["ppo.cut_responses=often"])
 
 
-def test_a_preset_is_found_by_its_name_wherever_a_command_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_is_found_by_its_name_wherever_a_command_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config("two-nodes", ["name=x"]).engine.replicas == 7
     (tmp_path / "two-nodes").write_text("engine: {replicas: 3}")
@@ -230,7 +279,10 @@ def test_a_key_of_an_earlier_release_says_what_says_it_now(key: str, tmp_path: P
     section, name = key.split(".")
     (tmp_path / "old.yaml").write_text(f"{section}: {{{name}: 1}}\n")
     assert key not in known_keys()
-    for load in (lambda: load_config(None, [f"{key}=1"]), lambda: load_config(tmp_path / "old.yaml")):
+    for load in (
+        lambda: load_config(None, [f"{key}=1"]),
+        lambda: load_config(tmp_path / "old.yaml"),
+    ):
         with pytest.raises(ConfigError) as error:
             load()
         assert key in str(error.value.given) and error.value.do == OLD_KEYS[key]

@@ -10,7 +10,11 @@ import pytest
 from heads.errors import DataError
 from medusa_ppo import data
 
-ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}]
+ROWS = [
+    {"question": "1+1?", "answer": "2"},
+    {"question": "2+2?", "answer": "4"},
+    {"question": "3+3?", "answer": "6"},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +27,9 @@ def write(folder: Path, kind: str) -> Path:
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     elif kind == "csv":
-        path.write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS))
+        path.write_text(
+            "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS)
+        )
     elif kind == "parquet":
         data.datasets.Dataset.from_list(ROWS).to_parquet(path)
     elif kind == "txt":
@@ -62,7 +68,11 @@ def test_template_and_column():
 def test_missing_column_names_the_available_ones_and_the_nearest():
     with pytest.raises(DataError) as caught:
         data.render_prompts(ROWS, template="{questoin}")
-    assert "questoin" in str(caught.value) and "question, answer" in str(caught.value) and "Did you mean question?" in str(caught.value)
+    assert (
+        "questoin" in str(caught.value)
+        and "question, answer" in str(caught.value)
+        and "Did you mean question?" in str(caught.value)
+    )
     with pytest.raises(DataError, match="no such column"):
         data.render_prompts(ROWS, column="prompt")
 
@@ -121,8 +131,12 @@ def test_streamed_rows_are_the_same_and_read_only_as_far_as_asked_for(tmp_path: 
         list(rows)
 
 
-@pytest.mark.parametrize("text", ["null", 'null\n{"a": 1}\n', "\ufeffnull\n", '{"a": 1}\n \t null\n', "[\nnull]"])
-def test_a_row_that_is_null_is_refused_before_the_reader_dies_of_it(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["null", 'null\n{"a": 1}\n', "\ufeffnull\n", '{"a": 1}\n \t null\n', "[\nnull]"]
+)
+def test_a_row_that_is_null_is_refused_before_the_reader_dies_of_it(
+    tmp_path: Path, text: str
+) -> None:
     for file in (tmp_path / "rows.jsonl", tmp_path / "folder" / "train.json"):
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
@@ -134,5 +148,7 @@ def test_a_row_that_is_null_is_refused_before_the_reader_dies_of_it(tmp_path: Pa
 
 def test_null_in_a_row_is_a_value_or_a_word(tmp_path: Path) -> None:
     rows = [{"q": None, "a": "¿null?"}, {"q": "x", "a": "null"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    )
     assert data.load_rows(tmp_path / "rows.jsonl") == rows

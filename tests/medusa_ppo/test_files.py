@@ -40,7 +40,11 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_folder_of_a_killed_process_is_swept(tmp_path: Path) -> None:
     mine = OwnedFolder("mppo-")
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "shm"), "60"], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "shm"), "60"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert owner.stdout is not None
         folder = Path(owner.stdout.readline().strip())
@@ -56,16 +60,27 @@ def test_the_folder_of_a_killed_process_is_swept(tmp_path: Path) -> None:
     assert not mine.path.exists()
 
 
-def test_a_folder_goes_with_its_object_or_its_process_and_not_with_a_forked_child(tmp_path: Path) -> None:
+def test_a_folder_goes_with_its_object_or_its_process_and_not_with_a_forked_child(
+    tmp_path: Path,
+) -> None:
     mine = OwnedFolder("mppo-")
     folder = mine.path
     assert folder.is_dir()
     del mine
     gc.collect()
     assert not folder.exists()
-    ended = subprocess.run([sys.executable, "-c", OWNER, str(tmp_path / "shm"), "0"], stdout=subprocess.PIPE, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", OWNER, str(tmp_path / "shm"), "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     name, was_there_after_the_fork = ended.stdout.split()
-    assert was_there_after_the_fork == "True" and Path(name).parent == tmp_path / "shm" and not Path(name).exists()
+    assert (
+        was_there_after_the_fork == "True"
+        and Path(name).parent == tmp_path / "shm"
+        and not Path(name).exists()
+    )
 
 
 def test_what_is_no_owners_is_left_alone(tmp_path: Path) -> None:
@@ -75,7 +90,9 @@ def test_what_is_no_owners_is_left_alone(tmp_path: Path) -> None:
     assert sweep() == [] and kept.is_dir() and not list(kept.iterdir())
 
 
-def test_links_and_what_others_made_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_what_others_made_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everybody may write into these folders."""
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -83,7 +100,11 @@ def test_links_and_what_others_made_are_left_alone(tmp_path: Path, monkeypatch: 
     (tmp_path / "shm" / "medusa-ppo-link").symlink_to(precious)
     (tmp_path / "shm" / "medusa-ppo-lock").mkdir()
     (tmp_path / "shm" / "medusa-ppo-lock" / folders.LOCK).symlink_to(precious / folders.LOCK)
-    assert sweep() == [] and (precious / folders.LOCK).is_file() and (tmp_path / "shm" / "medusa-ppo-lock").is_dir()
+    assert (
+        sweep() == []
+        and (precious / folders.LOCK).is_file()
+        and (tmp_path / "shm" / "medusa-ppo-lock").is_dir()
+    )
     (tmp_path / "shm" / "medusa-ppo-other").mkdir()
     (tmp_path / "shm" / "medusa-ppo-other" / folders.LOCK).touch()
     monkeypatch.setattr(folders.os, "geteuid", lambda: 12345)

@@ -37,12 +37,22 @@ def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head node for the caller, and two for engines and workers of the companion."""
     assert not ray.is_initialized()
     folder = tempfile.mkdtemp(prefix="mppo-")  # Short: a socket's path has 107 characters.
-    monkeypatch.setenv("RAY_TMPDIR", folder)  # The usual one says to everybody on this machine that there is a cluster to join.
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False})
+    monkeypatch.setenv(
+        "RAY_TMPDIR", folder
+    )  # The usual one says to everybody on this machine that there is a cluster to join.
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False},
+    )
     try:
         for _ in range(2):
             cluster.add_node(**NODE)
-        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=cluster.address,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+        )
         yield cluster
     finally:
         ray.shutdown()
@@ -53,7 +63,11 @@ def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 def actors(kind: str) -> list[str]:
     """Ids of the nodes that have a living Ray actor of a class."""
     found = ray._private.state.actors().values()
-    return [actor["Address"]["NodeID"] for actor in found if actor["ActorClassName"] == kind and actor["State"] == "ALIVE"]
+    return [
+        actor["Address"]["NodeID"]
+        for actor in found
+        if actor["ActorClassName"] == kind and actor["State"] == "ALIVE"
+    ]
 
 
 def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
@@ -91,7 +105,11 @@ class LosesANode(ProgressSink):
         if step == BACK_AT:
             assert self.pool is not None
             self._cluster.add_node(**NODE)
-            until(lambda: all(seat.starting is None or seat.starting.done() for seat in self.pool._seats))
+            until(
+                lambda: all(
+                    seat.starting is None or seat.starting.done() for seat in self.pool._seats
+                )
+            )
             until(lambda: len(actors("Member")) == 1)
 
 
@@ -145,18 +163,28 @@ def test_a_run_loses_a_node_and_catches_up(
     summary = run_ppo(config, progress)
 
     steps = read_run(config.run_dir).steps
-    assert progress.lost and summary["status"] == "finished" and [s[names.STEP] for s in steps] == list(range(STEPS))
+    assert (
+        progress.lost
+        and summary["status"] == "finished"
+        and [s[names.STEP] for s in steps] == list(range(STEPS))
+    )
     engines = [sum(tokens > 0 for tokens in s[names.TOKENS_PER_ENGINE]) for s in steps]
     workers = [s[names.COMPANION_WORKERS] for s in steps]
     versions = [s[names.HEADS_VERSION] for s in steps]
     assert engines[0] == 2 and workers[0] == 2, "everybody begins"
     # The leader begins anew, alone or waiting for the second worker, as Ray misses the node.
-    assert 1 in engines[LOST_AT:BACK_AT] and steps[-1][names.COMPANION_RESTARTS] >= 1, "half of it is lost"
+    assert 1 in engines[LOST_AT:BACK_AT] and steps[-1][names.COMPANION_RESTARTS] >= 1, (
+        "half of it is lost"
+    )
     assert engines[-1] == 2 and workers[-1] == 2, "everybody is back"
     assert versions == sorted(versions) and versions[-1] > versions[LOST_AT], "versions go on"
     assert [s[names.POLICY_VERSION] for s in steps] == list(range(STEPS))
     assert steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
     low, high = sorted(steps[-1][names.MAL_PER_ENGINE])
     assert low > steps[0][names.MAL_SERVING], (low, high)
-    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "the new engine has the actor of its step"
-    assert steps[-1][names.COMPANION_DROPPED] <= BACK_AT - LOST_AT, "only what came while the leader waited for the second worker"
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, (
+        "the new engine has the actor of its step"
+    )
+    assert steps[-1][names.COMPANION_DROPPED] <= BACK_AT - LOST_AT, (
+        "only what came while the leader waited for the second worker"
+    )

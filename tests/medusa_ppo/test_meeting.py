@@ -16,14 +16,24 @@ from medusa_ppo.meeting import LOOPBACK, Meeting, PeerLostError, Place
 def test_the_place_listens_on_loopback_only() -> None:
     meeting = Meeting.open(LOOPBACK, 2)
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    assert [row[1].split(":")[0] for row in rows if row[1].endswith(f":{meeting.place.port:04X}") and row[3] == "0A"] == ["0100007F"]
+    assert [
+        row[1].split(":")[0]
+        for row in rows
+        if row[1].endswith(f":{meeting.place.port:04X}") and row[3] == "0A"
+    ] == ["0100007F"]
 
 
-def test_sums_the_largest_and_rows_in_the_order_of_ranks(in_a_team: Callable[..., list[Any]]) -> None:
+def test_sums_the_largest_and_rows_in_the_order_of_ranks(
+    in_a_team: Callable[..., list[Any]],
+) -> None:
     def work(team: Meeting, rank: int) -> tuple[list[float], int, list[list[int]]]:
         total = torch.tensor([1.0, float(rank)])
         team.add_up(total)
-        return total.tolist(), team.most(rank * 3), team.gather(torch.full((rank, 2), rank)).tolist()
+        return (
+            total.tolist(),
+            team.most(rank * 3),
+            team.gather(torch.full((rank, 2), rank)).tolist(),
+        )
 
     assert in_a_team(work, 3) == [([3.0, 3.0], 6, [[1, 1], [2, 2], [2, 2]])] * 3
 

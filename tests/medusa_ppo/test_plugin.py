@@ -28,7 +28,15 @@ from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.loops.check_loop import Watch
 from medusa_ppo.plugin import MedusaPlugin, initial_heads
-from medusa_ppo.types import Counters, PublishedHeads, Response, RolloutBatch, Rollouts, Sampling, SwapReceipt
+from medusa_ppo.types import (
+    Counters,
+    PublishedHeads,
+    Response,
+    RolloutBatch,
+    Rollouts,
+    Sampling,
+    SwapReceipt,
+)
 from tests.medusa_ppo.conftest import RecordingCompanion
 
 VOCAB, PAD = 24, 0
@@ -81,7 +89,9 @@ class DoubleEngine(RolloutEngine):
             length = 6 + (index * 5 + (sampling.seed or 0)) % 9
             for _ in range(length):
                 with torch.no_grad():
-                    logits_V = self.actor(input_ids=torch.tensor([ids])).logits[0, -1] * self.sharpness
+                    logits_V = (
+                        self.actor(input_ids=torch.tensor([ids])).logits[0, -1] * self.sharpness
+                    )
                 token = int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator))
                 logprobs.append(float(logits_V.log_softmax(-1)[token]))
                 ids.append(token)
@@ -92,13 +102,29 @@ class DoubleEngine(RolloutEngine):
         ids_M = torch.tensor([t for r in responses for t in r.token_ids])
         logprobs_M = torch.tensor([p for r in responses for p in r.logprobs])
         self.last = RolloutBatch(
-            torch.cat(states), ids_M, logprobs_M, torch.tensor([len(r.token_ids) for r in responses]), self.policy_version
+            torch.cat(states),
+            ids_M,
+            logprobs_M,
+            torch.tensor([len(r.token_ids) for r in responses]),
+            self.policy_version,
         )
         result = replay(self.heads, self.last, lm_head_weight(self.actor).detach())
-        drafts, accepted = round(result.drafts), tuple(round(n) for n in result.accepted_per_position)
+        drafts, accepted = (
+            round(result.drafts),
+            tuple(round(n) for n in result.accepted_per_position),
+        )
         counters = Counters(drafts, drafts * self.num_drafts, sum(accepted), accepted)
         frozen_prompts = tuple(tuple(p) for p in prompts)
-        return Rollouts(frozen_prompts, tuple(responses), counters, 0.1, sampling, self.policy_version, self.heads_version, self.num_drafts)
+        return Rollouts(
+            frozen_prompts,
+            tuple(responses),
+            counters,
+            0.1,
+            sampling,
+            self.policy_version,
+            self.heads_version,
+            self.num_drafts,
+        )
 
     def swap_heads(self, path: str | Path, version: int, checked: Any = None) -> SwapReceipt:
         self.calls.append(("swap", version))
@@ -129,9 +155,14 @@ class DoubleEngine(RolloutEngine):
         self.calls.append(("close", 0))
 
 
-def padded(rollouts: Rollouts, order: Sequence[int], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(
+    rollouts: Rollouts, order: Sequence[int], rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Input ids, attention mask and response mask of some rows: each row padded on both sides by other amounts."""
-    rows = [(rollouts.prompts[rollouts.responses[s].prompt_index], rollouts.responses[s].token_ids) for s in order]
+    rows = [
+        (rollouts.prompts[rollouts.responses[s].prompt_index], rollouts.responses[s].token_ids)
+        for s in order
+    ]
     width = max(len(p) + len(r) for p, r in rows) + 3
     ids_BT = torch.full((len(rows), width), PAD)
     attention_BT, response_BT = torch.zeros_like(ids_BT), torch.zeros_like(ids_BT)
@@ -143,7 +174,13 @@ def padded(rollouts: Rollouts, order: Sequence[int], rng: random.Random) -> tupl
     return ids_BT, attention_BT, response_BT
 
 
-def score(plugin: MedusaPlugin | None, actor: LlamaForCausalLM, rollouts: Rollouts, order: Sequence[int], size: int = 5) -> None:
+def score(
+    plugin: MedusaPlugin | None,
+    actor: LlamaForCausalLM,
+    rollouts: Rollouts,
+    order: Sequence[int],
+    size: int = 5,
+) -> None:
     """A loop's log-prob pass, in micro-batches."""
     rng = random.Random(1)
     for start in range(0, len(order), size):
@@ -159,11 +196,18 @@ def score(plugin: MedusaPlugin | None, actor: LlamaForCausalLM, rollouts: Rollou
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> tuple[LlamaForCausalLM, DoubleEngine, RecordingCompanion, MedusaPlugin]:
+def parts(
+    tmp_path: Path,
+) -> tuple[LlamaForCausalLM, DoubleEngine, RecordingCompanion, MedusaPlugin]:
     actor = tiny_actor()
     path = MedusaPlugin.prepare_heads(config_of(), actor, tmp_path / "heads")
     engine, companion = DoubleEngine(actor, path), RecordingCompanion()
-    return actor, engine, companion, MedusaPlugin(engine, companion, heads=initial_heads(config_of(), actor))
+    return (
+        actor,
+        engine,
+        companion,
+        MedusaPlugin(engine, companion, heads=initial_heads(config_of(), actor)),
+    )
 
 
 def test_batch_holds_the_states_that_lm_head_reads(parts) -> None:
@@ -176,13 +220,21 @@ def test_batch_holds_the_states_that_lm_head_reads(parts) -> None:
     score(plugin, actor, rollouts, order[:10])
     assert not companion.batches
     score(plugin, actor, rollouts, order[10:])
-    assert len(companion.batches) == 1, "handed over as soon as all rows were seen, before the update"
+    assert len(companion.batches) == 1, (
+        "handed over as soon as all rows were seen, before the update"
+    )
     batch = companion.batches[0]
-    assert torch.equal(batch.response_ids_M, engine.last.response_ids_M) and torch.equal(batch.lengths_S, engine.last.lengths_S)
+    assert torch.equal(batch.response_ids_M, engine.last.response_ids_M) and torch.equal(
+        batch.lengths_S, engine.last.lengths_S
+    )
     assert torch.allclose(batch.logprobs_M, engine.last.logprobs_M)
     assert torch.allclose(batch.hidden_MD, engine.last.hidden_MD, atol=1e-5)
-    logprobs_MV = (batch.hidden_MD @ lm_head_weight(actor).detach().T * engine.sharpness).log_softmax(-1)
-    assert torch.allclose(logprobs_MV.gather(1, batch.response_ids_M[:, None])[:, 0], batch.logprobs_M, atol=1e-3)
+    logprobs_MV = (
+        batch.hidden_MD @ lm_head_weight(actor).detach().T * engine.sharpness
+    ).log_softmax(-1)
+    assert torch.allclose(
+        logprobs_MV.gather(1, batch.response_ids_M[:, None])[:, 0], batch.logprobs_M, atol=1e-3
+    )
     score(plugin, actor, rollouts, order)
     plugin.policy_updated(actor, 1)
     assert len(companion.batches) == 1 and companion.tables[0][1] == 1
@@ -192,7 +244,9 @@ def test_what_check_loop_watches_is_there(parts, monkeypatch: pytest.MonkeyPatch
     """Its whole run on a real engine is a slow test of tests/medusa_ppo/loops/test_check_loop.py."""
     actor, engine, companion, plugin = parts
     for name in ("__init__", "before_generation", "rollout_ready", "tables_updated", "close"):
-        monkeypatch.setattr(MedusaPlugin, name, getattr(MedusaPlugin, name))  # What stands beside them goes with the test.
+        monkeypatch.setattr(
+            MedusaPlugin, name, getattr(MedusaPlugin, name)
+        )  # What stands beside them goes with the test.
     monkeypatch.setattr(CompanionClient, "submit", CompanionClient.submit)
     watch = Watch(_model=actor)
     watch.install()
@@ -203,7 +257,12 @@ def test_what_check_loop_watches_is_there(parts, monkeypatch: pytest.MonkeyPatch
     score(plugin, actor, rollouts, range(12))
     watch._submitted(None, companion.batches[0])
     plugin.policy_updated(actor, 1)
-    assert watch.calls == ["policy_updated", "before_generation", "rollout_ready", "policy_updated"] and watch.versions == [0, 1]
+    assert watch.calls == [
+        "policy_updated",
+        "before_generation",
+        "rollout_ready",
+        "policy_updated",
+    ] and watch.versions == [0, 1]
     assert watch.wrong_tables == 0 and [fit["responses"] for fit in watch.fits] == [12]
     assert watch._table is not None and torch.equal(watch._table, lm_head_weight(actor))
 
@@ -228,16 +287,26 @@ def test_actor_gradients_are_bit_identical() -> None:
         path = MedusaPlugin.prepare_heads(config_of(), actor, folder)
         engine = DoubleEngine(actor, path)
         rollouts = engine.generate(PROMPTS, Sampling(seed=2))
-        plugin = MedusaPlugin(engine, RecordingCompanion(), heads=initial_heads(config_of(), actor)) if with_plugin else None
+        plugin = (
+            MedusaPlugin(engine, RecordingCompanion(), heads=initial_heads(config_of(), actor))
+            if with_plugin
+            else None
+        )
         torch.manual_seed(4)
         if plugin is not None:
             plugin.before_generation()
             plugin.rollout_ready(rollouts)
         ids_BT, attention_BT, response_BT = padded(rollouts, range(12), random.Random(0))
-        context = plugin.actor_forward(actor, response_BT, range(12)) if plugin is not None else torch.enable_grad()
+        context = (
+            plugin.actor_forward(actor, response_BT, range(12))
+            if plugin is not None
+            else torch.enable_grad()
+        )
         with context:
             logits_BTV = actor(input_ids=ids_BT, attention_mask=attention_BT).logits
-        noise = torch.rand(logits_BTV.shape[:2])  # the loop's own random numbers must not move either
+        noise = torch.rand(
+            logits_BTV.shape[:2]
+        )  # the loop's own random numbers must not move either
         picked_BT = logits_BTV[:, :-1].log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0]
         (-(picked_BT * response_BT[:, 1:] * noise[:, 1:]).sum()).backward()
         if plugin is not None:
@@ -248,7 +317,9 @@ def test_actor_gradients_are_bit_identical() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         left, right = gradients(True, folder + "/a"), gradients(False, folder + "/b")
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True)) and any(bool(g.abs().sum() > 0) for g in left)
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True)) and any(
+        bool(g.abs().sum() > 0) for g in left
+    )
 
 
 def test_partly_scored_batch_goes_with_the_update(parts) -> None:
@@ -257,10 +328,14 @@ def test_partly_scored_batch_goes_with_the_update(parts) -> None:
     plugin.rollout_ready(rollouts)
     score(plugin, actor, rollouts, [7, 2])
     plugin.policy_updated(actor, 1)
-    assert companion.batches[0].lengths_S.tolist() == [len(rollouts.responses[s].token_ids) for s in (2, 7)]
+    assert companion.batches[0].lengths_S.tolist() == [
+        len(rollouts.responses[s].token_ids) for s in (2, 7)
+    ]
     plugin.rollout_ready(rollouts)
     plugin.policy_updated(actor, 2)
-    assert len(companion.batches) == 1, "nothing scored: nothing to hand over, and no error in the loop"
+    assert len(companion.batches) == 1, (
+        "nothing scored: nothing to hand over, and no error in the loop"
+    )
 
 
 def test_empty_responses_are_dropped_and_counted(parts) -> None:
@@ -271,7 +346,9 @@ def test_empty_responses_are_dropped_and_counted(parts) -> None:
     plugin.rollout_ready(rollouts)
     score(plugin, actor, rollouts, [2, 1, 0])
     assert companion.batches[0].lengths_S.numel() == 2 and plugin.empty_responses == 1
-    only_empty = Rollouts(rollouts.prompts, (Response(0, (), (), "stop"),), Counters(), 1.0, Sampling())
+    only_empty = Rollouts(
+        rollouts.prompts, (Response(0, (), (), "stop"),), Counters(), 1.0, Sampling()
+    )
     plugin.rollout_ready(only_empty)
     with pytest.raises(DataError, match="No response of the rollout batch"):
         score(plugin, actor, only_empty, [0])
@@ -281,18 +358,25 @@ def test_misuse_of_the_tap_is_told(parts) -> None:
     actor, engine, _, plugin = parts
     rollouts = engine.generate(PROMPTS[:2], Sampling(seed=3))
     plugin.rollout_ready(rollouts)
-    with pytest.raises(DataError, match="exactly one forward pass"), plugin.actor_forward(actor, torch.ones(1, 4), [0]):
+    with (
+        pytest.raises(DataError, match="exactly one forward pass"),
+        plugin.actor_forward(actor, torch.ones(1, 4), [0]),
+    ):
         pass
     with pytest.raises(ZeroDivisionError), plugin.actor_forward(actor, torch.ones(1, 4), [0]):
         raise ZeroDivisionError
     assert not actor.base_model._forward_hooks
 
 
-def offer_of(plugin_heads: MedusaHeads, folder: Path, version: int, seed: int = 0) -> PublishedHeads:
+def offer_of(
+    plugin_heads: MedusaHeads, folder: Path, version: int, seed: int = 0
+) -> PublishedHeads:
     from heads.checkpoint import save_state
 
     torch.manual_seed(seed)
-    state = {name: torch.randn_like(value) for name, value in plugin_heads.trainable_state().items()}
+    state = {
+        name: torch.randn_like(value) for name, value in plugin_heads.trainable_state().items()
+    }
     path = folder / f"offer-{version}.safetensors"
     save_state(path, state)
     return PublishedHeads(version, str(path), checksum(state), 3, 1.5)
@@ -309,7 +393,11 @@ def test_newer_heads_are_swapped_once(parts, tmp_path: Path) -> None:
     engine.policy_version = 5
     plugin.rollout_ready(Rollouts(**{**rollouts.__dict__, "policy_version": 5}))
     values = plugin.metrics()
-    assert values[names.HEADS_VERSION] == 4 and values[names.STALENESS] == 2 and values[names.SWAP_S] == pytest.approx(0.01)
+    assert (
+        values[names.HEADS_VERSION] == 4
+        and values[names.STALENESS] == 2
+        and values[names.SWAP_S] == pytest.approx(0.01)
+    )
     assert values[names.MAL_SERVING] == rollouts.counters.mean_acceptance_length
     assert plugin.metrics()[names.SWAP_S] == 0, "figures are of the step"
 
@@ -340,10 +428,17 @@ def test_failed_swap_raises_when_asked_to(parts, tmp_path: Path) -> None:
 def accepted(engine: DoubleEngine, extra: float) -> Rollouts:
     """Rollouts of the heads that the engine holds, with counters as asked for."""
     rollouts = engine.generate(PROMPTS, Sampling(seed=1))
-    return Rollouts(**{**rollouts.__dict__, "counters": Counters(1000, 3000, round(1000 * extra), (round(1000 * extra), 0, 0))})
+    return Rollouts(
+        **{
+            **rollouts.__dict__,
+            "counters": Counters(1000, 3000, round(1000 * extra), (round(1000 * extra), 0, 0)),
+        }
+    )
 
 
-def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(parts, tmp_path: Path) -> None:
+def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(
+    parts, tmp_path: Path
+) -> None:
     """Version 1 works, version 2 does not: version 1 comes back under its number, 2 is never asked for again, 3 is welcome."""
     _, engine, companion, plugin = parts
     companion.offer = good = offer_of(engine.heads, tmp_path, 1)
@@ -360,7 +455,9 @@ def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(parts, 
     assert engine.calls == [("swap", 1), ("swap", 2), ("swap", 1)]
     assert engine.checksums()["heads"] == good.checksum and engine.heads_version == 1
     ((version, state),) = companion.taken_back
-    assert version == 2 and checksum(state) == good.checksum, "the companion goes on from what the engine has, with newer numbers"
+    assert version == 2 and checksum(state) == good.checksum, (
+        "the companion goes on from what the engine has, with newer numbers"
+    )
     plugin.rollout_ready(accepted(engine, 0.4))
     assert plugin.metrics()[names.STALENESS] == engine.policy_version - good.policy_version
     companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=10)
@@ -393,10 +490,16 @@ def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
     engine.refuse = True
     plugin.before_generation()
     plugin.before_generation()
-    assert engine.calls == [("swap", 1), ("swap", 0)] and plugin.installer.failed_swaps == 1 and engine.heads_version == 1
+    assert (
+        engine.calls == [("swap", 1), ("swap", 0)]
+        and plugin.installer.failed_swaps == 1
+        and engine.heads_version == 1
+    )
 
 
-def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp_path: Path) -> None:
+def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(
+    parts, tmp_path: Path
+) -> None:
     """First those of the start, then the installed ones, then, where their file is gone, those of the start again."""
     _, engine, companion, plugin = parts
     first = engine.checksums()["heads"]
@@ -408,13 +511,21 @@ def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp
 
     lose()
     plugin.before_generation()
-    assert engine.checksums()["heads"] == first and engine.heads_version == 0 and plugin.installer.swaps == 0
+    assert (
+        engine.checksums()["heads"] == first
+        and engine.heads_version == 0
+        and plugin.installer.swaps == 0
+    )
     companion.offer = offer = offer_of(engine.heads, tmp_path, 2)
     plugin.before_generation()
     lose()
     plugin.before_generation()
     plugin.before_generation()
-    assert engine.checksums()["heads"] == offer.checksum and engine.calls == [("swap", 0), ("swap", 2), ("swap", 2)]
+    assert engine.checksums()["heads"] == offer.checksum and engine.calls == [
+        ("swap", 0),
+        ("swap", 2),
+        ("swap", 2),
+    ]
     lose()
     engine.refuse = True
     plugin.before_generation()
@@ -426,7 +537,9 @@ def test_an_engine_that_lost_its_heads_gets_those_that_it_should_have(parts, tmp
     lose()
     companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=5)
     plugin.before_generation()
-    assert engine.calls[-1] == ("swap", 3) and engine.checksums()["heads"] == newer.checksum, "newer ones first: one swap is enough"
+    assert engine.calls[-1] == ("swap", 3) and engine.checksums()["heads"] == newer.checksum, (
+        "newer ones first: one swap is enough"
+    )
 
 
 def test_seconds_exposed_and_hidden(parts) -> None:
@@ -471,14 +584,20 @@ def names_in_file() -> list[str]:
 
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_initial_heads_are_the_same_at_every_call_and_leave_the_loops_randomness(kind: str, lm_head: str, tmp_path: Path) -> None:
+def test_initial_heads_are_the_same_at_every_call_and_leave_the_loops_randomness(
+    kind: str, lm_head: str, tmp_path: Path
+) -> None:
     actor = tiny_actor()
     config = build_config({"heads": {"kind": kind, "lm_head": lm_head}})
     before = torch.get_rng_state()
     first, second = initial_heads(config, actor), initial_heads(config, actor)
     assert torch.equal(before, torch.get_rng_state())
     assert checksum(first.trainable_state()) == checksum(second.trainable_state())
-    written, _ = load_heads(MedusaPlugin.prepare_heads(config, actor, tmp_path / "heads"), hidden_size=32, vocab_size=VOCAB)
+    written, _ = load_heads(
+        MedusaPlugin.prepare_heads(config, actor, tmp_path / "heads"),
+        hidden_size=32,
+        vocab_size=VOCAB,
+    )
     assert checksum(written.trainable_state()) == checksum(first.trainable_state())
 
 
@@ -486,10 +605,18 @@ def test_heads_of_another_actor_are_refused(tmp_path: Path) -> None:
     actor = tiny_actor()
     MedusaPlugin.prepare_heads(config_of(), actor, tmp_path / "heads")
     other = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
     )
     with pytest.raises(CheckpointError, match="another actor"):
-        MedusaPlugin.prepare_heads(build_config({"heads": {"path": str(tmp_path / "heads")}}), other, tmp_path / "again")
+        MedusaPlugin.prepare_heads(
+            build_config({"heads": {"path": str(tmp_path / "heads")}}), other, tmp_path / "again"
+        )
 
 
 def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_path: Path) -> None:
@@ -510,16 +637,28 @@ def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_pat
     lengths = [values[names.MAL_SERVING] for values in history]
     assert sum(lengths[-3:]) / 3 > lengths[0] + 0.25, lengths
     last = history[-1]
-    assert last[names.HEADS_VERSION] >= 1 and last[names.COMPANION_DROPPED] == 0 and last[names.STALENESS] >= 0
+    assert (
+        last[names.HEADS_VERSION] >= 1
+        and last[names.COMPANION_DROPPED] == 0
+        and last[names.STALENESS] >= 0
+    )
     assert set(last) <= set(names_in_file())
     assert last[names.REPLAY_SERVING] >= last[names.REPLAY_FROZEN] - 0.2
     assert plugin.save(tmp_path / "state")
     saved, metadata = load_heads(plugin.save_heads(tmp_path / "final"))
-    assert checksum(saved.trainable_state()) == engine.checksums()["heads"] and metadata.version == engine.heads_version
+    assert (
+        checksum(saved.trainable_state()) == engine.checksums()["heads"]
+        and metadata.version == engine.heads_version
+    )
     plugin.close()
-    again = MedusaPlugin.start(config, actor, engine, tmp_path / "run2", resume_from=tmp_path / "state")
+    again = MedusaPlugin.start(
+        config, actor, engine, tmp_path / "run2", resume_from=tmp_path / "state"
+    )
     again.before_generation()
-    assert engine.checksums()["heads"] == checksum(saved.trainable_state()) and engine.heads_version == metadata.version
+    assert (
+        engine.checksums()["heads"] == checksum(saved.trainable_state())
+        and engine.heads_version == metadata.version
+    )
     again.close()
 
 
@@ -537,7 +676,9 @@ def test_the_companion_stands_still_while_responses_are_generated(parts) -> None
 def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
     """Not a state is copied, not a table sent; when it is worth it again, the tables come first."""
     actor, engine, companion, _ = parts
-    plugin = MedusaPlugin(engine, companion, heads=MedusaHeads(HeadsConfig(32, 64, num_heads=2)), passes=2.0)
+    plugin = MedusaPlugin(
+        engine, companion, heads=MedusaHeads(HeadsConfig(32, 64, num_heads=2)), passes=2.0
+    )
     rollouts = engine.generate([[3, 4], [5, 6]], Sampling(max_new_tokens=6, seed=1))
 
     def step(version: int) -> dict[str, Any]:
@@ -552,6 +693,10 @@ def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
     plugin.account._decide = lambda: dataclasses.replace(decide(), passes=passes.pop(0))  # type: ignore[method-assign]
     values = [step(version) for version in range(1, 5)]
     assert [batch.passes for batch in companion.batches] == [2.0, 0.5]
-    assert [version for _, version in companion.tables] == [1, rollouts.policy_version, 4], "the second time with the batch that needs them"
+    assert [version for _, version in companion.tables] == [1, rollouts.policy_version, 4], (
+        "the second time with the batch that needs them"
+    )
     assert [value[names.COMPANION_PASSES] for value in values] == [2.0, 0.0, 0.0, 0.5]
-    assert all(names.COMPANION_SAVED_S in value and value[names.COMPANION_LOST_S] > 0 for value in values)
+    assert all(
+        names.COMPANION_SAVED_S in value and value[names.COMPANION_LOST_S] > 0 for value in values
+    )

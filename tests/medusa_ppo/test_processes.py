@@ -18,7 +18,9 @@ from medusa_ppo.processes import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_once_and_the_cleanup_goes_on(number: signal.Signals, caplog: pytest.LogCaptureFixture):
+def test_a_signal_stops_once_and_the_cleanup_goes_on(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+):
     before = signal.getsignal(number)
     cleaned = False
     with StopSignals():
@@ -59,14 +61,18 @@ def test_outside_of_the_main_thread_it_does_nothing():
 
 
 def test_the_object_store_has_room_but_not_more_than_a_quarter(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 10**9))
+    monkeypatch.setattr(
+        runtime.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 10**9)
+    )
     assert runtime._object_store_bytes(10**9) == 5 * 10**8
     monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12))
     assert runtime._object_store_bytes(10**9) == 10**9 + 128 * runtime.MIB
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
-def test_calls_stay_in_the_dashboard_of_a_cluster_that_a_run_joins(address: str, monkeypatch: pytest.MonkeyPatch):
+def test_calls_stay_in_the_dashboard_of_a_cluster_that_a_run_joins(
+    address: str, monkeypatch: pytest.MonkeyPatch
+):
     import ray
 
     name = "RAY_task_events_report_interval_ms"
@@ -81,7 +87,9 @@ def test_calls_stay_in_the_dashboard_of_a_cluster_that_a_run_joins(address: str,
 
 
 @pytest.mark.parametrize(("failures", "starts"), [(1, True), (2, True), (3, False)])
-def test_ray_gets_more_than_one_chance_to_start(failures: int, starts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_ray_gets_more_than_one_chance_to_start(
+    failures: int, starts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     import ray
 
     calls = []
@@ -121,7 +129,13 @@ with local_ray():
 def test_a_local_ray_lets_in_only_who_is_on_this_machine_and_has_its_token():
     """Another user of the network or of the machine must not run code in it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    ran = subprocess.run([sys.executable, "-c", HOST_AND_STRANGERS], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", HOST_AND_STRANGERS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.stdout.split() == ["0", "1", "True", "[]"], ran.stdout + ran.stderr[-1000:]
 
 

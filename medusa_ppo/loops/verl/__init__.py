@@ -26,7 +26,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self._module, self._then = module, then
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != self._module:
             return None
         sys.meta_path.remove(self)
@@ -49,7 +51,10 @@ def _bring_ours() -> None:
         importlib.import_module(OURS)
     except ImportError as error:
         # Whoever does not ask for our trainer is left in peace; who does is told by verl that it is unknown, and why here.
-        logger.error("medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and can't be imported: %s", error)
+        logger.error(
+            "medusa-ppo's trainer `medusa_sync` is not available: it was made for verl 0.9 and can't be imported: %s",
+            error,
+        )
 
 
 sys.meta_path.insert(0, AfterImport(AFTER, _bring_ours))

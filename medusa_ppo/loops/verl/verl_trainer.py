@@ -24,7 +24,11 @@ import ray
 import torch
 from omegaconf import OmegaConf, open_dict
 from torch import nn
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.device import get_device_name
@@ -35,7 +39,14 @@ from heads.errors import ConfigError
 from medusa_ppo.loops import require_loop
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.passes import PassTap, Row, RowTap
-from medusa_ppo.loops.remote import RemoteAttachment, Tables, WorkerTables, call_all, refuse, sum_counters
+from medusa_ppo.loops.remote import (
+    RemoteAttachment,
+    Tables,
+    WorkerTables,
+    call_all,
+    refuse,
+    sum_counters,
+)
 from medusa_ppo.types import RolloutBatch, Sampling
 
 logger = logging.getLogger(__name__)
@@ -75,7 +86,9 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
     def medusa_tables(self) -> Tables | None:
         """lm_head and embedding, gathered from all ranks if they changed; from the rank that reports only."""
         if self.config.actor.strategy == MEGATRON:
-            tap: Any = self._medusa_tap  # Other replicas have none: nothing crosses between replicas.
+            tap: Any = (
+                self._medusa_tap
+            )  # Other replicas have none: nothing crosses between replicas.
             return tap.tables() if tap is not None else None
         engine = self.actor.engine
         if self._medusa_tables is None:
@@ -121,11 +134,15 @@ class MegatronEngineTap(RowTap):
             ModelError: not a GPTModel (one with an image tower, say).
             ConfigError: the rows are cut for context parallelism in a way that the tap doesn't know.
         """
-        from medusa_ppo.actors.megatron import MegatronActor  # Megatron is only there where it is used.
+        from medusa_ppo.actors.megatron import (
+            MegatronActor,
+        )  # Megatron is only there where it is used.
 
         super().__init__(sampling, max_bytes)
         self._engine = engine
-        self._actor = MegatronActor(engine.module, engine.model_config.hf_config.vocab_size, with_embedding=True)
+        self._actor = MegatronActor(
+            engine.module, engine.model_config.hf_config.vocab_size, with_embedding=True
+        )
         layout = engine._get_context_parallel_layout(self._actor.model)
         if layout != "zigzag" and engine.engine_config.context_parallel_size > 1:
             raise ConfigError(
@@ -140,14 +157,18 @@ class MegatronEngineTap(RowTap):
     def _hooked(self) -> Iterator[None]:
         engine, whole = self._engine, self._engine.forward_step
 
-        def forward_step(batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward_step(
+            batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any
+        ) -> Any:
             if not any(part is self._actor.model for part in model.modules()):
                 return whole(batch_iter, model, *args, **kwargs)  # Another virtual pipeline stage.
             micro_batch = next(batch_iter)
             with self._actor.tap() as tap:
                 answer = whole(iter((micro_batch,)), model, *args, **kwargs)
             if self.reports:
-                for ids_T, hidden_TD in zip(micro_batch["input_ids"].unbind(), tap.hidden_BTD, strict=True):
+                for ids_T, hidden_TD in zip(
+                    micro_batch["input_ids"].unbind(), tap.hidden_BTD, strict=True
+                ):
                     self._see(ids_T, hidden_TD[: ids_T.numel()])
             return answer
 
@@ -166,7 +187,9 @@ class MegatronEngineTap(RowTap):
 
 def sampling_of(rollout: Any) -> Sampling:
     """How verl samples its rollouts, in our words."""
-    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0))
+    return Sampling(
+        temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0)
+    )
 
 
 @register_trainer("medusa_sync")
@@ -175,9 +198,13 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
 
     def __init__(self, config: Any) -> None:
         require_loop("verl")
-        medusa = as_config(OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True))
+        medusa = as_config(
+            OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
+        )
         with open_dict(config):
-            config.trainer.v1.trainer_mode = "sync"  # verl asks for this name in many places; ours is the same mode.
+            config.trainer.v1.trainer_mode = (
+                "sync"  # verl asks for this name in many places; ours is the same mode.
+            )
         self.medusa: RemoteAttachment | None = None
         if medusa is not None:
             refuse("verl", unsupported(config))
@@ -197,8 +224,14 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     def on_init_end(self) -> None:
         super().on_init_end()  # Wakes the engines and fills them with the actor's weights.
         if self.medusa is not None:
-            servers = [server for replica in self.llm_server_manager.get_replicas() for server in replica.servers]
-            self.medusa.attach(lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers))
+            servers = [
+                server
+                for replica in self.llm_server_manager.get_replicas()
+                for server in replica.servers
+            ]
+            self.medusa.attach(
+                lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
+            )
             self.medusa.start()
             self.medusa.synced(lost_heads=True)
 
@@ -206,7 +239,9 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         batch = super()._compute_old_log_prob(batch, metrics)
         if self.medusa is not None:
             sampling = sampling_of(self.config.actor_rollout_ref.rollout)
-            self.medusa.scored(_first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)), sampling)
+            self.medusa.scored(
+                _first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)), sampling
+            )
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -220,7 +255,9 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
     def on_step_end(self) -> None:
         super().on_step_end()
         if self.medusa is not None:
-            self.medusa.synced(lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine))
+            self.medusa.synced(
+                lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine)
+            )
 
     def fit(self, agent_loop_manager: Any) -> None:
         try:
@@ -232,26 +269,45 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
 
 def unsupported(config: Any) -> dict[str, bool]:
     """Settings of verl that the heads can't be combined with, and whether they are on."""
-    actor, rollout, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    actor, rollout, model = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.model,
+    )
     correction = config.algorithm.get("rollout_correction") or {}
     kwargs = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     megatron = (actor.get("megatron") or {}) if actor.strategy == MEGATRON else {}
     return {
         f"actor_rollout_ref.rollout.name={rollout.name} (not vllm)": rollout.name != "vllm",
-        f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": actor.strategy not in STRATEGIES,
+        f"actor_rollout_ref.actor.strategy={actor.strategy} (not {' or '.join(STRATEGIES)})": actor.strategy
+        not in STRATEGIES,
         "actor_rollout_ref.model.use_fused_kernels with Megatron (its logits are never made, so the tap has no output layer)": (
             actor.strategy == MEGATRON and bool(model.get("use_fused_kernels", False))
         ),
-        "actor_rollout_ref.actor.megatron.dynamic_context_parallel": bool(megatron.get("dynamic_context_parallel", False)),
-        "actor_rollout_ref.actor.megatron.use_megatron_fsdp": bool(megatron.get("use_megatron_fsdp", False)),
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": int(actor.get("ulysses_sequence_parallel_size", 1)) > 1,
+        "actor_rollout_ref.actor.megatron.dynamic_context_parallel": bool(
+            megatron.get("dynamic_context_parallel", False)
+        ),
+        "actor_rollout_ref.actor.megatron.use_megatron_fsdp": bool(
+            megatron.get("use_megatron_fsdp", False)
+        ),
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": int(
+            actor.get("ulysses_sequence_parallel_size", 1)
+        )
+        > 1,
         "actor_rollout_ref.model.lora_rank > 0": int(model.get("lora_rank", 0)) > 0,
         "actor_rollout_ref.model.lora.rank > 0": int((model.get("lora") or {}).get("rank", 0)) > 0,
         "actor_rollout_ref.model.lora_adapter_path": bool(model.get("lora_adapter_path")),
         "actor_rollout_ref.model.mtp.enable": bool((model.get("mtp") or {}).get("enable", False)),
-        "actor_rollout_ref.rollout.data_parallel_size > 1": int(rollout.get("data_parallel_size", 1)) > 1,
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config": bool(kwargs.get("speculative_config")),
-        "algorithm.rollout_correction.bypass_mode (there is no log-prob pass to tap)": bool(correction.get("bypass_mode", False)),
+        "actor_rollout_ref.rollout.data_parallel_size > 1": int(
+            rollout.get("data_parallel_size", 1)
+        )
+        > 1,
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config": bool(
+            kwargs.get("speculative_config")
+        ),
+        "algorithm.rollout_correction.bypass_mode (there is no log-prob pass to tap)": bool(
+            correction.get("bypass_mode", False)
+        ),
         "trainer.nnodes > 1": int(config.trainer.nnodes) > 1,
     }
 
@@ -260,7 +316,9 @@ def configure(config: Any, medusa: RemoteAttachment) -> None:
     """Write what vLLM and the workers need into verl's own configuration."""
     with open_dict(config):
         rollout = config.actor_rollout_ref.rollout
-        kwargs = OmegaConf.to_container(rollout.get("engine_kwargs") or OmegaConf.create({}), resolve=True)
+        kwargs = OmegaConf.to_container(
+            rollout.get("engine_kwargs") or OmegaConf.create({}), resolve=True
+        )
         assert isinstance(kwargs, dict)
         kwargs["vllm"] = {**(kwargs.get("vllm") or {}), **medusa.arguments(WORKER_EXTENSION)}
         rollout.engine_kwargs = kwargs
@@ -273,7 +331,9 @@ def rows_of(data: Any) -> tuple[list[Row], list[int]]:
     Left out are rows with tokens between the response's own (tools' answers).
     """
     rows, kept = [], []
-    for index, (ids, mask) in enumerate(zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)):
+    for index, (ids, mask) in enumerate(
+        zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)
+    ):
         if mask.numel() and bool(mask.bool().all()):
             tokens, first = ids.tolist(), ids.numel() - mask.numel()
             rows.append((tokens[:first], tokens[first:]))
@@ -284,11 +344,15 @@ def rows_of(data: Any) -> tuple[list[Row], list[int]]:
 def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> list[torch.Tensor]:
     """The response part of verl's log-probs, row by row: they are nested over prompt and response, and one to the left."""
     pairs = zip(log_probs.unbind(), response_mask.unbind(), strict=True)
-    return [values[values.numel() - mask.numel() - 1 : values.numel() - 1] for values, mask in pairs]
+    return [
+        values[values.numel() - mask.numel() - 1 : values.numel() - 1] for values, mask in pairs
+    ]
 
 
 def _load_replica() -> type[Any]:
-    from medusa_ppo.loops.verl.verl_server import MedusaReplica  # Imports vLLM, which the driver only needs when it starts servers.
+    from medusa_ppo.loops.verl.verl_server import (
+        MedusaReplica,
+    )  # Imports vLLM, which the driver only needs when it starts servers.
 
     return MedusaReplica
 

@@ -78,13 +78,22 @@ class RankTeam:
         self._ranks: list[Any] = []
         self._group: PlacementGroup | None = None
         try:
-            self._group = reserve([bundle] * (section.ranks // section.tensor_parallel), "actor's ranks", timeout_s=PLACE_TIMEOUT_S)
+            self._group = reserve(
+                [bundle] * (section.ranks // section.tensor_parallel),
+                "actor's ranks",
+                timeout_s=PLACE_TIMEOUT_S,
+            )
             for rank in range(section.ranks):
                 options: dict[str, Any] = {
                     "num_cpus": 0 if gpus else TOKEN,
                     "num_gpus": 1 if gpus else 0,
                     "resources": resources or None,
-                    "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.ppo.threads), "PYTHONWARNINGS": "ignore"}},
+                    "runtime_env": {
+                        "env_vars": {
+                            "OMP_NUM_THREADS": str(config.ppo.threads),
+                            "PYTHONWARNINGS": "ignore",
+                        }
+                    },
                     **in_bundle(self._group, rank // section.tensor_parallel),
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
@@ -113,7 +122,10 @@ class RankTeam:
 
     def stream(self, what: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors as the stages give them out, some in memory at a time."""
-        options: dict[str, Any] = {"num_returns": "streaming", "_generator_backpressure_num_objects": BUCKETS_AHEAD}
+        options: dict[str, Any] = {
+            "num_returns": "streaming",
+            "_generator_backpressure_num_objects": BUCKETS_AHEAD,
+        }
         streams = [rank.give_out.options(**options).remote(what, dtype) for rank in self._ranks]
         for stream in streams:
             for reference in stream:
@@ -132,7 +144,9 @@ class RankTeam:
 
 
 def _rank_errors() -> AbstractContextManager[None]:
-    return ray_errors(RunError, "A rank of the actor", "Read the log of Ray's worker, and go on with --resume.")
+    return ray_errors(
+        RunError, "A rank of the actor", "Read the log of Ray's worker, and go on with --resume."
+    )
 
 
 class RankedActor(SpreadActor):
@@ -204,8 +218,12 @@ class MegatronLearner(PPOLearner):
     def begin_batch(self, sampling: Sampling) -> None:
         self._team.call("begin_batch", sampling)
 
-    def _begin_scoring(self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline) -> Callable[[], PolicyScores]:
-        answers = self._team.begin("score", self._hand(batch), batch.pad_id, batch.first, sampling, tap is not None)
+    def _begin_scoring(
+        self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
+    ) -> Callable[[], PolicyScores]:
+        answers = self._team.begin(
+            "score", self._hand(batch), batch.pad_id, batch.first, sampling, tap is not None
+        )
 
         def finish() -> PolicyScores:
             total = PolicyScores.zeros(batch)
@@ -216,7 +234,9 @@ class MegatronLearner(PPOLearner):
                 if tap is not None and share.hidden_BRD is not None:
                     longest = share.hidden_BRD.shape[1]
                     # The response stands at columns 1 and on: column t is predicted from the state at t - 1.
-                    mask_BT = torch.nn.functional.pad(batch.mask_SR[list(share.sequences), :longest], (1, 0), value=False)
+                    mask_BT = torch.nn.functional.pad(
+                        batch.mask_SR[list(share.sequences), :longest], (1, 0), value=False
+                    )
                     with tap(self.actor, mask_BT, share.sequences):
                         self.actor.hold(share.hidden_BRD)
             return total
@@ -227,7 +247,9 @@ class MegatronLearner(PPOLearner):
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
         assert texts is None, "refused at load"
-        answers = self._team.begin("update", self._hand(batch), batch.pad_id, ray.put(scores), sampling, step)
+        answers = self._team.begin(
+            "update", self._hand(batch), batch.pad_id, ray.put(scores), sampling, step
+        )
         self.actor.changed()
         return lambda: UpdateTotals.over(self._team.wait(answers))
 
@@ -248,7 +270,12 @@ class MegatronLearner(PPOLearner):
     def _save_policy(self, folder: Path) -> None:
         actor_stream(self.actor).write(folder / "actor.safetensors")
         shapes, steps = self.actor.shapes(), max(self._team.call("steps"))
-        entries = {f"{name}/{moment}": (torch.float32, shape) for name, shape in shapes.items() for moment in MOMENTS if steps}
+        entries = {
+            f"{name}/{moment}": (torch.float32, shape)
+            for name, shape in shapes.items()
+            for moment in MOMENTS
+            if steps
+        }
         entries |= {f"{name}/step": (torch.float32, ()) for name in shapes if steps}
         with StateWriter(folder / "actor_optimizer.safetensors", entries) as writer:
             for name in shapes if steps else ():

@@ -40,7 +40,13 @@ from medusa_ppo.meeting import Meeting, Place
 from medusa_ppo.ppo.batch import MicroBatch, PolicyScores, PPOBatch, Scores, minibatches
 from medusa_ppo.ppo.learner import UpdateTotals
 from medusa_ppo.ppo.models import Support, TokenStats
-from medusa_ppo.ppo.shaping import ADAM_BETAS, ADAM_EPSILON, GradientNorms, learning_rate_share, set_learning_rate
+from medusa_ppo.ppo.shaping import (
+    ADAM_BETAS,
+    ADAM_EPSILON,
+    GradientNorms,
+    learning_rate_share,
+    set_learning_rate,
+)
 from medusa_ppo.types import Rollouts, Sampling
 
 WEIGHTS = "weights"
@@ -49,7 +55,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPSILON = 1e-6  # As torch.nn.utils.clip_grad_norm_.
 
 
-def sharded_stats(logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, *, entropy: bool = False) -> TokenStats:
+def sharded_stats(
+    logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary, *, entropy: bool = False
+) -> TokenStats:
     """As `token_stats`, from this rank's logits; the same on every rank. Gradients reach this rank's logits only.
 
     Args:
@@ -65,7 +73,9 @@ class _LogprobAndEntropy(torch.autograd.Function):
     """log p of the given token, and the entropy of the distribution."""
 
     @staticmethod
-    def forward(ctx: Any, logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_MV: Tensor, ids_M: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
         logprobs_MV = vocabulary.log_softmax(logits_MV)
         entropy_M = -vocabulary.total(logprobs_MV.exp() * logprobs_MV)
         ctx.save_for_backward(logprobs_MV, ids_M, entropy_M)
@@ -76,14 +86,18 @@ class _LogprobAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, picked_M: Tensor, entropy_grad_M: Tensor) -> tuple[Tensor, None, None]:
         logprobs_MV, ids_M, entropy_M = ctx.saved_tensors
         mass_MV = logprobs_MV.exp()
-        grad_MV = -mass_MV * (picked_M[:, None] + entropy_grad_M[:, None] * (logprobs_MV + entropy_M[:, None]))
+        grad_MV = -mass_MV * (
+            picked_M[:, None] + entropy_grad_M[:, None] * (logprobs_MV + entropy_M[:, None])
+        )
         return ctx.vocabulary.add_at(grad_MV, ids_M, picked_M), None, None
 
 
 class RankOptimizer:
     """Megatron's AdamW: steps on float32 tensors, which are this rank's parameters, copies of them, or this replica's part of either."""
 
-    def __init__(self, model: RankModel, config: PPOConfig, dtype: torch.dtype, *, distributed: bool) -> None:
+    def __init__(
+        self, model: RankModel, config: PPOConfig, dtype: torch.dtype, *, distributed: bool
+    ) -> None:
         """
         Args:
             dtype: of the model's parameters.
@@ -102,7 +116,11 @@ class RankOptimizer:
             clip_grad=0.0,  # Done here, after a look at the norm.
             use_distributed_optimizer=distributed,
         )
-        self.distributed, self._copies, self._device = distributed, dtype != torch.float32, model.device
+        self.distributed, self._copies, self._device = (
+            distributed,
+            dtype != torch.float32,
+            model.device,
+        )
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
         (self._part,) = self._chain.chained_optimizers
@@ -124,7 +142,11 @@ class RankOptimizer:
         if what == WEIGHTS and not self._copies:
             return parameter.detach()
         stepped, place = self._held.get(parameter, (None, slice(0)))
-        found = None if stepped is None else (stepped if what == WEIGHTS else self._state[stepped][what]).detach()
+        found = (
+            None
+            if stepped is None
+            else (stepped if what == WEIGHTS else self._state[stepped][what]).detach()
+        )
         if not self.distributed:
             assert found is not None, "all parameters are stepped here"
             return found
@@ -149,7 +171,9 @@ class RankOptimizer:
     def steps(self) -> float:
         """Optimizer steps so far. torch's AdamW counts them for each parameter, TransformerEngine's and Apex' for each group."""
         counters = [*self._state.values(), *self._chain.param_groups]
-        return max((float(counter["step"]) for counter in counters if "step" in counter), default=0.0)
+        return max(
+            (float(counter["step"]) for counter in counters if "step" in counter), default=0.0
+        )
 
     def restart(self, steps: float) -> None:
         """Forget the moments; count on from so many steps."""
@@ -171,14 +195,31 @@ def _stepped(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, slice]]:
     if isinstance(optimizer, FP32Optimizer):
         return {parameter: (parameter, slice(None)) for parameter in optimizer.get_parameters()}
     distributed = isinstance(optimizer, DistributedOptimizer)
-    copies = ("model_float16_groups", "shard_fp32_from_float16_groups") if distributed else ("float16_groups", "fp32_from_float16_groups")
-    themselves = ("model_fp32_groups", "shard_fp32_groups") if distributed else ("fp32_from_fp32_groups",) * 2
+    copies = (
+        ("model_float16_groups", "shard_fp32_from_float16_groups")
+        if distributed
+        else ("float16_groups", "fp32_from_float16_groups")
+    )
+    themselves = (
+        ("model_fp32_groups", "shard_fp32_groups")
+        if distributed
+        else ("fp32_from_fp32_groups",) * 2
+    )
     found = {}
     for models, mains in (copies, themselves):
-        for group, stepped in zip(getattr(optimizer, models), getattr(optimizer, mains), strict=True):
+        for group, stepped in zip(
+            getattr(optimizer, models), getattr(optimizer, mains), strict=True
+        ):
             for parameter, tensor in zip(group, stepped, strict=True):
-                part = optimizer._get_model_param_range_map(parameter)["param"] if distributed else None
-                found[parameter] = (tensor, slice(None) if part is None else slice(part.start, part.end))
+                part = (
+                    optimizer._get_model_param_range_map(parameter)["param"]
+                    if distributed
+                    else None
+                )
+                found[parameter] = (
+                    tensor,
+                    slice(None) if part is None else slice(part.start, part.end),
+                )
     return found
 
 
@@ -208,14 +249,21 @@ class ActorRank:
             config: the run's.
             with_embedding: `tables` brings the input embedding too.
         """
-        self._rank, self._path, self._config, self._with_embedding = rank, path, config, with_embedding
+        self._rank, self._path, self._config, self._with_embedding = (
+            rank,
+            path,
+            config,
+            with_embedding,
+        )
         self._meeting: Meeting | None = None
         self._support = Support(Sampling())  # Of the batch that was scored last.
         self._scored: set[int] = set()  # Its sequences that this replica scored.
 
     def meet_here(self) -> Place:
         """Open the place where the ranks find each other."""
-        self._meeting = Meeting.open(ray.util.get_node_ip_address(), self._config.actor.ranks, timeout_s=TIMEOUT_S)
+        self._meeting = Meeting.open(
+            ray.util.get_node_ip_address(), self._config.actor.ranks, timeout_s=TIMEOUT_S
+        )
         return self._meeting.place
 
     def start(self, place: Place) -> None:
@@ -225,14 +273,21 @@ class ActorRank:
         torch.set_num_threads(self._config.ppo.threads or 1)
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
         start_parallel(self._meeting, section)
-        device, sizes = torch.device("cuda" if torch.cuda.is_available() else "cpu"), LlamaSizes.read(self._path)
+        device, sizes = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            LlamaSizes.read(self._path),
+        )
         ppo, dtype = self._config.ppo, DTYPES[self._config.model.dtype or "float32"]
         reference_dtype = DTYPES[ppo.reference_dtype] if ppo.reference_dtype else dtype
         build = functools.partial(RankModel, sizes, self._path, section, device=device)
         self._actor = build(trained=True, dtype=dtype, recompute=ppo.recompute)
         self._reference = build(trained=False, dtype=reference_dtype)
-        self._view = MegatronActor(self._actor.model, sizes.vocab, with_embedding=self._with_embedding)
-        self._optimizer = RankOptimizer(self._actor, ppo, dtype, distributed=section.distributed_optimizer)
+        self._view = MegatronActor(
+            self._actor.model, sizes.vocab, with_embedding=self._with_embedding
+        )
+        self._optimizer = RankOptimizer(
+            self._actor, ppo, dtype, distributed=section.distributed_optimizer
+        )
         if dtype != torch.float32:
             self._read(Path(self._path), WEIGHTS)  # The optimizer's copies are of rounded ones.
 
@@ -243,7 +298,9 @@ class ActorRank:
         self._support, self._scored = Support(sampling), set()
 
     @torch.no_grad()
-    def score(self, rollouts: Rollouts, pad_id: int, first: int, sampling: Sampling, tapped: bool) -> RankScores | None:
+    def score(
+        self, rollouts: Rollouts, pad_id: int, first: int, sampling: Sampling, tapped: bool
+    ) -> RankScores | None:
         """Passes of actor and reference over this replica's sequences; the answer comes from the rank that reports.
 
         Args:
@@ -251,39 +308,68 @@ class ActorRank:
             first: place of its first sequence in the batch.
         """
         batch = PPOBatch(rollouts, self._actor.device, pad_id, first)
-        found, micros = PolicyScores.zeros(batch), self._micros(batch, self._dealt(batch, range(len(batch))))
+        found, micros = (
+            PolicyScores.zeros(batch),
+            self._micros(batch, self._dealt(batch, range(len(batch)))),
+        )
         self._scored |= {place for micro in micros for place in micro.places}
         inputs = [self._actor.inputs(micro.input_ids_BT) for micro in micros]
         with self._view.tap() if tapped else contextlib.nullcontext() as tap:
-            self._actor.run(inputs, lambda n, logits: found.put(batch, micros[n], self._stats(micros[n], logits, sampling, entropy=True)))
+            self._actor.run(
+                inputs,
+                lambda n, logits: found.put(
+                    batch, micros[n], self._stats(micros[n], logits, sampling, entropy=True)
+                ),
+            )
         self._reference.run(
             inputs,
-            lambda n, logits_BPV: batch.unpack(self._stats(micros[n], logits_BPV, sampling).logprobs_M, micros[n], found.reference_SR),
+            lambda n, logits_BPV: batch.unpack(
+                self._stats(micros[n], logits_BPV, sampling).logprobs_M,
+                micros[n],
+                found.reference_SR,
+            ),
         )
         if not self._view.reports:
             return None
         sequences = tuple(s for micro in micros for s in micro.sequences)
-        return RankScores(found, sequences, _response_states(tap, batch, sequences) if tap is not None and sequences else None)
+        return RankScores(
+            found,
+            sequences,
+            _response_states(tap, batch, sequences) if tap is not None and sequences else None,
+        )
 
-    def update(self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int) -> UpdateTotals | None:
+    def update(
+        self, rollouts: Rollouts, pad_id: int, scores: Scores, sampling: Sampling, step: int
+    ) -> UpdateTotals | None:
         """All optimizer steps of one PPO update; the sums over this replica's sequences from the rank that reports.
 
         A step whose gradient is not finite is left out, on all ranks.
         """
         batch, config = PPOBatch(rollouts, self._actor.device, pad_id), self._config.ppo
-        totals, rate = UpdateTotals(), learning_rate_share(config, step) * config.actor_learning_rate
+        totals, rate = (
+            UpdateTotals(),
+            learning_rate_share(config, step) * config.actor_learning_rate,
+        )
         for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens, own = int(batch.lengths_S[sequences].sum()), self._dealt(batch, sequences)
-            if self._support.cuts:  # Only who scored a sequence knows which of its tokens were left.
+            if (
+                self._support.cuts
+            ):  # Only who scored a sequence knows which of its tokens were left.
                 own = [s for s in sequences if s in self._scored]
             micros = self._micros(batch, own)
 
-            def loss(n: int, logits_BPV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens) -> Tensor:
-                stats = self._stats(micros[n], logits_BPV, sampling, entropy=config.entropy_coefficient > 0)
+            def loss(
+                n: int, logits_BPV: Tensor, micros: list[MicroBatch] = micros, tokens: int = tokens
+            ) -> Tensor:
+                stats = self._stats(
+                    micros[n], logits_BPV, sampling, entropy=config.entropy_coefficient > 0
+                )
                 return totals.policy_loss_of(batch, scores, micros[n], stats, config) / tokens
 
             self._actor.clear_gradients()
-            self._actor.run([self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True)
+            self._actor.run(
+                [self._actor.inputs(micro.input_ids_BT) for micro in micros], loss, backward=True
+            )
             self._actor.gather_gradients()
             totals.tokens += tokens
             self._optimizer.step(rate, config.clip_norm, totals.norms)
@@ -291,18 +377,40 @@ class ActorRank:
 
     def _dealt(self, batch: PPOBatch, sequences: Sequence[int]) -> list[int]:
         """This replica's: every n-th by length, so that replicas have about the same to do."""
-        return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[self._actor.replica :: self._actor.replicas]
+        return sorted(sequences, key=lambda s: (batch.total_lengths[s], s))[
+            self._actor.replica :: self._actor.replicas
+        ]
 
     def _micros(self, batch: PPOBatch, sequences: list[int]) -> list[MicroBatch]:
         config = self._config.ppo
-        return list(batch.micro_batches(sequences, config.micro_batch_size or config.minibatch_size, config.micro_batch_tokens))
+        return list(
+            batch.micro_batches(
+                sequences,
+                config.micro_batch_size or config.minibatch_size,
+                config.micro_batch_tokens,
+            )
+        )
 
-    def _stats(self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False) -> TokenStats:
+    def _stats(
+        self, micro: MicroBatch, logits_BPV: Tensor, sampling: Sampling, *, entropy: bool = False
+    ) -> TokenStats:
         vocabulary, (own, places_P) = self._view.vocabulary, self._own_predictions(micro)
-        scaled_PV = vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1).float() / sampling.temperature
-        found = sharded_stats(self._support.cut(scaled_PV, own, vocabulary), own.response_ids_M, vocabulary, entropy=entropy)
+        scaled_PV = (
+            vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1).float()
+            / sampling.temperature
+        )
+        found = sharded_stats(
+            self._support.cut(scaled_PV, own, vocabulary),
+            own.response_ids_M,
+            vocabulary,
+            entropy=entropy,
+        )
         total = int(micro.response_mask_BT.sum())
-        entropy_M = None if found.entropy_M is None else self._actor.of_all_columns(found.entropy_M, places_P, total)
+        entropy_M = (
+            None
+            if found.entropy_M is None
+            else self._actor.of_all_columns(found.entropy_M, places_P, total)
+        )
         return TokenStats(self._actor.of_all_columns(found.logprobs_M, places_P, total), entropy_M)
 
     def _own_predictions(self, micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
@@ -314,7 +422,9 @@ class ActorRank:
         predicts_BT = torch.nn.functional.pad(micro.predict_mask_BT, (0, more), value=False)
         number_BT = predicts_BT.flatten().cumsum(0).view(predicts_BT.shape) - 1
         mask_BP = predicts_BT[:, columns_P]
-        return MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first), number_BT[:, columns_P][mask_BP]
+        return MicroBatch(micro.sequences, next_BT[:, columns_P], mask_BP, micro.first), number_BT[
+            :, columns_P
+        ][mask_BP]
 
     # ---- weights --------------------------------------------------------------------------------------------------------------
 
@@ -325,12 +435,17 @@ class ActorRank:
         self._view.refresh()
         if not self._view.reports:
             return None
-        return self._view.lm_head_VD.float(), self._view.embedding_VD.float() if self._with_embedding else None
+        return (
+            self._view.lm_head_VD.float(),
+            self._view.embedding_VD.float() if self._with_embedding else None,
+        )
 
     def give_out(self, what: str, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
         """This stage's tensors by the checkpoint's names, some at a time: `weights`, or one of AdamW's moments."""
         if self._actor.first or self._optimizer.distributed:
-            yield from self._actor.whole_tensors(functools.partial(self._optimizer.value, what), dtype, BUCKET_BYTES)
+            yield from self._actor.whole_tensors(
+                functools.partial(self._optimizer.value, what), dtype, BUCKET_BYTES
+            )
 
     def steps(self) -> float:
         """Optimizer steps so far."""
@@ -338,11 +453,21 @@ class ActorRank:
 
     def load(self, folder: str) -> None:
         """Read this rank's part of what a learner saved. The reference stays."""
-        weights, file = Path(folder) / "actor.safetensors", Path(folder) / "actor_optimizer.safetensors"
+        weights, file = (
+            Path(folder) / "actor.safetensors",
+            Path(folder) / "actor_optimizer.safetensors",
+        )
         self._actor.load(weights)
         self._read(weights, WEIGHTS)
         with safe_open(file, "pt") as handle:
-            steps = next((float(handle.get_tensor(name)) for name in handle.keys() if name.endswith("/step")), 0.0)  # noqa: SIM118
+            steps = next(
+                (
+                    float(handle.get_tensor(name))
+                    for name in handle.keys()
+                    if name.endswith("/step")
+                ),
+                0.0,
+            )  # noqa: SIM118
         self._optimizer.restart(steps)
         for moment in MOMENTS if steps else ():
             self._read(file, moment)
@@ -350,7 +475,9 @@ class ActorRank:
     def _read(self, path: Path, what: str) -> None:
         """Fill the optimizer's weights, or a moment, from a file or folder."""
         parameters = self._actor.parameters()
-        for name, shard in self._actor.read_shards(path, list(parameters), "" if what == WEIGHTS else f"/{what}"):
+        for name, shard in self._actor.read_shards(
+            path, list(parameters), "" if what == WEIGHTS else f"/{what}"
+        ):
             self._optimizer.put(what, parameters[name], shard)
 
     def stop(self) -> None:
@@ -360,7 +487,12 @@ class ActorRank:
 def _response_states(tap: MegatronTap, batch: PPOBatch, sequences: Sequence[int]) -> Tensor:
     """`hidden_BRD` in the actor's dtype, on the CPU: the state before each response token."""
     hidden_BTD = tap.hidden_BTD
-    out_BRD = torch.zeros(len(sequences), int(batch.lengths_S[list(sequences)].max()), hidden_BTD.shape[-1], dtype=hidden_BTD.dtype)
+    out_BRD = torch.zeros(
+        len(sequences),
+        int(batch.lengths_S[list(sequences)].max()),
+        hidden_BTD.shape[-1],
+        dtype=hidden_BTD.dtype,
+    )
     for row, s in enumerate(sequences):
         length = int(batch.lengths_S[s])
         first = batch.total_lengths[s] - length - 1

@@ -58,7 +58,9 @@ class CudaOnCpu(TorchFunctionMode):
 def patch_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _rotary_on_this_rank  # Megatron's pins memory on its way to the GPU.
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = (
+        _rotary_on_this_rank  # Megatron's pins memory on its way to the GPU.
+    )
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0)
     megatron_random._set_cuda_rng_state = lambda *_, **__: None
     megatron_random._CUDA_RNG_STATE_TRACKER = NoRandomness()
@@ -66,11 +68,15 @@ def patch_cuda() -> None:
 
 
 def _rotary_on_this_rank(embedding: torch.Tensor, seq_dim: int, group: Any) -> torch.Tensor:
-    return embedding[pieces_of([0, embedding.shape[seq_dim]], dist.get_rank(group), dist.get_world_size(group))]
+    return embedding[
+        pieces_of([0, embedding.shape[seq_dim]], dist.get_rank(group), dist.get_world_size(group))
+    ]
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
 
@@ -85,22 +91,34 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.groups = named["pg_collection"]
 
-    def forward(self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any) -> torch.Tensor:
+    def forward(
+        self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any
+    ) -> torch.Tensor:
         packed = packed_seq_params is not None
         if packed:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         ranks, rank = dist.get_world_size(self.groups.cp), dist.get_rank(self.groups.cp)
-        edges = packed_seq_params.cu_seqlens_q_padded.tolist() if packed else [0, ranks * query.shape[0]]
+        edges = (
+            packed_seq_params.cu_seqlens_q_padded.tolist()
+            if packed
+            else [0, ranks * query.shape[0]]
+        )
         places = [pieces_of(edges, r, ranks) for r in range(ranks)]
         segment = torch.bucketize(torch.arange(edges[-1]), torch.tensor(edges[1:]), right=True)
         everyone = []
         for tensor in (key, value):
             parts = [torch.empty_like(tensor) for _ in range(ranks)]
             dist.all_gather(parts, tensor.contiguous(), group=self.groups.cp)
-            everyone.append(torch.cat(parts).repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 0, 3))
+            everyone.append(
+                torch.cat(parts)
+                .repeat_interleave(query.shape[2] // key.shape[2], dim=2)
+                .permute(1, 2, 0, 3)
+            )
         mine, theirs = places[rank], torch.cat(places)
         allowed = (theirs <= mine[:, None]) & (segment[theirs] == segment[mine][:, None])
-        out = F.scaled_dot_product_attention(query.permute(1, 2, 0, 3), *everyone, attn_mask=allowed)
+        out = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3), *everyone, attn_mask=allowed
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -130,13 +148,21 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
             eos_token_id=0,
         )
     )
-    for parameter in model.parameters():  # Norms away from 1 and weights large enough that mistakes show.
+    for (
+        parameter
+    ) in model.parameters():  # Norms away from 1 and weights large enough that mistakes show.
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model.float().eval()
 
 
 def gpt(
-    *, tp: int = 1, pp: int = 1, cp: int = 1, sequence_parallel: bool = False, own_attention: bool = False, tied: bool = False
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+    own_attention: bool = False,
+    tied: bool = False,
 ) -> GPTModel:
     """This rank's part of a GPTModel of the Llama's sizes; the parallel state is set up anew."""
     parallel_state.destroy_model_parallel()
@@ -189,23 +215,35 @@ def gpt(
 
 def load_llama(model: GPTModel, source: LlamaForCausalLM) -> None:
     """Copy the Llama's weights into this rank's part."""
-    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    rank, ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
     def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.chunk(ranks, dim)[rank]
 
     def padded(table_VD: torch.Tensor) -> torch.Tensor:
-        return cut(F.pad(table_VD, (0, 0, 0, PADDED_V - V), value=7.0), 0)  # Padding that shows when it is read.
+        return cut(
+            F.pad(table_VD, (0, 0, 0, PADDED_V - V), value=7.0), 0
+        )  # Padding that shows when it is read.
 
     state = {}
     if model.pre_process:
         state["embedding.word_embeddings.weight"] = padded(source.model.embed_tokens.weight)
     for index, layer in enumerate(model.decoder.layers):
         old, new = source.model.layers[layer.layer_number - 1], f"decoder.layers.{index}."
-        q, k, v = (getattr(old.self_attn, f"{name}_proj").weight.unflatten(0, (GROUPS, -1)) for name in "qkv")
-        state[new + "self_attention.linear_qkv.weight"] = cut(torch.cat([q, k, v], dim=1).flatten(0, 1), 0)
+        q, k, v = (
+            getattr(old.self_attn, f"{name}_proj").weight.unflatten(0, (GROUPS, -1))
+            for name in "qkv"
+        )
+        state[new + "self_attention.linear_qkv.weight"] = cut(
+            torch.cat([q, k, v], dim=1).flatten(0, 1), 0
+        )
         state[new + "self_attention.linear_proj.weight"] = cut(old.self_attn.o_proj.weight, 1)
-        state[new + "mlp.linear_fc1.weight"] = torch.cat([cut(old.mlp.gate_proj.weight, 0), cut(old.mlp.up_proj.weight, 0)])
+        state[new + "mlp.linear_fc1.weight"] = torch.cat(
+            [cut(old.mlp.gate_proj.weight, 0), cut(old.mlp.up_proj.weight, 0)]
+        )
         state[new + "mlp.linear_fc2.weight"] = cut(old.mlp.down_proj.weight, 1)
         state[new + "input_layernorm.weight"] = old.input_layernorm.weight
         state[new + "pre_mlp_layernorm.weight"] = old.post_attention_layernorm.weight

@@ -41,17 +41,26 @@ class Batch:
     def __init__(self, source: Any, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.lengths = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-        self.ids_BT, self.mask_BT = torch.zeros(4, T, dtype=torch.int64), torch.zeros(4, T, dtype=torch.bool)
+        self.ids_BT, self.mask_BT = (
+            torch.zeros(4, T, dtype=torch.int64),
+            torch.zeros(4, T, dtype=torch.bool),
+        )
         for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-            self.ids_BT[row, : prompt + response] = torch.randint(1, cpu.V, (prompt + response,), generator=generator)
+            self.ids_BT[row, : prompt + response] = torch.randint(
+                1, cpu.V, (prompt + response,), generator=generator
+            )
             self.mask_BT[row, prompt : prompt + response] = True
         responses = [
-            Response(row, tuple(self.ids_BT[row][self.mask_BT[row]].tolist()), (-1.0,) * n, "stop") for row, n in enumerate(RESPONSES)
+            Response(row, tuple(self.ids_BT[row][self.mask_BT[row]].tolist()), (-1.0,) * n, "stop")
+            for row, n in enumerate(RESPONSES)
         ]
         self.rollouts = Rollouts(((1,),) * 4, tuple(responses), Counters(), 1.0, Sampling())
         with torch.no_grad(), HiddenTap(source) as tap:
             source(self.ids_BT)
-        rows = [tap.hidden_BTD[row, p - 1 : p - 1 + r] for row, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True))]
+        rows = [
+            tap.hidden_BTD[row, p - 1 : p - 1 + r]
+            for row, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
+        ]
         self.expected_MD = torch.cat(rows)
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -60,7 +69,10 @@ class Batch:
 
     def packed(self) -> dict[str, Any]:
         """The same sequences in one row, each padded to a multiple of 4, as one context-parallel rank gets them."""
-        rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        rank, ranks = (
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+        )
         ends, edges, ids = [0], [0], []
         for row, length in enumerate(self.lengths):
             ends.append(ends[-1] + length)
@@ -68,8 +80,14 @@ class Batch:
             ids.append(self.ids_BT[row, : edges[-1] - edges[-2]])
         mine = cpu.pieces_of(edges, rank, ranks)
         real, padded = torch.tensor(ends, dtype=torch.int32), torch.tensor(edges, dtype=torch.int32)
-        parameters = PackedSeqParams("thd", real, real, padded, padded, max_seqlen_q=T, max_seqlen_kv=T)
-        return {"input_ids": torch.cat(ids)[None, mine], "position_ids": mine[None], "packed_seq_params": parameters}
+        parameters = PackedSeqParams(
+            "thd", real, real, padded, padded, max_seqlen_q=T, max_seqlen_kv=T
+        )
+        return {
+            "input_ids": torch.cat(ids)[None, mine],
+            "position_ids": mine[None],
+            "packed_seq_params": parameters,
+        }
 
 
 def causal_mask() -> torch.Tensor:
@@ -92,7 +110,9 @@ class Companion:
         self.batches.append(batch)
 
 
-def score(actor: MegatronActor, batch: Batch, forward: Any, mask_BT: torch.Tensor | None = None) -> dict[str, Any]:
+def score(
+    actor: MegatronActor, batch: Batch, forward: Any, mask_BT: torch.Tensor | None = None
+) -> dict[str, Any]:
     """The loop's log-prob pass through the plug-in's own seam: the batch that the companion gets against transformers' states."""
     if not actor.reports:
         with actor.tap():
@@ -104,7 +124,11 @@ def score(actor: MegatronActor, batch: Batch, forward: Any, mask_BT: torch.Tenso
     with plugin.actor_forward(actor, batch.mask_BT if mask_BT is None else mask_BT, range(4)):
         forward()
     (taken,) = companion.batches
-    return {"reports": True, "hidden": float((taken.hidden_MD - batch.expected_MD).abs().max()), "rows": taken.hidden_MD.shape[0]}
+    return {
+        "reports": True,
+        "hidden": float((taken.hidden_MD - batch.expected_MD).abs().max()),
+        "rows": taken.hidden_MD.shape[0],
+    }
 
 
 def tables(actor: MegatronActor, source: Any) -> dict[str, Any]:
@@ -123,7 +147,9 @@ def dense(source: Any, batch: Batch, **sizes: Any) -> dict[str, Any]:
     actor = MegatronActor(model, cpu.V, with_embedding=True)
     mask = None if sizes.get("own_attention") else causal_mask()
     with torch.no_grad():
-        return score(actor, batch, lambda: model(**batch.inputs(), attention_mask=mask)) | tables(actor, source)
+        return score(actor, batch, lambda: model(**batch.inputs(), attention_mask=mask)) | tables(
+            actor, source
+        )
 
 
 def packed(source: Any, batch: Batch, **sizes: Any) -> dict[str, Any]:
@@ -148,7 +174,10 @@ def _pipeline(source: Any, batch: Batch, tied: bool) -> dict[str, Any]:
 
     def forward_step(parts: Any, stage: Any) -> Any:
         rows = next(parts)
-        out = stage(**{name: value[rows] for name, value in batch.inputs().items()}, attention_mask=causal_mask())
+        out = stage(
+            **{name: value[rows] for name, value in batch.inputs().items()},
+            attention_mask=causal_mask(),
+        )
         return out, lambda logits: (logits.sum(), {})
 
     def run() -> None:
@@ -180,26 +209,49 @@ def untouched_gradients(source: Any, batch: Batch) -> dict[str, Any]:
         if tap is not None:
             tap.__exit__(None, None, None)
         logits.square().mean().backward()
-        found.append([logits.detach().clone()] + [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        found.append(
+            [logits.detach().clone()]
+            + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        )
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    hooks = len(model._forward_pre_hooks) + len(model.output_layer._forward_pre_hooks) + len(model._forward_hooks)
+    hooks = (
+        len(model._forward_pre_hooks)
+        + len(model.output_layer._forward_pre_hooks)
+        + len(model._forward_hooks)
+    )
     vocabulary = actor.vocabulary
     whole = MedusaHeads(HeadsConfig(cpu.D, cpu.V, 3))
     share = ParallelHeads.shard(whole, vocabulary)
     torch.manual_seed(2)
     rows_ND = batch.expected_MD
-    targets_NK, mask_NK = torch.randint(cpu.V, (rows_ND.shape[0], 3)), torch.ones(rows_ND.shape[0], 3, dtype=torch.bool)
-    plain_K = head_loss(whole.factored(rows_ND, source.lm_head.weight), targets_NK, mask_NK, LossConfig())
+    targets_NK, mask_NK = (
+        torch.randint(cpu.V, (rows_ND.shape[0], 3)),
+        torch.ones(rows_ND.shape[0], 3, dtype=torch.bool),
+    )
+    plain_K = head_loss(
+        whole.factored(rows_ND, source.lm_head.weight), targets_NK, mask_NK, LossConfig()
+    )
     rows = vocabulary.own_rows(actor.output_weight)
-    ours_K = head_loss(share.factored(rows_ND, rows), targets_NK, mask_NK, LossConfig(), vocabulary=vocabulary)
-    return {"same": same, "count": len(found[0]), "hooks": hooks, "heads": float((plain_K - ours_K).abs().max())}
+    ours_K = head_loss(
+        share.factored(rows_ND, rows), targets_NK, mask_NK, LossConfig(), vocabulary=vocabulary
+    )
+    return {
+        "same": same,
+        "count": len(found[0]),
+        "hooks": hooks,
+        "heads": float((plain_K - ours_K).abs().max()),
+    }
 
 
 def refusals(source: Any) -> dict[str, Any]:
     model = cpu.gpt(pp=2)
     actor = MegatronActor([SimpleModule(model)], cpu.V)
     said = []
-    for attempt in (lambda: MegatronActor(torch.nn.Linear(1, 1), cpu.V), lambda: actor.lm_head_VD, lambda: actor.tap().hidden_BTD):
+    for attempt in (
+        lambda: MegatronActor(torch.nn.Linear(1, 1), cpu.V),
+        lambda: actor.lm_head_VD,
+        lambda: actor.tap().hidden_BTD,
+    ):
         try:
             attempt()
         except Exception as error:
@@ -229,7 +281,13 @@ class SimpleModule(torch.nn.Module):
 def main(rank: int, ranks: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     cpu.patch_cuda()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=30),
+    )
     source = cpu.llama()
     batch = Batch(source)
     cases = {
@@ -246,14 +304,18 @@ def main(rank: int, ranks: int, store: str, out: str) -> None:
         "refusals": lambda: refusals(source),
         "saved-tp": lambda: saved(source, Path(out).with_name("tp"), tp=2),
         "saved-pp": lambda: saved(source, Path(out).with_name("pp"), pp=2),
-        "saved-tied": lambda: saved(cpu.llama(tied=True), Path(out).with_name("tied"), tp=2, tied=True),
+        "saved-tied": lambda: saved(
+            cpu.llama(tied=True), Path(out).with_name("tied"), tp=2, tied=True
+        ),
     }
     figures: dict[str, Any] = {}
     for name, case in cases.items():
         try:
             figures[name] = case()
         except Exception:
-            figures[name] = {"error": traceback.format_exc()}  # The other rank may wait for this one until gloo's timeout.
+            figures[name] = {
+                "error": traceback.format_exc()
+            }  # The other rank may wait for this one until gloo's timeout.
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, figures)
     if rank == 0:

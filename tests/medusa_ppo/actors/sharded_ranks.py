@@ -29,15 +29,24 @@ RANKS = 2
 
 def tiny(tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(3)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=40, tie_word_embeddings=tied, **sizes)
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=40, tie_word_embeddings=tied, **sizes
+    )
     config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config)
 
 
 def fsdp1(model: nn.Module, use_orig_params: bool) -> nn.Module:
     for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = FSDP(layer, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        model.model.layers[i] = FSDP(
+            layer, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
     return FSDP(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
 
@@ -53,7 +62,9 @@ def lora(model: nn.Module, **settings: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **settings))
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **settings)
+    )
     return adapted
 
 
@@ -71,7 +82,9 @@ def zero3(model: nn.Module) -> nn.Module:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), RATE), config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), RATE), config=settings
+    )
     return engine
 
 
@@ -82,12 +95,20 @@ FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": fsdp2,
     "fsdp2-checkpointed": lambda model: fsdp2(checkpointed(model)),
     "ddp-checkpointed": lambda model: DistributedDataParallel(checkpointed(model)),
-    "ddp-compiled": lambda model: torch.compile(DistributedDataParallel(model), backend="aot_eager"),
+    "ddp-compiled": lambda model: torch.compile(
+        DistributedDataParallel(model), backend="aot_eager"
+    ),
     "zero3": zero3,
-    "ddp-lora": lambda model: DistributedDataParallel(lora(model, target_modules=["q_proj", "v_proj"])),
+    "ddp-lora": lambda model: DistributedDataParallel(
+        lora(model, target_modules=["q_proj", "v_proj"])
+    ),
     "fsdp2-lora": lambda model: lora_then_fsdp2(model, target_modules=["q_proj", "v_proj"]),
-    "fsdp2-lora-tables": lambda model: lora_then_fsdp2(model, target_modules=["q_proj", "lm_head", "embed_tokens"]),
-    "ddp-lora-saved": lambda model: DistributedDataParallel(lora(model, target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "fsdp2-lora-tables": lambda model: lora_then_fsdp2(
+        model, target_modules=["q_proj", "lm_head", "embed_tokens"]
+    ),
+    "ddp-lora-saved": lambda model: DistributedDataParallel(
+        lora(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    ),
 }
 
 
@@ -118,7 +139,9 @@ def rows(rank: int, form: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
 
 
-def step(model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+def step(
+    model: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer | None
+) -> torch.Tensor:
     loss = model(**batch).logits.float().log_softmax(-1)[..., 3].mean()
     if hasattr(model, "backward"):  # DeepSpeed's engine
         model.backward(loss)
@@ -143,14 +166,20 @@ def merged(model: nn.Module, name: str) -> torch.Tensor:
 def train(form: str, rank: int, tapped: bool) -> dict[str, Any]:
     """Two steps. What came out of the tap, the tables before and after, and a print of the weights' bits on this rank."""
     model = FORMS[form](tiny())
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE) if form != "zero3" else None
+    optimizer = (
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
+        if form != "zero3"
+        else None
+    )
     seen: dict[str, Any] = {"hidden": [], "tables": [], "changed": []}
     actor = HFActor(model, reports=rank == 0) if tapped else None
     for number in range(2):
         if actor is not None:
             seen["changed"].append(actor.refresh())
             if rank == 0:
-                seen["tables"].append((actor.lm_head_VD.detach().clone(), actor.embedding_VD.detach().clone()))
+                seen["tables"].append(
+                    (actor.lm_head_VD.detach().clone(), actor.embedding_VD.detach().clone())
+                )
         if actor is None:
             step(model, rows(rank + 10 * number, form), optimizer)
         else:
@@ -193,10 +222,15 @@ def check(form: str, rank: int) -> dict[str, Any]:
     same = tapped["weights"].keys() == plain["weights"].keys() and all(
         torch.equal(tapped["weights"][name], plain["weights"][name]) for name in plain["weights"]
     )
-    off_hidden = max(float((mine - whole[rank]).abs().max()) for mine, whole in zip(tapped["hidden"], expected["hidden"], strict=True))
+    off_hidden = max(
+        float((mine - whole[rank]).abs().max())
+        for mine, whole in zip(tapped["hidden"], expected["hidden"], strict=True)
+    )
     off_tables = 0.0
     for mine, whole in zip(tapped["tables"], expected["tables"], strict=rank == 0):
-        off_tables = max(off_tables, *(float((a - b).abs().max()) for a, b in zip(mine, whole, strict=True)))
+        off_tables = max(
+            off_tables, *(float((a - b).abs().max()) for a, b in zip(mine, whole, strict=True))
+        )
     moved = float((expected["tables"][1][0] - expected["tables"][0][0]).abs().max())
     return {
         "bit_equal": same,
@@ -220,14 +254,21 @@ def unrefreshed() -> str:
 
 def run_rank(rank: int, port: int, out: Path, forms: Sequence[str]) -> None:
     """This rank's part; what it found goes to `out`."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+    }
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
     if "zero3" in forms:
         import deepspeed
 
         deepspeed_comm: Any = importlib.import_module("deepspeed.comm.torch")
-        deepspeed_comm.build_shm_op = lambda: None  # Faster sums through shared memory; to compile it takes minutes.
+        deepspeed_comm.build_shm_op = lambda: (
+            None
+        )  # Faster sums through shared memory; to compile it takes minutes.
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")

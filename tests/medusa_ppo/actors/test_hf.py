@@ -39,8 +39,12 @@ CONFIGS = {
     "qwen2": lambda tied: Qwen2Config(**COMMON, tie_word_embeddings=tied),
     "qwen3": lambda tied: Qwen3Config(**COMMON, head_dim=8, tie_word_embeddings=tied),
     "mistral": lambda tied: MistralConfig(**COMMON, sliding_window=4, tie_word_embeddings=tied),
-    "gemma3": lambda tied: Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=4, tie_word_embeddings=tied),
-    "gpt2": lambda tied: GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=tied),
+    "gemma3": lambda tied: Gemma3TextConfig(
+        **COMMON, head_dim=8, sliding_window=4, tie_word_embeddings=tied
+    ),
+    "gpt2": lambda tied: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=tied
+    ),
 }
 
 
@@ -49,7 +53,9 @@ def tiny(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrai
     model = AutoModelForCausalLM.from_config(CONFIGS[family](tied)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or ".ln_" in name:  # a norm of all ones would hide a tap before the last norm
+            if (
+                "norm" in name or ".ln_" in name
+            ):  # a norm of all ones would hide a tap before the last norm
                 parameter.add_(torch.rand_like(parameter))
     return model.eval()
 
@@ -136,9 +142,15 @@ def test_wrapped_model_is_tapped_too() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value", "plain"),
-    [("final_logit_softcapping", 30.0, None), ("logit_scale", 0.0625, 1.0), ("logits_scaling", 8.0, 1.0)],
+    [
+        ("final_logit_softcapping", 30.0, None),
+        ("logit_scale", 0.0625, 1.0),
+        ("logits_scaling", 8.0, 1.0),
+    ],
 )
-def test_logits_that_are_more_than_a_product_are_refused_by_name(setting: str, value: float, plain: float | None) -> None:
+def test_logits_that_are_more_than_a_product_are_refused_by_name(
+    setting: str, value: float, plain: float | None
+) -> None:
     """Gemma-2, Cohere, Granite: the engine's `compute_logits` has it, the companion's product had not, and nobody said so."""
     model = tiny("llama", tied=False)
     setattr(model.config, setting, plain)
@@ -161,7 +173,10 @@ def test_a_bias_of_lm_head_is_refused() -> None:
 def test_the_plugin_sees_any_actor_through_a_view() -> None:
     model = tiny("llama", tied=False)
     view = hf.as_view(model)
-    assert view.lm_head_VD is model.lm_head.weight and view.embedding_VD is model.model.embed_tokens.weight
+    assert (
+        view.lm_head_VD is model.lm_head.weight
+        and view.embedding_VD is model.model.embed_tokens.weight
+    )
     assert hf.as_view(view) is view
     ids_BT = torch.randint(VOCAB, (2, 5))
     with torch.no_grad(), view.tap() as tapped:
@@ -176,7 +191,9 @@ def test_real_actor_keeps_its_dtype(shared_dir: Path) -> None:
     with torch.no_grad(), hf.HiddenTap(model) as tap:
         logits_BTV = model(input_ids=ids_BT).logits
     assert tap.hidden_BTD.dtype == torch.bfloat16
-    assert torch.allclose((tap.hidden_BTD @ hf.lm_head_weight(model).T).float(), logits_BTV.float(), atol=0.1)
+    assert torch.allclose(
+        (tap.hidden_BTD @ hf.lm_head_weight(model).T).float(), logits_BTV.float(), atol=0.1
+    )
     assert tokenizer.pad_token_id is not None
 
 
@@ -184,7 +201,9 @@ def test_missing_folder(tmp_path: Path) -> None:
     for call in (hf.load_actor, hf.load_tokenizer):
         with pytest.raises(ModelError, match="no such model folder") as caught:
             call(tmp_path / "nowhere")
-        assert caught.value.exit_code == 2 and caught.value.do and "nowhere" in str(caught.value.given)
+        assert (
+            caught.value.exit_code == 2 and caught.value.do and "nowhere" in str(caught.value.given)
+        )
 
 
 def test_folder_without_model(tmp_path: Path) -> None:
@@ -222,10 +241,18 @@ def test_weights_that_would_be_random_are_refused(tmp_path: Path) -> None:
 def test_not_a_causal_lm(kind: str, tmp_path: Path) -> None:
     if kind == "encoder":
         model: PreTrainedModel = BertForMaskedLM(
-            BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+            BertConfig(
+                vocab_size=VOCAB,
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=16,
+            )
         )
     else:
-        model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+        model = T5ForConditionalGeneration(
+            T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        )
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="not a decoder-only causal LM"):
         hf.load_actor(tmp_path)

@@ -19,7 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from heads.errors import DataError
 from medusa_ppo.actors.megatron_checkpoint import as_transformers
-from medusa_ppo.actors.megatron_layout import Gathering, Groups, Packing, context_positions, gather_rows, join_context
+from medusa_ppo.actors.megatron_layout import (
+    Gathering,
+    Groups,
+    Packing,
+    context_positions,
+    gather_rows,
+    join_context,
+)
 
 pytest.importorskip("megatron.core")
 from tests.medusa_ppo.actors.cpu_megatron import llama
@@ -38,7 +45,13 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def figures(run_ranks: Callable[..., str], ranks_folder: Path) -> list[dict[str, Any]]:
     """What each rank found."""
     folder = ranks_folder
-    run_ranks(Path(__file__).with_name("megatron_ranks.py"), 2, str(folder / "store"), str(folder / "figures.json"), timeout_s=240)
+    run_ranks(
+        Path(__file__).with_name("megatron_ranks.py"),
+        2,
+        str(folder / "store"),
+        str(folder / "figures.json"),
+        timeout_s=240,
+    )
     found = json.loads((folder / "figures.json").read_text())
     for rank in found:
         for name, case in rank.items():
@@ -64,7 +77,9 @@ def test_whole_tables_reach_the_rank_that_reports(figures: list[dict[str, Any]],
         assert rank[case].get("embedding", 0.0) == 0.0
 
 
-def test_the_actor_is_untouched_and_heads_use_its_output_layer_as_it_is(figures: list[dict[str, Any]]) -> None:
+def test_the_actor_is_untouched_and_heads_use_its_output_layer_as_it_is(
+    figures: list[dict[str, Any]],
+) -> None:
     for rank in figures:
         found = rank["gradients"]
         assert found["same"] and found["count"] > 10
@@ -74,7 +89,10 @@ def test_the_actor_is_untouched_and_heads_use_its_output_layer_as_it_is(figures:
 
 def test_refusals(figures: list[dict[str, Any]]) -> None:
     for rank in figures:
-        assert rank["refusals"] == {"said": ["ModelError", "DataError", "DataError"], "unwrapped": True}
+        assert rank["refusals"] == {
+            "said": ["ModelError", "DataError", "DataError"],
+            "unwrapped": True,
+        }
 
 
 @pytest.mark.parametrize("kind", ["tp", "pp", "tied"])
@@ -111,12 +129,17 @@ def test_context_parallel_pieces_cover_everything_once(ranks: int) -> None:
 
 
 def test_packed_sequences_become_rows() -> None:
-    parameters = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 3, 5, 5]), cu_seqlens_q_padded=torch.tensor([0, 4, 4, 8, 12]))
+    parameters = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3, 3, 5, 5]),
+        cu_seqlens_q_padded=torch.tensor([0, 4, 4, 8, 12]),
+    )
     packing = Packing.read(parameters)
     assert packing == Packing(bounds=(0, 4, 4, 8), starts=(0, 4), lengths=(3, 2))
     hidden_T1D = torch.arange(12.0).view(12, 1, 1)
     assert packing.unpack(hidden_T1D).squeeze(-1).tolist() == [[0.0, 1.0, 2.0], [4.0, 5.0, 0.0]]
-    assert Packing.read(SimpleNamespace(cu_seqlens_q=torch.tensor([0, 2, 5]), cu_seqlens_q_padded=None)) == Packing((0, 2), (0, 2), (2, 3))
+    assert Packing.read(
+        SimpleNamespace(cu_seqlens_q=torch.tensor([0, 2, 5]), cu_seqlens_q_padded=None)
+    ) == Packing((0, 2), (0, 2), (2, 3))
     assert Packing.read(None) is None
 
 

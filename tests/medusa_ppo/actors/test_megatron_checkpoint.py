@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from heads.checkpoint import load_heads
 from heads.errors import ModelError
-from medusa_ppo.actors.megatron_checkpoint import INDEX, NORMS, TRACKER, as_transformers, described_by
+from medusa_ppo.actors.megatron_checkpoint import (
+    INDEX,
+    NORMS,
+    TRACKER,
+    as_transformers,
+    described_by,
+)
 from medusa_ppo.actors.megatron_layout import Cutter, LlamaSizes, key_table
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.standalone import TrainOptions
@@ -50,20 +56,38 @@ def lay_out(source: Path, folder: Path, *, stacked: bool = True, left_out: str =
 
 @pytest.fixture
 def options(chain_actor: Path, tmp_path: Path) -> TrainOptions:
-    (tmp_path / "texts.txt").write_text("\n".join(f"{a} + {b} = {a + b}" for a in range(8) for b in range(8)))
+    (tmp_path / "texts.txt").write_text(
+        "\n".join(f"{a} + {b} = {a + b}" for a in range(8) for b in range(8))
+    )
     settings = {"num_heads": 2, "epochs": 1, "batch_positions": 32}
-    return TrainOptions(model=str(chain_actor), data=str(tmp_path / "texts.txt"), out=tmp_path / "heads", column="text", **settings)
+    return TrainOptions(
+        model=str(chain_actor),
+        data=str(tmp_path / "texts.txt"),
+        out=tmp_path / "heads",
+        column="text",
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_heads_are_those_of_the_same_model(options: TrainOptions, tmp_path: Path, stacked: bool) -> None:
-    ours = replace(options, model=str(lay_out(Path(options.model), tmp_path / "saved", stacked=stacked)), out=tmp_path / "ours")
-    assert f"vocabulary {LlamaSizes.read(options.model).vocab}" in dict(plan_training(ours))["model"]
+def test_heads_are_those_of_the_same_model(
+    options: TrainOptions, tmp_path: Path, stacked: bool
+) -> None:
+    ours = replace(
+        options,
+        model=str(lay_out(Path(options.model), tmp_path / "saved", stacked=stacked)),
+        out=tmp_path / "ours",
+    )
+    assert (
+        f"vocabulary {LlamaSizes.read(options.model).vocab}" in dict(plan_training(ours))["model"]
+    )
     for each in (options, ours):
         train_heads(each, OfflineProgress(quiet=True))
     expected, found = (load_heads(each.out)[0].trainable_state() for each in (options, ours))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (ours.out / "model" / "tokenizer_config.json").is_file() and not (ours.out / "model" / TRACKER).exists()
+    assert (ours.out / "model" / "tokenizer_config.json").is_file() and not (
+        ours.out / "model" / TRACKER
+    ).exists()
 
 
 def test_it_is_written_once_and_anew_after_another_save(chain_actor: Path, tmp_path: Path) -> None:
@@ -75,7 +99,9 @@ def test_it_is_written_once_and_anew_after_another_save(chain_actor: Path, tmp_p
     os.utime(folder / "iter_0000007" / INDEX, ns=(1, 1))
     as_transformers(str(folder), out)
     assert file.stat().st_mtime_ns > first
-    assert as_transformers(str(chain_actor), out) == str(chain_actor), "another path stays what it is"
+    assert as_transformers(str(chain_actor), out) == str(chain_actor), (
+        "another path stays what it is"
+    )
 
 
 class Harmful:
@@ -83,7 +109,9 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_an_index_runs_nothing(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_runs_nothing(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = lay_out(chain_actor, tmp_path / "saved")
     (folder / "iter_0000007" / INDEX).write_bytes(pickle.dumps(Harmful()))
@@ -105,10 +133,14 @@ def test_what_lacks_is_named(chain_actor: Path, tmp_path: Path) -> None:
         described_by(str(folder))
 
 
-def test_a_part_that_was_cut_off_and_another_configuration_are_refused(chain_actor: Path, tmp_path: Path) -> None:
+def test_a_part_that_was_cut_off_and_another_configuration_are_refused(
+    chain_actor: Path, tmp_path: Path
+) -> None:
     folder = lay_out(chain_actor, tmp_path / "saved")
     config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"intermediate_size": ', '"intermediate_size": 1'))
+    (folder / "config.json").write_text(
+        config.replace('"intermediate_size": ', '"intermediate_size": 1')
+    )
     with pytest.raises(ModelError, match=r"as config\.json says"):
         as_transformers(str(folder), tmp_path / "model")
     (folder / "config.json").write_text(config)

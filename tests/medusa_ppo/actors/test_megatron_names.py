@@ -26,7 +26,9 @@ SMALL = {
 
 
 def configured(folder: Path, family: str = "llama", **settings: object) -> Path:
-    config = AutoConfig.for_model(family, **(SMALL | {"sliding_window": None, "tie_word_embeddings": False} | settings))
+    config = AutoConfig.for_model(
+        family, **(SMALL | {"sliding_window": None, "tie_word_embeddings": False} | settings)
+    )
     config.save_pretrained(folder)
     return folder
 
@@ -34,7 +36,9 @@ def configured(folder: Path, family: str = "llama", **settings: object) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_tensor_of_the_checkpoint_comes_back_from_its_shards(tmp_path: Path, family: str, ranks: int, tied: bool) -> None:
+def test_every_tensor_of_the_checkpoint_comes_back_from_its_shards(
+    tmp_path: Path, family: str, ranks: int, tied: bool
+) -> None:
     sizes = LlamaSizes.read(configured(tmp_path, family, tie_word_embeddings=tied))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -42,12 +46,22 @@ def test_every_tensor_of_the_checkpoint_comes_back_from_its_shards(tmp_path: Pat
 
     cutters, found = [Cutter(sizes, rank, ranks) for rank in range(ranks)], {}
     for entry in key_table(sizes).values():
-        slices = [[state[name][c.own_slice(entry, i) or slice(None)] for i, name in enumerate(entry.sources)] for c in cutters]
-        shards = [cutter.merge(entry, pieces) for cutter, pieces in zip(cutters, slices, strict=True)]
+        slices = [
+            [
+                state[name][c.own_slice(entry, i) or slice(None)]
+                for i, name in enumerate(entry.sources)
+            ]
+            for c in cutters
+        ]
+        shards = [
+            cutter.merge(entry, pieces) for cutter, pieces in zip(cutters, slices, strict=True)
+        ]
         assert len({shard.shape for shard in shards}) == 1, "every rank has as much"
         if entry.how != "whole":
             read = sum(piece.numel() for pieces in slices for piece in pieces)
-            assert read == sum(math.prod(shape) for shape in entry.shapes), "read once by all ranks together"
+            assert read == sum(math.prod(shape) for shape in entry.shapes), (
+                "read once by all ranks together"
+            )
         found |= cutters[0].join(entry, shards)
     assert found.keys() == state.keys()
     for name, tensor in state.items():
@@ -55,10 +69,25 @@ def test_every_tensor_of_the_checkpoint_comes_back_from_its_shards(tmp_path: Pat
 
 
 def test_queries_keys_and_values_of_a_group_stand_together(tmp_path: Path) -> None:
-    sizes = LlamaSizes.read(configured(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=1, hidden_size=4))
+    sizes = LlamaSizes.read(
+        configured(
+            tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=1, hidden_size=4
+        )
+    )
     entry = key_table(sizes)["decoder.layers.0.self_attention.linear_qkv.weight"]
-    pieces = [torch.tensor(rows)[:, None] for rows in ([1.0, 2.0, 3.0, 4.0], [10.0, 20.0], [100.0, 200.0])]
-    assert Cutter(sizes, 0, 1).merge(entry, pieces).flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    pieces = [
+        torch.tensor(rows)[:, None] for rows in ([1.0, 2.0, 3.0, 4.0], [10.0, 20.0], [100.0, 200.0])
+    ]
+    assert Cutter(sizes, 0, 1).merge(entry, pieces).flatten().tolist() == [
+        1,
+        2,
+        10,
+        100,
+        3,
+        4,
+        20,
+        200,
+    ]
     second = Cutter(sizes, 1, 2)
     own = [piece[second.own_slice(entry, i)] for i, piece in enumerate(pieces)]
     assert second.merge(entry, own).flatten().tolist() == [3, 4, 20, 200]
@@ -71,20 +100,36 @@ def test_queries_keys_and_values_of_a_group_stand_together(tmp_path: Path) -> No
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
         ("mistral", {"sliding_window": 8}, "sliding_window 8"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "linear",
+        ),
     ],
 )
-def test_what_the_table_does_not_know_is_refused(tmp_path: Path, family: str, settings: dict[str, object], words: str) -> None:
+def test_what_the_table_does_not_know_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, object], words: str
+) -> None:
     with pytest.raises(ModelError, match=words):
         LlamaSizes.read(configured(tmp_path, family, **settings))
 
 
 def test_rotary_positions_of_llama_3(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    sizes = LlamaSizes.read(configured(tmp_path, rope_parameters=rope | {"original_max_position_embeddings": 8192}))
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    sizes = LlamaSizes.read(
+        configured(tmp_path, rope_parameters=rope | {"original_max_position_embeddings": 8192})
+    )
     assert (sizes.rope_theta, sizes.rope_factor) == (5e5, 8.0)
     with pytest.raises(ModelError, match="rotary"):
-        LlamaSizes.read(configured(tmp_path, rope_parameters=rope | {"original_max_position_embeddings": 4096}))
+        LlamaSizes.read(
+            configured(tmp_path, rope_parameters=rope | {"original_max_position_embeddings": 4096})
+        )
 
 
 def test_a_model_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ def run(folder: Path, forms: tuple[str, ...]) -> dict[str, Any]:
         port = str(probe.getsockname()[1])
     script = [sys.executable, str(Path(__file__).with_name("sharded_ranks.py"))]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    ranks = [subprocess.Popen([*script, str(rank), port, str(folder), *forms], env=environment) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*script, str(rank), port, str(folder), *forms], env=environment)
+        for rank in range(2)
+    ]
     try:
         assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
@@ -41,13 +44,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("ranks"), (*CUT, *WHOLE))
 
 
-def holds(seen: tuple[dict[str, Any], dict[str, Any]], *, cut: bool, frozen: bool = False, tables: int = 2) -> None:
+def holds(
+    seen: tuple[dict[str, Any], dict[str, Any]], *, cut: bool, frozen: bool = False, tables: int = 2
+) -> None:
     for rank in seen:
         assert rank["bit_equal"], "the plug-in changed what is learned"
         assert rank["hidden"] < 2e-5 and rank["tables"] < 2e-5
         assert rank["changed"] == [True, not frozen] and rank["again"] == [not frozen, False]
         gathers = (1 if frozen else 3) if cut else 0
-        assert rank["bytes"] == gathers * tables * TABLE, "only the two tables, and only when they changed"
+        assert rank["bytes"] == gathers * tables * TABLE, (
+            "only the two tables, and only when they changed"
+        )
     assert frozen or seen[0]["moved"] > 1e-3, "nothing was learned"
 
 
@@ -62,10 +69,15 @@ def test_compiled(tmp_path: Path):
 
 
 def test_a_piece_is_never_taken_for_the_table(ranks: dict[str, Any]):
-    assert all("a piece of the actor's table only" in rank["error"] for rank in ranks["unrefreshed"])
+    assert all(
+        "a piece of the actor's table only" in rank["error"] for rank in ranks["unrefreshed"]
+    )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is in the environments of make test-contracts")
+@pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None,
+    reason="PEFT is in the environments of make test-contracts",
+)
 def test_adapters(tmp_path: Path):
     seen = run(tmp_path, ("ddp-lora", "fsdp2-lora", "fsdp2-lora-tables", "ddp-lora-saved"))
     holds(seen["ddp-lora"], cut=False, frozen=True)
@@ -74,6 +86,9 @@ def test_adapters(tmp_path: Path):
     holds(seen["ddp-lora-saved"], cut=False)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is in the environments of make test-contracts")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is in the environments of make test-contracts",
+)
 def test_zero_3(tmp_path: Path):
     holds(run(tmp_path, ("zero3",))["zero3"], cut=True)

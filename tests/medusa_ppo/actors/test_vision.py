@@ -18,7 +18,15 @@ from heads.checkpoint import load_state
 from heads.errors import DataError, ModelError
 from medusa_ppo import metrics as names
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
-from medusa_ppo.actors.vision import FeatureStore, ImageReader, copy_without_tower, features_of, forward, spread, tower_of
+from medusa_ppo.actors.vision import (
+    FeatureStore,
+    ImageReader,
+    copy_without_tower,
+    features_of,
+    forward,
+    spread,
+    tower_of,
+)
 from medusa_ppo.config import VISION_FAMILIES
 from medusa_ppo.data import image_files
 from medusa_ppo.engines.actor_sync import actor_state
@@ -53,7 +61,11 @@ def test_features_give_what_pixels_give(vision_actor, picture: Picture, family: 
     kinds_BT = torch.zeros_like(ids_BT, dtype=torch.int32)
     kinds_BT[ids_BT == reader.image_id] = 1
     expected = actor(
-        input_ids=ids_BT, pixel_values=torch.cat(pixels), image_grid_thw=torch.cat(grids), mm_token_type_ids=kinds_BT, use_cache=False
+        input_ids=ids_BT,
+        pixel_values=torch.cat(pixels),
+        image_grid_thw=torch.cat(grids),
+        mm_token_type_ids=kinds_BT,
+        use_cache=False,
     ).logits
 
     seen = FeatureStore(actor, reader).look(prompts, ids_BT)
@@ -78,7 +90,9 @@ def test_an_image_token_that_the_actor_wrote_is_a_word(vision_actor, picture: Pi
 
     found = forward(actor, written, store.look([prompt], written)).logits
 
-    torch.testing.assert_close(found, forward(other, twin, store.look([prompt], twin)).logits, rtol=0, atol=0)
+    torch.testing.assert_close(
+        found, forward(other, twin, store.look([prompt], twin)).logits, rtol=0, atol=0
+    )
     gradient = torch.autograd.grad(found[0, -1, 0], actor.get_input_embeddings().weight)[0]
     assert gradient[reader.image_id].any(), "its own embedding learns from it"
 
@@ -92,7 +106,11 @@ def test_each_image_is_computed_once_as_long_as_it_is_kept(vision_actor, picture
     for _ in range(3):
         assert store.look(prompts, ids_BT) is not None
     figures = store.figures()
-    assert len(runs) == 3 and (figures[names.IMAGES], figures[names.TOWER_RUNS]) == (3, 3) and figures[names.TOWER_S] > 0
+    assert (
+        len(runs) == 3
+        and (figures[names.IMAGES], figures[names.TOWER_RUNS]) == (3, 3)
+        and figures[names.TOWER_S] > 0
+    )
     store.look(prompts[:1], ids_BT[:1])
     assert (store.figures()[names.IMAGES], len(runs)) == (1, 3)
 
@@ -105,7 +123,10 @@ def test_each_image_is_computed_once_as_long_as_it_is_kept(vision_actor, picture
 def test_nothing_is_looked_at_where_no_prompt_has_an_image(vision_actor):
     actor, reader = loaded(vision_actor())
     prompts = reader.prompts(["a"], [()])
-    assert not isinstance(prompts[0], ImagePrompt) and FeatureStore(actor, reader).look(prompts, padded(prompts)) is None
+    assert (
+        not isinstance(prompts[0], ImagePrompt)
+        and FeatureStore(actor, reader).look(prompts, padded(prompts)) is None
+    )
 
 
 def test_a_prompt_holds_a_token_for_each_feature_and_travels(vision_actor, picture: Picture):
@@ -113,7 +134,12 @@ def test_a_prompt_holds_a_token_for_each_feature_and_travels(vision_actor, pictu
     image = picture(0, 60, 90)
     (prompt,) = reader.prompts(["x"], [(image,)])
     assert isinstance(prompt, ImagePrompt) and prompt.short_ids.count(reader.image_id) == 1
-    assert prompt.count(reader.image_id) == reader.count(image) == len(features_of(actor, reader, image).rows_NX) > 1
+    assert (
+        prompt.count(reader.image_id)
+        == reader.count(image)
+        == len(features_of(actor, reader, image).rows_NX)
+        > 1
+    )
     again = copy.deepcopy(prompt)  # As pickle takes it apart.
     assert again == prompt and (again.images, again.short_ids) == ((image,), prompt.short_ids)
 
@@ -121,7 +147,9 @@ def test_a_prompt_holds_a_token_for_each_feature_and_travels(vision_actor, pictu
 def test_a_text_with_places_of_its_own_is_left_as_it_is(vision_actor, picture: Picture):
     _, reader = loaded(vision_actor())
     (prompt,) = reader.prompts([f"A{reader.image_token}B"], [(picture(),)])
-    assert (prompt[0], prompt[-1]) == tuple(reader._tokenizer(["A", "B"])["input_ids"][i][0] for i in (0, 1))
+    assert (prompt[0], prompt[-1]) == tuple(
+        reader._tokenizer(["A", "B"])["input_ids"][i][0] for i in (0, 1)
+    )
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -129,16 +157,25 @@ def test_weights_are_named_as_in_the_actors_files(vision_actor, family: str):
     """By these names an engine compares and loads them."""
     actor = load_actor(vision_actor(family))
     state, file = actor_state(actor), load_state(vision_actor(family) / "model.safetensors")
-    assert state.keys() == file.keys() and all(torch.equal(state[name], file[name]) for name in file)
+    assert state.keys() == file.keys() and all(
+        torch.equal(state[name], file[name]) for name in file
+    )
 
 
 def test_heads_read_its_tables(vision_actor):
     actor = load_actor(vision_actor())
-    assert lm_head_weight(actor) is actor.lm_head.weight and embedding_weight(actor) is actor.get_input_embeddings().weight
+    assert (
+        lm_head_weight(actor) is actor.lm_head.weight
+        and embedding_weight(actor) is actor.get_input_embeddings().weight
+    )
 
 
-@pytest.mark.parametrize("damage", [lambda png: png[: len(png) // 2], lambda png: b"no image", lambda png: b""])
-def test_an_image_that_cant_be_read_is_refused_by_its_row(vision_actor, picture: Picture, damage: Callable[[bytes], bytes]):
+@pytest.mark.parametrize(
+    "damage", [lambda png: png[: len(png) // 2], lambda png: b"no image", lambda png: b""]
+)
+def test_an_image_that_cant_be_read_is_refused_by_its_row(
+    vision_actor, picture: Picture, damage: Callable[[bytes], bytes]
+):
     _, reader = loaded(vision_actor())
     with pytest.raises(DataError, match=r"(?s)An image can't be read.*row 1"):
         reader.prompts(["a", "b"], [(picture(),), (damage(picture()),)])
@@ -150,7 +187,9 @@ def test_places_and_images_must_be_as_many(vision_actor, picture: Picture):
         reader.prompts([reader.image_token], [(picture(), picture(1))])
 
 
-def test_what_lacks_a_tower_or_a_processor_is_refused(vision_actor, chain_actor: Path, tmp_path: Path):
+def test_what_lacks_a_tower_or_a_processor_is_refused(
+    vision_actor, chain_actor: Path, tmp_path: Path
+):
     with pytest.raises(ModelError, match=r"(?s)no vision tower.*llama"):
         ImageReader.load(chain_actor, load_tokenizer(chain_actor))
     with pytest.raises(ModelError, match=r"(?s)can't be given features.*LlamaForCausalLM"):
@@ -169,8 +208,17 @@ def test_the_column_may_hold_paths_bytes_or_what_datasets_has(picture: Picture, 
     (tmp_path / "one.png").write_bytes(picture())
     data = tmp_path / "rows.jsonl"
     data.touch()
-    values: list[Any] = ["one.png", str(tmp_path / "one.png"), picture(), {"bytes": picture(), "path": None}, {"path": "one.png"}, None]
-    found = image_files([{"image": value} for value in [*values, ["one.png", picture(1)]]], "image", str(data))
+    values: list[Any] = [
+        "one.png",
+        str(tmp_path / "one.png"),
+        picture(),
+        {"bytes": picture(), "path": None},
+        {"path": "one.png"},
+        None,
+    ]
+    found = image_files(
+        [{"image": value} for value in [*values, ["one.png", picture(1)]]], "image", str(data)
+    )
     assert found == [(picture(),)] * 5 + [(), (picture(), picture(1))]
 
 
@@ -182,13 +230,17 @@ def test_the_column_may_hold_paths_bytes_or_what_datasets_has(picture: Picture, 
         ({"pictures": 3}, "This is no image"),
     ],
 )
-def test_a_column_or_file_that_is_not_there_is_refused(row: dict[str, Any], words: str, tmp_path: Path):
+def test_a_column_or_file_that_is_not_there_is_refused(
+    row: dict[str, Any], words: str, tmp_path: Path
+):
     with pytest.raises(DataError, match=words):
         image_files([row], "pictures", str(tmp_path))
 
 
 @pytest.mark.parametrize("images", [5, 1])
-def test_two_ranks_share_the_towers_work(vision_actor, picture: Picture, run_ranks, tmp_path: Path, images: int):
+def test_two_ranks_share_the_towers_work(
+    vision_actor, picture: Picture, run_ranks, tmp_path: Path, images: int
+):
     """Each computes its share, both have all, and what they have is what one process computes."""
     actor, reader = loaded(vision_actor("qwen3_vl"))
     pictures = [picture(seed, 60, 60 + 40 * (seed % 3)) for seed in range(images)]
@@ -197,11 +249,16 @@ def test_two_ranks_share_the_towers_work(vision_actor, picture: Picture, run_ran
     run_ranks(Path(__file__), 2, str(vision_actor("qwen3_vl")), str(tmp_path))
     expected = [features_of(actor, reader, image) for image in pictures]
     found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    assert sum(part["runs"] for part in found) == images and max(part["runs"] for part in found) <= (images + 1) // 2
+    assert (
+        sum(part["runs"] for part in found) == images
+        and max(part["runs"] for part in found) <= (images + 1) // 2
+    )
     for part in found:
         for ours, theirs in zip(part["features"], expected, strict=True):
             assert torch.equal(ours[0], theirs.rows_NX) and torch.equal(ours[1], theirs.grid_3)
-        assert part["error"] == ("OSError" if part["rank"] == 0 else "RunError"), "a failure on one rank is an error on all"
+        assert part["error"] == ("OSError" if part["rank"] == 0 else "RunError"), (
+            "a failure on one rank is an error on all"
+        )
 
 
 def _rank(rank: int, ranks: int, folder: str, place: str) -> None:
@@ -209,12 +266,20 @@ def _rank(rank: int, ranks: int, folder: str, place: str) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=ranks)
     actor, reader = loaded(Path(folder))
-    runs, pictures = count_runs(actor), [path.read_bytes() for path in sorted(Path(place).glob("*.png"))]
+    runs, pictures = (
+        count_runs(actor),
+        [path.read_bytes() for path in sorted(Path(place).glob("*.png"))],
+    )
     store = FeatureStore(actor, reader, group=dist.group.WORLD)
     prompts = reader.prompts(["x"] * len(pictures), [(image,) for image in pictures])
     seen = store.look(prompts, padded(prompts))
     assert seen is not None
-    found = {"rank": rank, "runs": len(runs), "features": [tuple(part) for part in seen.features], "error": ""}
+    found = {
+        "rank": rank,
+        "runs": len(runs),
+        "features": [tuple(part) for part in seen.features],
+        "error": "",
+    }
 
     def fail(image: bytes) -> Any:
         if rank == 0:

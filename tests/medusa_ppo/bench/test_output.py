@@ -20,21 +20,46 @@ from medusa_ppo.console import OfflineProgress
 
 def test_files_hold_figures_conditions_and_table(tmp_path: Path) -> None:
     settings = RolloutBench("m", "h", "d", "t", batches=(1, 4))
-    plot = draw_ratios("A <title>", ["1", "4"], {"none": [1.0, 1.0], "ours": [1.6, 0.9]}, "sequences")
-    files = write_bench(tmp_path / "deep" / "rollout.json", settings, {"rows": [1]}, [["a", "b"], ["1", "2"]], ["Well."], plot)
+    plot = draw_ratios(
+        "A <title>", ["1", "4"], {"none": [1.0, 1.0], "ours": [1.6, 0.9]}, "sequences"
+    )
+    files = write_bench(
+        tmp_path / "deep" / "rollout.json",
+        settings,
+        {"rows": [1]},
+        [["a", "b"], ["1", "2"]],
+        ["Well."],
+        plot,
+    )
     record = json.loads(files[0].read_text())
-    assert record["rows"] == [1] and record["settings"]["batches"] == [1, 4] and record["versions"]["torch"] and record["hardware"]["cpu"]
+    assert (
+        record["rows"] == [1]
+        and record["settings"]["batches"] == [1, 4]
+        and record["versions"]["torch"]
+        and record["hardware"]["cpu"]
+    )
     text = files[1].read_text()
-    assert "| a | b |" in text and "| 1 | 2 |" in text and "Well." in text and "batches=[1, 4]" in text
+    assert (
+        "| a | b |" in text and "| 1 | 2 |" in text and "Well." in text and "batches=[1, 4]" in text
+    )
     assert "![ratios](rollout.svg)" in text
     assert files[2].name == "rollout.svg" and files[2].read_text() == plot
 
 
 def test_the_plot_has_a_bar_for_every_ratio_and_a_line_at_one() -> None:
-    root = ET.fromstring(draw_ratios("t", ["1", "4"], {"none": [1.0, 1.0], "ours": [1.6, 0.9]}, "sequences"))
+    root = ET.fromstring(
+        draw_ratios("t", ["1", "4"], {"none": [1.0, 1.0], "ours": [1.6, 0.9]}, "sequences")
+    )
     name = "{http://www.w3.org/2000/svg}"
     texts = [text.text for text in root.iter(f"{name}text")]
-    assert texts.count("1.00") == 2 and {"1.60", "0.90", "1 sequences", "4 sequences", "none", "ours"} <= set(texts)
+    assert texts.count("1.00") == 2 and {
+        "1.60",
+        "0.90",
+        "1 sequences",
+        "4 sequences",
+        "none",
+        "ours",
+    } <= set(texts)
     (line,) = root.iter(f"{name}line")
     bars = [rect for rect in root.iter(f"{name}rect") if rect.get("width") == "15.0"]
     at_one = [bar for bar in bars if abs(float(bar.get("y", 0)) - float(line.get("y1", 0))) < 0.11]
@@ -42,16 +67,34 @@ def test_the_plot_has_a_bar_for_every_ratio_and_a_line_at_one() -> None:
 
 
 def test_rollout_table_and_verdict() -> None:
-    row = {"tokens_per_s": 200.0, "ratio_low": 1.0, "ratio_high": 1.0, "mean_acceptance_length": None, "drafts_per_step": 0.0}
+    row = {
+        "tokens_per_s": 200.0,
+        "ratio_low": 1.0,
+        "ratio_high": 1.0,
+        "mean_acceptance_length": None,
+        "drafts_per_step": 0.0,
+    }
     rows = [
         row | {"batch": 1, "arm": "none", "ratio": 1.0},
         row | {"batch": 1, "arm": "stock medusa", "ratio": 0.8},
         row | {"batch": 1, "arm": "ours, K = 2", "ratio": 1.7},
-        row | {"batch": 1, "arm": "ours, K chosen", "ratio": 1.6, "mean_acceptance_length": 1.9, "drafts_per_step": 3.5},
+        row
+        | {
+            "batch": 1,
+            "arm": "ours, K chosen",
+            "ratio": 1.6,
+            "mean_acceptance_length": 1.9,
+            "drafts_per_step": 3.5,
+        },
     ]
     result = {"rows": rows, "batches": [1], "arms": [r["arm"] for r in rows]}
     table = rollout.table(result)
-    assert table[0][0] == "sequences" and table[1][-2:] == ["", ""] and table[4][3] == "1.60" and table[4][-2:] == ["1.90", "3.5"]
+    assert (
+        table[0][0] == "sequences"
+        and table[1][-2:] == ["", ""]
+        and table[4][3] == "1.60"
+        and table[4][-2:] == ["1.90", "3.5"]
+    )
     first, second, third = rollout.verdict(result)
     assert "x1.60 at 1" in first and "x0.94 at 1" in second and "x2.00 at 1" in third
     assert "1.60" in rollout.plot(result)
@@ -64,11 +107,32 @@ def test_a_cell_without_a_figure_is_empty() -> None:
 
 
 def test_tables_of_the_other_benches() -> None:
-    swap = {"parameters": 12288, "bytes": 49152, "first_s": 0.8, "median_s": 0.28, "max_s": 0.9, "read_s": 0.12}
-    assert plugin_costs.swap_table(swap)[1] == ["12,288", "49,152", "0.800", "0.280", "0.900", "0.120"]
+    swap = {
+        "parameters": 12288,
+        "bytes": 49152,
+        "first_s": 0.8,
+        "median_s": 0.28,
+        "max_s": 0.9,
+        "read_s": 0.12,
+    }
+    assert plugin_costs.swap_table(swap)[1] == [
+        "12,288",
+        "49,152",
+        "0.800",
+        "0.280",
+        "0.900",
+        "0.120",
+    ]
     more = {"ratio_to_read": 2.3, "swaps_that_changed_the_drafts": 3, "swaps_compared": 3}
     assert "x2.3 of reading" in plugin_costs.swap_verdict({**swap, **more})[0]
-    cost = {"seconds_without": 2.0, "seconds_with": 2.1, "cost": 1.05, "cost_low": 1.0, "cost_high": 1.1, "exposed_share": 0.031}
+    cost = {
+        "seconds_without": 2.0,
+        "seconds_with": 2.1,
+        "cost": 1.05,
+        "cost_low": 1.0,
+        "cost_high": 1.1,
+        "exposed_share": 0.031,
+    }
     assert plugin_costs.companion_table({**cost, "companion_s_per_step": 1.5})[1] == [
         "2.00",
         "2.10",
@@ -78,21 +142,61 @@ def test_tables_of_the_other_benches() -> None:
         "1.50",
     ]
     assert "x1.050 of one without" in plugin_costs.companion_verdict(cost)[0]
-    row = {"kind": "hydra", "loss": "tv", "parameters": 2_620_000, "one_hot": 1.588, "sampled": 1.869, "draft_temperature": 1.0}
+    row = {
+        "kind": "hydra",
+        "loss": "tv",
+        "parameters": 2_620_000,
+        "one_hot": 1.588,
+        "sampled": 1.869,
+        "draft_temperature": 1.0,
+    }
     table = heads_table.table({"rows": [{**row, "train_tokens_per_s": 4321.0}]})
     assert table[1] == ["hydra", "tv", "2.62 M", "1.588", "1.869", "1.0", "4321"]
 
 
-def test_options_of_the_command_line_arrive_and_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"batch": 2, "arm": "ours, K chosen", "tokens_per_s": 1.0, "ratio": 1.5, "ratio_low": 1.0, "ratio_high": 2.0}
+def test_options_of_the_command_line_arrive_and_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "batch": 2,
+        "arm": "ours, K chosen",
+        "tokens_per_s": 1.0,
+        "ratio": 1.5,
+        "ratio_low": 1.0,
+        "ratio_high": 2.0,
+    }
     rows = [{**row, "mean_acceptance_length": 2.0, "drafts_per_step": 3.0}]
-    monkeypatch.setattr(rollout, "run_rollout", lambda bench, progress: {"rows": rows, "batches": [2], "arms": ["ours, K chosen"]})
+    monkeypatch.setattr(
+        rollout,
+        "run_rollout",
+        lambda bench, progress: {"rows": rows, "batches": [2], "arms": ["ours, K chosen"]},
+    )
     file = tmp_path / "rollout.json"
-    words = ["bench", "rollout", "--model", "m", "--heads", "h", "--data", "d", "--template", "t", "--batches", "2", "--json", str(file)]
+    words = [
+        "bench",
+        "rollout",
+        "--model",
+        "m",
+        "--heads",
+        "h",
+        "--data",
+        "d",
+        "--template",
+        "t",
+        "--batches",
+        "2",
+        "--json",
+        str(file),
+    ]
     done = CliRunner().invoke(app, [*words, "--seed", "7", "--others", "none"])
     assert done.exit_code == 0 and "x1.50 at 2 sequences" in done.output, done.output
     settings = json.loads(file.read_text())["settings"]
-    assert (settings["heads"], settings["batches"], settings["seed"], settings["others"]) == ("h", [2], 7, ["none"])
+    assert (settings["heads"], settings["batches"], settings["seed"], settings["others"]) == (
+        "h",
+        [2],
+        7,
+        ["none"],
+    )
     wrong = CliRunner().invoke(app, [*words, "--batches", "0"])
     assert wrong.exit_code == 2 and "--batches takes numbers above 0" in wrong.output
     assert CliRunner().invoke(app, [*words, "--batches", ""]).exit_code == 2
@@ -101,7 +205,9 @@ def test_options_of_the_command_line_arrive_and_are_written(tmp_path: Path, monk
     assert CliRunner().invoke(app, [*words, "--fixed", "0,1"]).exit_code == 0
 
 
-def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = RolloutBench(model="m", heads="h", data="d", template="t", others=("none", "eagle"))
     with pytest.raises(ConfigError, match="eagle"):
         rollout.run_rollout(bench, OfflineProgress())

@@ -17,7 +17,9 @@ def test_ratios_cancel_a_machine_that_slows_down() -> None:
 
         return work
 
-    result = run_rounds({"plain": arm("plain", 1.0), "ours": arm("ours", 1.5)}, base="plain", rounds=4, warmup=1)
+    result = run_rounds(
+        {"plain": arm("plain", 1.0), "ours": arm("ours", 1.5)}, base="plain", rounds=4, warmup=1
+    )
     assert result.ratios("ours") == pytest.approx((1.5,) * 4)
     assert result.median_ratio("plain") == 1.0
     assert len(order) == 10

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from heads import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
-from medusa_ppo.bench.heads_table import EPOCHS, first_tokens, original_loss, race, throughput_sentence, train_originally, train_ours
+from medusa_ppo.bench.heads_table import (
+    EPOCHS,
+    first_tokens,
+    original_loss,
+    race,
+    throughput_sentence,
+    train_originally,
+    train_ours,
+)
 from medusa_ppo.console import OfflineProgress
 from medusa_ppo.standalone.collect import Sample
 
@@ -23,10 +31,15 @@ def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     lengths = [9, 5, 12, 7]
     ids = [tuple(torch.randint(1, 60, (n,), generator=generator).tolist()) for n in lengths]
-    return [Sample(row, ((3, len(row)),), number, (-1.0,) * (len(row) - 3)) for number, row in enumerate(ids)]
+    return [
+        Sample(row, ((3, len(row)),), number, (-1.0,) * (len(row) - 3))
+        for number, row in enumerate(ids)
+    ]
 
 
-def test_the_original_loss_is_that_of_each_written_token(chain_actor: Path, samples: list[Sample]) -> None:
+def test_the_original_loss_is_that_of_each_written_token(
+    chain_actor: Path, samples: list[Sample]
+) -> None:
     actor = load_actor(chain_actor)
     lm_head_VD = lm_head_weight(actor).detach()
     heads = MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], HEADS))
@@ -38,27 +51,54 @@ def test_the_original_loss_is_that_of_each_written_token(chain_actor: Path, samp
                 logits_TV = actor(torch.tensor([sample.ids])).logits[0]  # Heads start as lm_head.
             for target in range(3, len(sample.ids)):
                 if target - k - 1 >= 0:
-                    losses.append(F.cross_entropy(logits_TV[target - k - 1], torch.tensor(sample.ids[target])))
+                    losses.append(
+                        F.cross_entropy(logits_TV[target - k - 1], torch.tensor(sample.ids[target]))
+                    )
         expected += float(torch.stack(losses).mean())
-    assert float(original_loss(actor, heads, lm_head_VD, samples).detach()) == pytest.approx(expected, rel=1e-4)
+    assert float(original_loss(actor, heads, lm_head_VD, samples).detach()) == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_both_recipes_bring_the_loss_down(chain_actor: Path, samples: list[Sample]) -> None:
     actor = load_actor(chain_actor)
     lm_head_VD = lm_head_weight(actor).detach()
-    start = float(original_loss(actor, MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], HEADS)), lm_head_VD, samples))
-    trained = [train_originally(actor, samples, HEADS, 8, 0, "own"), train_originally(actor, samples, HEADS, 8, 0, "shared")]
+    start = float(
+        original_loss(
+            actor,
+            MedusaHeads(HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], HEADS)),
+            lm_head_VD,
+            samples,
+        )
+    )
+    trained = [
+        train_originally(actor, samples, HEADS, 8, 0, "own"),
+        train_originally(actor, samples, HEADS, 8, 0, "shared"),
+    ]
     for heads in (*trained, train_ours(actor, samples, HEADS, 8, 0)):
         with torch.no_grad():
             assert float(original_loss(actor, heads, lm_head_VD, samples)) < start
-    assert trained[0].config.lm_head == "own" and not torch.equal(trained[0].own_lm_head(1), lm_head_VD)
+    assert trained[0].config.lm_head == "own" and not torch.equal(
+        trained[0].own_lm_head(1), lm_head_VD
+    )
 
 
 def test_a_race_gives_rates_of_the_same_tokens(chain_actor: Path, samples: list[Sample]) -> None:
     chosen = first_tokens(samples, 7)
     assert chosen == samples[:2]
-    figures = race(load_actor(chain_actor), samples, HEADS, 8, 0, OfflineProgress(quiet=True), tokens=7, rounds=1)
-    assert figures["tokens"] == 8 and figures["epochs"] == EPOCHS and len(figures["tokens_per_s"]) == 3
+    figures = race(
+        load_actor(chain_actor),
+        samples,
+        HEADS,
+        8,
+        0,
+        OfflineProgress(quiet=True),
+        tokens=7,
+        rounds=1,
+    )
+    assert (
+        figures["tokens"] == 8 and figures["epochs"] == EPOCHS and len(figures["tokens_per_s"]) == 3
+    )
     speeds = figures["tokens_per_s"]
     assert figures["ratio"] == pytest.approx(speeds["ours"] / speeds["original"])
     assert f"x{figures['ratio']:.2f}" in throughput_sentence(figures)

@@ -30,9 +30,14 @@ def parsed(words: list[str]) -> dict[str, object]:
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: " ".join(step.command.split()[:3]))
 def test_each_command_is_real(step: machine_checks.Step) -> None:
     # $'...' is bash's way to write a line break, which shlex does not know.
-    words = shlex.split(re.sub(r"\$('[^']*')", lambda match: match[1].replace("\\n", "\n"), step.command))
+    words = shlex.split(
+        re.sub(r"\$('[^']*')", lambda match: match[1].replace("\\n", "\n"), step.command)
+    )
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) and "-m gpu" in (ROOT / "Makefile").read_text()
+        assert (
+            re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            and "-m gpu" in (ROOT / "Makefile").read_text()
+        )
         return
     if words[0] == "ray":
         from ray.dashboard.modules.job.cli import submit
@@ -43,8 +48,14 @@ def test_each_command_is_real(step: machine_checks.Step) -> None:
     values = parsed(words)
     if values.get("config"):
         name = str(values["config"])  # A path in the checkout, or a preset.
-        config = load_config(ROOT / name if name.endswith(".yaml") else Path(name), values["overrides"])  # type: ignore[arg-type]
-        assert config.model.path == "models/actor" and config.data.path == "data/rows.jsonl" and config.name in step.command
+        config = load_config(
+            ROOT / name if name.endswith(".yaml") else Path(name), values["overrides"]
+        )  # type: ignore[arg-type]
+        assert (
+            config.model.path == "models/actor"
+            and config.data.path == "data/rows.jsonl"
+            and config.name in step.command
+        )
 
 
 def test_the_bench_takes_what_the_run_before_leaves_behind() -> None:
@@ -58,14 +69,33 @@ def test_the_bench_takes_what_the_run_before_leaves_behind() -> None:
 
 
 def test_what_they_must_print_stands_in_the_code() -> None:
-    ours = "".join(path.read_text() for path in (ROOT / "medusa_ppo").rglob("*.py") if path.name != "machine_checks.py")
+    ours = "".join(
+        path.read_text()
+        for path in (ROOT / "medusa_ppo").rglob("*.py")
+        if path.name != "machine_checks.py"
+    )
     ours += str([check.name for check in machine_checks.run_checks(quick=True)]) + "Honest sampling"
-    foreign = {"GPU build", "passed", "succeeded"}  # Of vLLM's line on a machine with GPUs, pytest and Ray.
-    assert [words for step in STEPS for words in step.prints if words not in ours and words not in foreign] == []
+    foreign = {
+        "GPU build",
+        "passed",
+        "succeeded",
+    }  # Of vLLM's line on a machine with GPUs, pytest and Ray.
+    assert [
+        words
+        for step in STEPS
+        for words in step.prints
+        if words not in ours and words not in foreign
+    ] == []
 
 
 def test_they_are_printed_whole() -> None:
-    done = CliRunner().invoke(app, ["check-setup", "--model", "models/actor", "--data", "data/rows.jsonl"])
+    done = CliRunner().invoke(
+        app, ["check-setup", "--model", "models/actor", "--data", "data/rows.jsonl"]
+    )
     assert done.exit_code == 0 and len(STEPS) == 5
     for step in STEPS:
-        assert step.command in done.output and step.needs in done.output and all(words in done.output for words in step.prints)
+        assert (
+            step.command in done.output
+            and step.needs in done.output
+            and all(words in done.output for words in step.prints)
+        )

@@ -17,7 +17,18 @@ from medusa_ppo.cli import app
 from medusa_ppo.config import RunConfig
 from medusa_ppo.console import command
 
-COMMANDS = ["demo", "ppo", "plan", "train", "eval", "convert", "push", "report", "doctor", "check-setup"]
+COMMANDS = [
+    "demo",
+    "ppo",
+    "plan",
+    "train",
+    "eval",
+    "convert",
+    "push",
+    "report",
+    "doctor",
+    "check-setup",
+]
 
 
 def run(*arguments: str, code: int) -> str:
@@ -58,9 +69,15 @@ def test_train_wants_exactly_one_source_of_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [(["ppo.step=3"], "ppo.steps"), (["engine.num_drafts=9"], "heads.num_heads"), (["model.path=/no/such/folder"], "/no/such/folder")],
+    [
+        (["ppo.step=3"], "ppo.steps"),
+        (["engine.num_drafts=9"], "heads.num_heads"),
+        (["model.path=/no/such/folder"], "/no/such/folder"),
+    ],
 )
-def test_ppo_refuses_a_bad_configuration_before_anything_starts(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_ppo_refuses_a_bad_configuration_before_anything_starts(
+    tmp_path: Path, overrides: list[str], words: str
+) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"out: {tmp_path / 'runs'}\n")
     output = run("ppo", "--config", str(config), *overrides, code=2)
@@ -72,14 +89,27 @@ def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
     assert str(tmp_path) in output.replace("\n", "") and "do this" in output
 
 
-@pytest.mark.parametrize(("able", "gpus", "dtype"), [(True, 0, "bfloat16"), (False, 0, None), (True, 1, None)])
-def test_the_demo_computes_in_what_the_cpu_can(monkeypatch: pytest.MonkeyPatch, able: bool, gpus: int, dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    ("able", "gpus", "dtype"), [(True, 0, "bfloat16"), (False, 0, None), (True, 1, None)]
+)
+def test_the_demo_computes_in_what_the_cpu_can(
+    monkeypatch: pytest.MonkeyPatch, able: bool, gpus: int, dtype: str | None
+) -> None:
     runs: list[RunConfig] = []
     monkeypatch.setattr(cli, "_ppo", lambda config, resume: runs.append(config))
     monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda: able)
-    monkeypatch.setattr(hardware, "find_hardware", lambda: hardware.Hardware(gpus, bool(gpus), 2, "a test's"))
-    assert ("demo-bf16.yaml" in run("demo", "--out", "runs/mine", "--steps", "3", code=0)) == (dtype is not None)
-    assert (runs[0].model.dtype, runs[0].name, runs[0].ppo.steps, runs[0].ppo.lam) == (dtype, "mine", 3, 1.0)
+    monkeypatch.setattr(
+        hardware, "find_hardware", lambda: hardware.Hardware(gpus, bool(gpus), 2, "a test's")
+    )
+    assert ("demo-bf16.yaml" in run("demo", "--out", "runs/mine", "--steps", "3", code=0)) == (
+        dtype is not None
+    )
+    assert (runs[0].model.dtype, runs[0].name, runs[0].ppo.steps, runs[0].ppo.lam) == (
+        dtype,
+        "mine",
+        3,
+        1.0,
+    )
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:
@@ -89,30 +119,52 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 
 def test_debug_shows_the_traceback_and_plain_runs_do_not() -> None:
     code = "import sys; from medusa_ppo.cli import main; sys.argv = ['medusa-ppo', *sys.argv[1:]]; main()"
-    plain = subprocess.run([sys.executable, "-c", code, "ppo", "--config", "none.yaml"], capture_output=True, text=True, check=False)
+    plain = subprocess.run(
+        [sys.executable, "-c", code, "ppo", "--config", "none.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     debug = subprocess.run(
-        [sys.executable, "-c", code, "ppo", "--config", "none.yaml", "--debug"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, "ppo", "--config", "none.yaml", "--debug"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert plain.returncode == debug.returncode == 2
     assert "Traceback" not in plain.stderr and "Traceback" in debug.stderr
     assert "none.yaml" in plain.stderr
 
 
-@pytest.mark.parametrize("words", [("train", "--out", "o"), ("eval", "--heads", "h"), ("bench", "rollout", "--heads", "h")])
-def test_a_template_that_was_typed_with_backslash_n_has_a_line_break(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("train", "--out", "o"), ("eval", "--heads", "h"), ("bench", "rollout", "--heads", "h")],
+)
+def test_a_template_that_was_typed_with_backslash_n_has_a_line_break(
+    words: tuple[str, ...],
+) -> None:
     command, rest = typer.main.get_command(app), list(words)
     while hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]
-    context = command.make_context("x", [*rest, "--model", "m", "--data", "d", "--template", r"Question: {question}\nAnswer:"])
+    context = command.make_context(
+        "x", [*rest, "--model", "m", "--data", "d", "--template", r"Question: {question}\nAnswer:"]
+    )
     assert context.params["template"] == "Question: {question}\nAnswer:"
 
 
 def test_allow_goes_with_resume() -> None:
-    assert "do this:  Add --resume" in run("ppo", "--config", "demo", "--allow", "ppo.steps", code=2)
+    assert "do this:  Add --resume" in run(
+        "ppo", "--config", "demo", "--allow", "ppo.steps", code=2
+    )
 
 
-@pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another"), (errno.EIO, "--debug")])
-def test_a_disk_that_takes_nothing_is_one_sentence(number: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another"), (errno.EIO, "--debug")],
+)
+def test_a_disk_that_takes_nothing_is_one_sentence(
+    number: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def write() -> None:
         raise OSError(number, "No", "runs/x")
 

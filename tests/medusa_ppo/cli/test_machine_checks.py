@@ -17,13 +17,17 @@ from medusa_ppo.vllm_plugin.registration import Finding
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
     checks = list(machine_checks.run_checks(quick=True))
-    assert {"Python", "Memory", "vLLM", "Plug-in registered", "torch", "ray"} <= {check.name for check in checks}
+    assert {"Python", "Memory", "vLLM", "Plug-in registered", "torch", "ray"} <= {
+        check.name for check in checks
+    }
     assert all(check.found for check in checks)
     assert [check.name for check in checks if not check.ok] == []
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.23.0", "1.0.0"])
-def test_another_vllm_is_a_fault_with_a_next_step(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_another_vllm_is_a_fault_with_a_next_step(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     monkeypatch.setattr(machine_checks, "vllm_version", lambda: version)
     check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "vLLM")
     assert not check.ok and version in check.found and "make setup" in check.do
@@ -35,9 +39,14 @@ def test_a_vllm_that_was_not_tested_is_a_warning(monkeypatch: pytest.MonkeyPatch
     assert check.ok and check.warn and "not tested" in check.found
 
 
-def test_each_hook_is_one_line_and_one_that_vanished_names_the_release_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_hook_is_one_line_and_one_that_vanished_names_the_release_that_had_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     faults = ("", "missing; vLLM 0.31 had it")
-    rows = [asdict(Finding("drafts", "vllm.a:B.c", "V1", "0.24 to 0.32", "run on CPU", fault)) for fault in faults]
+    rows = [
+        asdict(Finding("drafts", "vllm.a:B.c", "V1", "0.24 to 0.32", "run on CPU", fault))
+        for fault in faults
+    ]
     monkeypatch.setattr(machine_checks, "_python", lambda *arguments: (True, json.dumps(rows)))
     there, gone = machine_checks._hooks()
     assert there.ok and "0.24 to 0.32" in there.found and "V1" in there.found
@@ -65,7 +74,24 @@ def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_the_doctor_judges_anyones_model_and_settings(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
-    asked = ["sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.max_new_tokens=32", "engine.num_drafts=2", "heads.num_heads=3"]
-    done = CliRunner().invoke(app, ["doctor", "--distribution", "--model", str(tmp_path / "model"), "--tokens", "1000", *asked])
+    asked = [
+        "sampling.temperature=0.7",
+        "sampling.top_p=0.9",
+        "sampling.max_new_tokens=32",
+        "engine.num_drafts=2",
+        "heads.num_heads=3",
+    ]
+    done = CliRunner().invoke(
+        app,
+        [
+            "doctor",
+            "--distribution",
+            "--model",
+            str(tmp_path / "model"),
+            "--tokens",
+            "1000",
+            *asked,
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "Honest: " in done.output and "All checks passed." in done.output

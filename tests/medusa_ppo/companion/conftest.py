@@ -24,10 +24,19 @@ class ChainTask:
     permutation applied k + 1 times, while the zero start (head k = lm_head) is wrong nearly always: acceptance must rise by learning.
     """
 
-    def __init__(self, vocab: int = 12, hidden: int = 16, sure: float = 0.95, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        vocab: int = 12,
+        hidden: int = 16,
+        sure: float = 0.95,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.vocab, self.hidden, self.sure, self.dtype = vocab, hidden, sure, dtype
         self._generator = torch.Generator().manual_seed(seed)
-        self._frame_VD = torch.linalg.qr(torch.randn(hidden, hidden, generator=self._generator)).Q[:vocab] * 4.0
+        self._frame_VD = (
+            torch.linalg.qr(torch.randn(hidden, hidden, generator=self._generator)).Q[:vocab] * 4.0
+        )
         self.policy_version = -1
         self.drift()
 
@@ -35,13 +44,17 @@ class ChainTask:
         """A new policy: another permutation, so what heads have learned is wrong."""
         order = torch.randperm(self.vocab, generator=self._generator)
         self.successor = torch.empty_like(order)
-        self.successor[order] = order.roll(1)  # one cycle: the permutation applied twice is never the permutation
+        self.successor[order] = order.roll(
+            1
+        )  # one cycle: the permutation applied twice is never the permutation
         self.probs_VV = torch.full((self.vocab, self.vocab), (1 - self.sure) / (self.vocab - 1))
         self.probs_VV[torch.arange(self.vocab), self.successor] = self.sure
         self.lm_head_VD = (self.probs_VV.log().T @ self._frame_VD / 16.0).to(self.dtype)
         self.policy_version += 1
 
-    def batch(self, sequences: int = 48, length: int = 16, temperature: float = 1.0) -> RolloutBatch:
+    def batch(
+        self, sequences: int = 48, length: int = 16, temperature: float = 1.0
+    ) -> RolloutBatch:
         lengths_S = torch.randint(2, length + 1, (sequences,), generator=self._generator)
         states, tokens = [], []
         for n in lengths_S.tolist():
@@ -63,8 +76,18 @@ class ChainTask:
     def single(self) -> RolloutBatch:
         """Three responses of one token each."""
         batch = self.batch(4)
-        hidden_MD, ids_M, logprobs_M = batch.hidden_MD[:3], batch.response_ids_M[:3], batch.logprobs_M[:3]
-        return replace(batch, hidden_MD=hidden_MD, response_ids_M=ids_M, logprobs_M=logprobs_M, lengths_S=torch.ones(3, dtype=torch.int64))
+        hidden_MD, ids_M, logprobs_M = (
+            batch.hidden_MD[:3],
+            batch.response_ids_M[:3],
+            batch.logprobs_M[:3],
+        )
+        return replace(
+            batch,
+            hidden_MD=hidden_MD,
+            response_ids_M=ids_M,
+            logprobs_M=logprobs_M,
+            lengths_S=torch.ones(3, dtype=torch.int64),
+        )
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
@@ -88,10 +111,14 @@ def client_of() -> Iterator[Callable[..., CompanionClient]]:
     """Starts companions for a task, closed when the test ends."""
     clients: list[CompanionClient] = []
 
-    def start(task: ChainTask, run_dir: Path | str = "", hang_s: float = HANG_S, **settings) -> CompanionClient:
+    def start(
+        task: ChainTask, run_dir: Path | str = "", hang_s: float = HANG_S, **settings
+    ) -> CompanionClient:
         config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
         heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-        clients.append(CompanionClient(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir, hang_s=hang_s))
+        clients.append(
+            CompanionClient(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir, hang_s=hang_s)
+        )
         return clients[-1]
 
     yield start

@@ -34,7 +34,9 @@ def cycle_of(task) -> Cycle:
 
 def pid_of(client: CompanionClient) -> int:
     """Of the process that answered last."""
-    return max((int(began), int(pid)) for pid, began in (name.split("-") for name in client._incarnations))[1]
+    return max(
+        (int(began), int(pid)) for pid, began in (name.split("-") for name in client._incarnations)
+    )[1]
 
 
 def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> None:
@@ -47,7 +49,12 @@ def test_learns_publishes_and_cleans_up(chain, client_of, tmp_path: Path) -> Non
         client.update_lm_head(task.lm_head_VD, task.policy_version)
     assert client.drain(60)
     status = client.status()
-    assert status.alive and status.batches_trained == 12 and status.batches_dropped == 0 and status.error == ""
+    assert (
+        status.alive
+        and status.batches_trained == 12
+        and status.batches_dropped == 0
+        and status.error == ""
+    )
     published = client.newest(0)
     assert published is not None and published.version == status.versions_published >= 3
     assert client.newest(published.version) is None
@@ -72,14 +79,26 @@ def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     collector = client.collector(rollouts)
     mask_BT = torch.ones(10, 10, dtype=torch.bool)
     mask_BT[:, 0] = False
-    collector.add(torch.randn(10, 10, task.hidden, generator=torch.Generator().manual_seed(0)), mask_BT, list(range(10)))
+    collector.add(
+        torch.randn(10, 10, task.hidden, generator=torch.Generator().manual_seed(0)),
+        mask_BT,
+        list(range(10)),
+    )
     batch = collector.batch()
-    assert 27 <= batch.hidden_MD.shape[0] == 9 * batch.lengths_S.numel() == 90 - collector.left_out <= 45, "whole responses: they are short"
+    assert (
+        27
+        <= batch.hidden_MD.shape[0]
+        == 9 * batch.lengths_S.numel()
+        == 90 - collector.left_out
+        <= 45
+    ), "whole responses: they are short"
     trained_on = 8 * int((~batch.held_S).sum())
     client.submit(batch)
     assert client.drain(60)
     status = client.status()
-    assert status.error == "" and status.batches_trained == 1 and status.trained_tokens == trained_on
+    assert (
+        status.error == "" and status.batches_trained == 1 and status.trained_tokens == trained_on
+    )
     assert status.positions_frac == 1 and status.positions_left_out == collector.left_out
 
 
@@ -90,13 +109,17 @@ def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None
     budget = batch.nbytes // 20
     client = client_of(task, queue_bytes=budget)
     client.submit(batch)
-    assert until(lambda: (now := client.status()).batches_received == 1 and now.queue_bytes == 0), "one that waits would go for the next"
+    assert until(lambda: (now := client.status()).batches_received == 1 and now.queue_bytes == 0), (
+        "one that waits would go for the next"
+    )
     client.submit(batch)
     assert client.drain(60)
     status = client.status()
     assert status.batches_trained == 2 and status.batches_dropped == 0 and status.error == ""
     assert status.trained_tokens > 0 and status.positions_left_out > 1.9 * len(batch.response_ids_M)
-    rollouts = Rollouts(((1,),), (Response(0, (1,) * 5000, (-1.0,) * 5000, "stop"),), Counters(), 1.0, Sampling())
+    rollouts = Rollouts(
+        ((1,),), (Response(0, (1,) * 5000, (-1.0,) * 5000, "stop"),), Counters(), 1.0, Sampling()
+    )
     assert client.collector(rollouts)._weights_M is not None
 
 
@@ -126,14 +149,22 @@ def test_two_workers_learn_what_one_learns(chain, client_of, tmp_path: Path) -> 
         alone.run(batch)
     assert client.drain(60) and client.save(tmp_path)
     status = client.status()
-    assert status.workers == 2 and status.versions_published == alone.version > 0 and status.trained_tokens == alone.trainer.trained_tokens
+    assert (
+        status.workers == 2
+        and status.versions_published == alone.version > 0
+        and status.trained_tokens == alone.trainer.trained_tokens
+    )
     state, other = load_state(tmp_path / "companion.safetensors"), alone.state_dict()
     assert set(state) - {"service", "crc"} == set(other)
     for name, value in other.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_companion_never_raises_and_shows_in_the_status(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medusa_ppo.companion.client.MAX_RESTARTS", 0)
     task = chain()
     client = client_of(task)
@@ -151,7 +182,9 @@ def test_killed_companion_never_raises_and_shows_in_the_status(chain, client_of,
     assert not client.drain(1) and not client.save("/nowhere")
 
 
-def test_killed_companion_raises_when_asked_to(chain, client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_companion_raises_when_asked_to(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medusa_ppo.companion.client.MAX_RESTARTS", 0)
     task = chain()
     client = client_of(task, on_error="raise")
@@ -167,12 +200,17 @@ def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_p
     client = client_of(task, tmp_path)
     for _ in range(6):
         client.submit(task.batch())
-        client.update_lm_head(task.lm_head_VD, task.policy_version)  # The tables it was started with are needed again.
+        client.update_lm_head(
+            task.lm_head_VD, task.policy_version
+        )  # The tables it was started with are needed again.
     assert client.drain(60)
     before = client.newest(0)
     assert before is not None
     trained = 6
-    for killed, answers in (1, lambda: client.newest(0) is not None), (2, lambda: client.status().alive):
+    for killed, answers in (
+        (1, lambda: client.newest(0) is not None),
+        (2, lambda: client.status().alive),
+    ):
         os.kill(pid_of(client), signal.SIGKILL)
         pid = pid_of(client)
         assert until(lambda: answers() and pid_of(client) != pid)  # noqa: B023
@@ -186,7 +224,9 @@ def test_killed_companion_comes_back_from_its_checkpoint(chain, client_of, tmp_p
     assert client.newest(0).version >= before.version
 
 
-def test_stopped_companion_costs_a_short_poll_and_is_started_again(chain, client_of, tmp_path: Path) -> None:
+def test_stopped_companion_costs_a_short_poll_and_is_started_again(
+    chain, client_of, tmp_path: Path
+) -> None:
     """SIGSTOP: alive, but it answers nothing. Batches are bounded on our side, and after `hang_s` it is ended and started again."""
     task = chain()
     batch = task.batch()
@@ -208,13 +248,22 @@ def stored_bytes() -> int:
     from ray._private.internal_api import node_stats
 
     (node,) = ray.nodes()
-    return int(node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats.object_store_bytes_used)
+    return int(
+        node_stats(
+            node["NodeManagerAddress"], node["NodeManagerPort"], False
+        ).store_stats.object_store_bytes_used
+    )
 
 
 def large_batch(rows: int, hidden: int = 16, vocab: int = 12) -> RolloutBatch:
     generator = torch.Generator().manual_seed(0)
     ids_M = torch.randint(vocab, (rows,), generator=generator)
-    return RolloutBatch(torch.randn(rows, hidden, generator=generator), ids_M, torch.full((rows,), -2.0), torch.full((rows // 10,), 10))
+    return RolloutBatch(
+        torch.randn(rows, hidden, generator=generator),
+        ids_M,
+        torch.full((rows,), -2.0),
+        torch.full((rows // 10,), 10),
+    )
 
 
 def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> None:
@@ -231,13 +280,17 @@ def test_a_slow_companion_never_holds_more_than_the_budget(chain, client_of) -> 
             largest = max(largest, stored_bytes() - before)
     assert 2 * batch.nbytes < largest <= budget + 4096, (largest, batch.nbytes)
     status = client.status()
-    assert status.batches_dropped > 5 and status.batches_received > 10, "old ones made way for new ones"
+    assert status.batches_dropped > 5 and status.batches_received > 10, (
+        "old ones made way for new ones"
+    )
     assert client.drain(120)
     assert until(lambda: stored_bytes() - before < 4096, 10), "an idle companion holds no batch"
 
 
 @pytest.mark.slow
-def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(chain, client_of, tmp_path: Path) -> None:
+def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(
+    chain, client_of, tmp_path: Path
+) -> None:
     """Its address space is limited: a batch that is too large for it fails (or ends the process), the ones after it are learned from."""
     task = chain()
     client = client_of(task, tmp_path, queue_bytes=2**30)
@@ -254,7 +307,11 @@ def test_a_companion_that_runs_out_of_memory_goes_on_with_the_next_batch(chain, 
 
     def learns_again() -> bool:
         client.submit(task.batch())
-        return client.drain(60) and client.status().batches_trained > trained and client.status().error == ""
+        return (
+            client.drain(60)
+            and client.status().batches_trained > trained
+            and client.status().error == ""
+        )
 
     assert until(learns_again)
 
@@ -263,7 +320,11 @@ def test_a_batch_that_does_not_fit_is_told(chain, client_of) -> None:
     client = client_of(chain())
     client.submit(chain(hidden=20).batch())
     assert client.drain(60)
-    assert client.newest(0) is None and "hidden size 20" in client.status().error and client.status().alive
+    assert (
+        client.newest(0) is None
+        and "hidden size 20" in client.status().error
+        and client.status().alive
+    )
 
 
 def test_a_companion_that_can_not_start_says_so(chain) -> None:
@@ -273,12 +334,19 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
         CompanionClient(heads, CompanionConfig(), task.lm_head_VD, seed=0)
 
 
-def test_a_stuck_companion_is_started_again(chain, client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_companion_is_started_again(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = chain()
     client = client_of(task)
     ended = []
-    monkeypatch.setattr("medusa_ppo.companion.client.ray.kill", lambda actor, no_restart: ended.append(no_restart))
-    monkeypatch.setattr("medusa_ppo.companion.client.ray.get", lambda *how, **more: Answer(None, "", "x", 0, 0, 301.0))
+    monkeypatch.setattr(
+        "medusa_ppo.companion.client.ray.kill", lambda actor, no_restart: ended.append(no_restart)
+    )
+    monkeypatch.setattr(
+        "medusa_ppo.companion.client.ray.get",
+        lambda *how, **more: Answer(None, "", "x", 0, 0, 301.0),
+    )
     assert client.newest(0, 5.0) is None and ended == [False] and "not moved on" in client._error
 
 

@@ -18,13 +18,27 @@ HIDDEN = 3
 
 def rollouts_of(lengths: list[int], policy_version: int = 4, temperature: float = 0.7) -> Rollouts:
     responses = tuple(
-        Response(0, tuple(100 * s + i for i in range(n)), tuple(-0.5 * s - 0.01 * i for i in range(n)), "stop")
+        Response(
+            0,
+            tuple(100 * s + i for i in range(n)),
+            tuple(-0.5 * s - 0.01 * i for i in range(n)),
+            "stop",
+        )
         for s, n in enumerate(lengths)
     )
-    return Rollouts(((1, 2),), responses, Counters(), 1.0, Sampling(temperature=temperature), policy_version=policy_version)
+    return Rollouts(
+        ((1, 2),),
+        responses,
+        Counters(),
+        1.0,
+        Sampling(temperature=temperature),
+        policy_version=policy_version,
+    )
 
 
-def micro_batch(lengths: list[int], order: list[int], rng: random.Random, width: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(
+    lengths: list[int], order: list[int], rng: random.Random, width: int = 12
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows with prompts and responses at random offsets; the state that predicts token i of response s is (s, i, 7)."""
     hidden_BTD = torch.full((len(order), width, HIDDEN), -1.0)
     mask_BT = torch.zeros(len(order), width, dtype=torch.int64)
@@ -55,8 +69,13 @@ def test_any_order_of_micro_batches_gives_the_same_batch(seed: int) -> None:
     assert collector.complete and collector.empty_responses == lengths.count(0)
     batch = collector.batch()
     assert torch.equal(batch.hidden_MD, expected_states(lengths))
-    assert batch.response_ids_M.tolist() == [100 * s + i for s, n in enumerate(lengths) for i in range(n)]
-    assert torch.allclose(batch.logprobs_M, torch.tensor([-0.5 * s - 0.01 * i for s, n in enumerate(lengths) for i in range(n)]))
+    assert batch.response_ids_M.tolist() == [
+        100 * s + i for s, n in enumerate(lengths) for i in range(n)
+    ]
+    assert torch.allclose(
+        batch.logprobs_M,
+        torch.tensor([-0.5 * s - 0.01 * i for s, n in enumerate(lengths) for i in range(n)]),
+    )
     assert batch.lengths_S.tolist() == [n for n in lengths if n]
     assert batch.policy_version == 4 and batch.temperature == 0.7
 
@@ -75,7 +94,14 @@ def test_responses_never_scored_are_left_out() -> None:
     assert not collector.complete and collector.seen == 2
     batch = collector.batch()
     assert batch.lengths_S.tolist() == [2, 4]
-    assert batch.hidden_MD[:, 0].tolist() == [0, 0, 3, 3, 3, 3] and batch.response_ids_M.tolist() == [0, 1, 300, 301, 302, 303]
+    assert batch.hidden_MD[:, 0].tolist() == [
+        0,
+        0,
+        3,
+        3,
+        3,
+        3,
+    ] and batch.response_ids_M.tolist() == [0, 1, 300, 301, 302, 303]
 
 
 def test_a_response_counts_once() -> None:
@@ -105,9 +131,15 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
     lengths = [rng.randint(0, 6) for _ in range(11)] + [4]
     rollouts = rollouts_of(lengths)
     rollouts = dataclasses.replace(
-        rollouts, responses=tuple(dataclasses.replace(r, prompt_index=i // 2) for i, r in enumerate(rollouts.responses))
+        rollouts,
+        responses=tuple(
+            dataclasses.replace(r, prompt_index=i // 2) for i, r in enumerate(rollouts.responses)
+        ),
     )
-    whole, sampled = BatchCollector(rollouts), BatchCollector(rollouts, EarlySample(0.5, 0.3, seed, ahead=3))
+    whole, sampled = (
+        BatchCollector(rollouts),
+        BatchCollector(rollouts, EarlySample(0.5, 0.3, seed, ahead=3)),
+    )
     order = list(range(12))
     rng.shuffle(order)
     for start in range(0, scored, 3):
@@ -115,13 +147,23 @@ def test_a_sample_is_the_same_rows_of_the_whole_batch(seed: int, scored: int) ->
         hidden_BTD, mask_BT = micro_batch(lengths, part, rng)
         assert whole.add(hidden_BTD, mask_BT, part) == sampled.add(hidden_BTD, mask_BT, part)
     full, some = whole.batch(), sampled.batch()
-    weights = dict(zip([i for i in range(12) if lengths[i]], sampled._weights_M.split([n for n in lengths if n]), strict=True))
+    weights = dict(
+        zip(
+            [i for i in range(12) if lengths[i]],
+            sampled._weights_M.split([n for n in lengths if n]),
+            strict=True,
+        )
+    )
     seen = [weights[i] for i in sorted(order[:scored]) if i in weights]
     kept_S = torch.tensor([bool((weight >= 0).any()) for weight in seen])
     expected = full.select(kept_S.nonzero()[:, 0])
     kept_M = torch.cat([weight for weight, kept in zip(seen, kept_S, strict=True) if kept]) >= 0
-    assert torch.equal(some.hidden_MD, expected.hidden_MD[kept_M]) and torch.equal(some.response_ids_M, expected.response_ids_M)
-    assert torch.equal(some.logprobs_M, expected.logprobs_M) and torch.equal(some.lengths_S, expected.lengths_S)
+    assert torch.equal(some.hidden_MD, expected.hidden_MD[kept_M]) and torch.equal(
+        some.response_ids_M, expected.response_ids_M
+    )
+    assert torch.equal(some.logprobs_M, expected.logprobs_M) and torch.equal(
+        some.lengths_S, expected.lengths_S
+    )
     training, holdout = some.hold_out(0.3, seed=99)
     assert 0 < kept_M.sum() < full.hidden_MD.shape[0] and training.weights_M is not None
     assert holdout is None or holdout.hidden_MD.shape[0] == int(holdout.lengths_S.sum())

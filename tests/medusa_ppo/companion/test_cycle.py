@@ -18,11 +18,20 @@ from medusa_ppo.config import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.types import ReplayRow
 
 
-def make(task, kind: str = "medusa", seed: int = 0, draft_temperature: float = 0.0, **settings) -> Cycle:
+def make(
+    task, kind: str = "medusa", seed: int = 0, draft_temperature: float = 0.0, **settings
+) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4)
     embedding_VD = task.lm_head_VD if kind == "hydra" else None
-    return Cycle(heads, config, task.lm_head_VD, seed=seed, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
+    return Cycle(
+        heads,
+        config,
+        task.lm_head_VD,
+        seed=seed,
+        embedding_VD=embedding_VD,
+        draft_temperature=draft_temperature,
+    )
 
 
 def length_of(heads, task, batch) -> float:
@@ -40,7 +49,9 @@ def test_versions_grow_and_the_frozen_control_stays(chain) -> None:
         if report.published and frozen is None:
             frozen = cycle.serving.trainable_state()
         assert report.published == (report.verdict is not None and report.verdict.publish)
-    assert versions == sorted(versions) and 2 <= versions[-1] == sum(b - a for a, b in zip([0, *versions], versions, strict=False))
+    assert versions == sorted(versions) and 2 <= versions[-1] == sum(
+        b - a for a, b in zip([0, *versions], versions, strict=False)
+    )
     assert 0 < cycle.candidates_rejected <= 20 - cycle.version
     for name, value in cycle.frozen.trainable_state().items():
         assert torch.equal(value, frozen[name])
@@ -75,10 +86,17 @@ def test_what_is_held_out_is_not_trained_on(chain) -> None:
     training, holdout = batch.hold_out(0.25, seed=5)
     again, other = batch.hold_out(0.25, seed=5), batch.hold_out(0.25, seed=6)
     assert holdout is not None and again[1] is not None and other[1] is not None
-    assert holdout.prompts_S.unique().numel() == 2 and holdout.lengths_S.numel() == training.lengths_S.numel() == 8
+    assert (
+        holdout.prompts_S.unique().numel() == 2
+        and holdout.lengths_S.numel() == training.lengths_S.numel() == 8
+    )
     assert not set(holdout.prompts_S.tolist()) & set(training.prompts_S.tolist())
-    assert torch.equal(training.hidden_MD, again[0].hidden_MD) and torch.equal(holdout.response_ids_M, again[1].response_ids_M)
-    assert {prompt for seed in range(20) for prompt in batch.hold_out(0.25, seed)[1].prompts_S.tolist()} == {0, 1, 2, 3}
+    assert torch.equal(training.hidden_MD, again[0].hidden_MD) and torch.equal(
+        holdout.response_ids_M, again[1].response_ids_M
+    )
+    assert {
+        prompt for seed in range(20) for prompt in batch.hold_out(0.25, seed)[1].prompts_S.tolist()
+    } == {0, 1, 2, 3}
     alone = dataclasses.replace(batch, prompts_S=torch.zeros(16, dtype=torch.int64))
     assert alone.hold_out(0.25, 0) == (alone, None)
     assert dataclasses.replace(batch, prompts_S=None).hold_out(0.25, 0)[1].lengths_S.numel() == 6
@@ -98,15 +116,21 @@ def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -
     task, replayed = chain(), []
     cycle = make(task)
     measure = cycle._measure
-    monkeypatch.setattr(cycle, "_measure", lambda heads, batch: (replayed.append(heads), measure(heads, batch))[1])
+    monkeypatch.setattr(
+        cycle, "_measure", lambda heads, batch: (replayed.append(heads), measure(heads, batch))[1]
+    )
     counts = []
     for _ in range(20):
         before = cycle.version
         cycle.run(task.batch())
         counts.append((before, len(replayed)))
         replayed.clear()
-    assert {count for version, count in counts if version < 2} == {2, 3}, "the candidate, what serves, and once what served before"
-    assert all(count == 3 for version, count in counts if version == 2), "the frozen control as well, which served before"
+    assert {count for version, count in counts if version < 2} == {2, 3}, (
+        "the candidate, what serves, and once what served before"
+    )
+    assert all(count == 3 for version, count in counts if version == 2), (
+        "the frozen control as well, which served before"
+    )
     assert cycle.rows["frozen"] != cycle.rows["serving"]
 
 
@@ -118,7 +142,9 @@ def test_equal_heads_are_replayed_once(chain, monkeypatch: pytest.MonkeyPatch) -
         ("medusa", {"position_share": 0.9, "replay_versions": 0}),
     ],
 )
-def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, settings: dict, tmp_path) -> None:
+def test_killed_and_resumed_is_the_same_to_the_bit(
+    chain, kind: str, settings: dict, tmp_path
+) -> None:
     task = chain()
     batches = [task.batch() for _ in range(10)]
     straight, first = make(task, kind, **settings), make(task, kind, **settings)
@@ -131,7 +157,11 @@ def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, settings: d
     second = make(task, kind, seed=0, **settings)
     second.load_state_dict(load_state(tmp_path / "state.safetensors"))
     assert second.rows == first.rows and second.version == first.version
-    assert (second.passes, second.gain, second.positions_frac) == (first.passes, first.gain, first.positions_frac)
+    assert (second.passes, second.gain, second.positions_frac) == (
+        first.passes,
+        first.gain,
+        first.positions_frac,
+    )
     for batch in batches[4:]:
         second.run(batch)
     left, right = straight.state_dict(), second.state_dict()
@@ -197,8 +227,16 @@ def test_trained_heads_find_the_step_size_that_suits_them(chain) -> None:
     source = make(task)
     for _ in range(15):
         source.run(task.batch())
-    config = CompanionConfig(batch_positions=64, learning_rate=4.0)  # 0.5 was too large on one kind of CPU and not on another.
-    cycle = Cycle(source.serving.config, config, task.lm_head_VD, seed=0, initial_state=source.serving.trainable_state())
+    config = CompanionConfig(
+        batch_positions=64, learning_rate=4.0
+    )  # 0.5 was too large on one kind of CPU and not on another.
+    cycle = Cycle(
+        source.serving.config,
+        config,
+        task.lm_head_VD,
+        seed=0,
+        initial_state=source.serving.trainable_state(),
+    )
     rates = [cycle.trainer.rate]
     for _ in range(12):
         cycle.run(task.batch(100))
@@ -253,7 +291,11 @@ def test_a_rollback_keeps_what_the_optimizer_knows_and_a_fall_gives_it_full_spee
     cycle = make(task)
     for _ in range(15):
         cycle.run(task.batch(48))
-    moments = {name: value for name, value in cycle.trainer.state_dict().items() if name.startswith("optimizer")}
+    moments = {
+        name: value
+        for name, value in cycle.trainer.state_dict().items()
+        if name.startswith("optimizer")
+    }
     row = ReplayRow(2.0, (0.5,))
     cycle._obey(Verdict(False, True, "", row, row, row, Interval(-1.0, -1.5, -0.5)))
     cycle._obey(Verdict(False, True, "", row, row, row, Interval(-1.0, -1.5, -0.5)))
@@ -263,9 +305,13 @@ def test_a_rollback_keeps_what_the_optimizer_knows_and_a_fall_gives_it_full_spee
     task.drift()
     cycle.trainer.set_tables(task.lm_head_VD)
     cycle.run(task.batch(48))
-    assert cycle.trainer.rate >= 0.5, "the policy jumped: 1, and half of it where the candidate was worse still"
+    assert cycle.trainer.rate >= 0.5, (
+        "the policy jumped: 1, and half of it where the candidate was worse still"
+    )
     cycle._obey(Verdict(False, True, "The candidate holds values that are not finite."))
-    assert not any(name.startswith("optimizer") for name in cycle.trainer.state_dict()), "moments that may be broken go"
+    assert not any(name.startswith("optimizer") for name in cycle.trainer.state_dict()), (
+        "moments that may be broken go"
+    )
 
 
 def test_new_heads_leave_every_generator_alone(chain, monkeypatch) -> None:
@@ -280,12 +326,19 @@ def test_new_heads_leave_every_generator_alone(chain, monkeypatch) -> None:
 def test_the_draft_vocabulary_follows_the_rollouts(chain) -> None:
     task = chain()
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-    cycle, twin = (Cycle(heads, CompanionConfig(), task.lm_head_VD, seed=0, num_drafts=2, draft_vocab=5) for _ in range(2))
+    cycle, twin = (
+        Cycle(heads, CompanionConfig(), task.lm_head_VD, seed=0, num_drafts=2, draft_vocab=5)
+        for _ in range(2)
+    )
     batch = task.batch(8)
     rare = dataclasses.replace(batch, response_ids_M=batch.response_ids_M % 4)
     for one, kept in ((batch, 5), (rare, None), (rare, None), (rare, None)):
         cycle.run(one)
-        assert cycle._served.ids_W is not None and cycle._served.ids_W.numel() == (kept or 5) and cycle._served.num_drafts == 2
+        assert (
+            cycle._served.ids_W is not None
+            and cycle._served.ids_W.numel() == (kept or 5)
+            and cycle._served.num_drafts == 2
+        )
         assert cycle.trainer.ids_W is cycle._served.ids_W, "trained for what is drafted from"
     assert {0, 1, 2, 3} <= set(cycle._served.ids_W.tolist())
     twin.load_state_dict(cycle.state_dict())
@@ -302,9 +355,16 @@ def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_t
         batch = dataclasses.replace(task.batch(8), prompts_S=torch.zeros(8, dtype=torch.int64))
         before = {name: value.clone() for name, value in cycle.candidate.trainable_state().items()}
         report = cycle.run(batch)
-        assert report.verdict is not None and report.problem == "" and cycle.trainer.batches_trained == number
+        assert (
+            report.verdict is not None
+            and report.problem == ""
+            and cycle.trainer.batches_trained == number
+        )
         if report.published:
-            assert all(torch.equal(value, before[name]) for name, value in cycle.serving.trainable_state().items())
+            assert all(
+                torch.equal(value, before[name])
+                for name, value in cycle.serving.trainable_state().items()
+            )
     assert cycle.version >= 3 and length_of(cycle.serving, task, task.batch(60)) > 1.5
 
 
@@ -356,7 +416,11 @@ def test_learns_from_a_sample_of_the_positions(chain) -> None:
 def test_the_gate_sees_whole_responses_whatever_is_sampled(chain, monkeypatch) -> None:
     seen = []
     original = Cycle._obey
-    monkeypatch.setattr(Cycle, "_obey", lambda self, verdict: (seen.append(verdict.serving), original(self, verdict)))
+    monkeypatch.setattr(
+        Cycle,
+        "_obey",
+        lambda self, verdict: (seen.append(verdict.serving), original(self, verdict)),
+    )
     for settings in ({}, {"position_share": 0.5}):
         task = chain()
         make(task, **settings).run(task.batch())
@@ -367,16 +431,24 @@ def test_a_batch_that_was_sampled_before_is_not_sampled_again(chain) -> None:
     task = chain()
     batch = dataclasses.replace(task.batch(), prompts_S=None)
     held_S = torch.arange(batch.lengths_S.numel()) % 4 == 0
-    weights_M = torch.rand(batch.response_ids_M.shape[0], generator=torch.Generator().manual_seed(0)).lt(0.5).float()
+    weights_M = (
+        torch.rand(batch.response_ids_M.shape[0], generator=torch.Generator().manual_seed(0))
+        .lt(0.5)
+        .float()
+    )
     weights_M[held_S[torch.repeat_interleave(torch.arange(held_S.numel()), batch.lengths_S)]] = 1.0
     compact_M = weights_M.where(weights_M > 0, -1.0)
-    sampled = dataclasses.replace(batch, weights_M=compact_M, hidden_MD=batch.hidden_MD[weights_M > 0], held_S=held_S)
+    sampled = dataclasses.replace(
+        batch, weights_M=compact_M, hidden_MD=batch.hidden_MD[weights_M > 0], held_S=held_S
+    )
     cycle = make(task, loss="ce", position_share=0.1)
     assert cycle.run(sampled).problem == "" and 0.35 < cycle.positions_frac < 0.65
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(chain, temperature: float) -> None:
+def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(
+    chain, temperature: float
+) -> None:
     """Draft temperature times the rollouts' own, once."""
     task = chain()
     cycle = make(task, draft_temperature=1.0)
@@ -392,7 +464,9 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(chai
     assert verdict.serving.mean_acceptance_length == pytest.approx(expected)
 
 
-def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(chain, monkeypatch, tmp_path) -> None:
+def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(
+    chain, monkeypatch, tmp_path
+) -> None:
     """Judged before that, with those that it came with; candidates go on from them, and so does a resumed companion."""
     task = chain()
     cycle = make(task, draft_temperature=1.0)
@@ -414,10 +488,20 @@ def test_a_version_brings_draft_temperatures_that_were_fitted_to_its_holdout(cha
     save_state(tmp_path / "s.safetensors", cycle.state_dict())
     resumed = make(task, draft_temperature=1.0)
     resumed.load_state_dict(load_state(tmp_path / "s.safetensors"))
-    for left, right in ((cycle.serving, resumed.serving), (cycle.candidate, resumed.candidate), (cycle.frozen, resumed.frozen)):
+    for left, right in (
+        (cycle.serving, resumed.serving),
+        (cycle.candidate, resumed.candidate),
+        (cycle.frozen, resumed.frozen),
+    ):
         assert equal(left, right) and left.temperatures_K.tolist() == right.temperatures_K.tolist()
     monkeypatch.undo()
-    started = Cycle(cycle.serving.config, cycle._config, task.lm_head_VD, seed=0, initial_state=cycle.serving.trainable_state())
+    started = Cycle(
+        cycle.serving.config,
+        cycle._config,
+        task.lm_head_VD,
+        seed=0,
+        initial_state=cycle.serving.trainable_state(),
+    )
     assert equal(started.serving, cycle.serving)
 
 
@@ -428,8 +512,15 @@ def test_upper_mark_is_above_the_serving_heads_and_changes_nothing(chain) -> Non
         batch = task.batch()
         plain.run(batch)
         marked.run(batch)
-        assert marked.upper_batch == (step + 1) // 2 * 2 and ("upper" in marked.rows) == (step > 0), "the last one is kept"
+        assert marked.upper_batch == (step + 1) // 2 * 2 and ("upper" in marked.rows) == (
+            step > 0
+        ), "the last one is kept"
     upper, serving = marked.rows["upper"], marked.rows["upper_serving"]
-    assert upper.mean_acceptance_length > serving.mean_acceptance_length and serving == marked.rows["serving"]
+    assert (
+        upper.mean_acceptance_length > serving.mean_acceptance_length
+        and serving == marked.rows["serving"]
+    )
     left, right = plain.state_dict(), marked.state_dict()
-    assert all(torch.equal(value, right[name]) for name, value in left.items() if name != "counters")
+    assert all(
+        torch.equal(value, right[name]) for name, value in left.items() if name != "counters"
+    )

@@ -33,7 +33,10 @@ def judged(candidate, serving, frozen, lm_head_VD, holdout, **how) -> Verdict:
     """The verdict on one holdout, as a cycle comes to it."""
     if fault := find_fault(candidate, serving):
         return Verdict(False, True, fault)
-    results = [replay(heads, holdout, lm_head_VD, **how) for heads in (candidate, serving, frozen or serving)]
+    results = [
+        replay(heads, holdout, lm_head_VD, **how)
+        for heads in (candidate, serving, frozen or serving)
+    ]
     evidence = Evidence()
     evidence.add(1, results[0], results[1], holdout)
     return judge(*results, evidence)
@@ -46,7 +49,13 @@ def zero_heads(task, kind: str = "medusa", num_heads: int = 3) -> MedusaHeads:
 
 def trained(task, batches: int = 12, kind: str = "medusa") -> MedusaHeads:
     config = CompanionConfig(batch_positions=64, learning_rate=2e-2)
-    trainer = HeadsTrainer(zero_heads(task, kind), task.lm_head_VD, config, 0, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+    trainer = HeadsTrainer(
+        zero_heads(task, kind),
+        task.lm_head_VD,
+        config,
+        0,
+        embedding_VD=task.lm_head_VD if kind == "hydra" else None,
+    )
     for _ in range(batches):
         trainer.train_batch(task.batch())
     return trainer.heads
@@ -57,7 +66,15 @@ def trained(task, batches: int = 12, kind: str = "medusa") -> MedusaHeads:
 def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
     task = chain()
     good, start = trained(task, kind=kind), zero_heads(task, kind)
-    verdict = judged(good, start, None, task.lm_head_VD, task.batch(30), draft_temperature=draft_temperature, embedding_VD=task.lm_head_VD)
+    verdict = judged(
+        good,
+        start,
+        None,
+        task.lm_head_VD,
+        task.batch(30),
+        draft_temperature=draft_temperature,
+        embedding_VD=task.lm_head_VD,
+    )
     assert verdict.publish and not verdict.worse and verdict.difference.low > 0
     assert verdict.candidate.mean_acceptance_length > 2 > verdict.serving.mean_acceptance_length
     assert verdict.frozen == verdict.serving and "Better" in verdict.reason
@@ -70,13 +87,21 @@ def test_fitted_temperatures_beat_one_on_miscalibrated_heads() -> None:
     ids_M = torch.multinomial(p_V, 720, replacement=True)
     lm_head_VD = torch.cat([p_V.log().unsqueeze(1), torch.zeros(20, 3)], dim=1)
     hidden_MD = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).expand(720, 4)
-    batch, fresh_M = RolloutBatch(hidden_MD, ids_M, p_V[ids_M].log(), lengths_S), torch.multinomial(p_V, 720, replacement=True)
-    heads, fresh = MedusaHeads(HeadsConfig(4, 20, 3)), RolloutBatch(hidden_MD, fresh_M, p_V[fresh_M].log(), lengths_S)
+    batch, fresh_M = (
+        RolloutBatch(hidden_MD, ids_M, p_V[ids_M].log(), lengths_S),
+        torch.multinomial(p_V, 720, replacement=True),
+    )
+    heads, fresh = (
+        MedusaHeads(HeadsConfig(4, 20, 3)),
+        RolloutBatch(hidden_MD, fresh_M, p_V[fresh_M].log(), lengths_S),
+    )
     before = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
     fit_temperatures(heads, batch, lm_head_VD, served=Served())
     assert heads.temperatures_K.tolist() == [1.0] * 3, "one-hot drafts have none"
     fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0, num_drafts=2))
-    assert heads.temperatures_K.tolist() == [2.0, 2.0, 1.0], "and heads that do not draft keep theirs"
+    assert heads.temperatures_K.tolist() == [2.0, 2.0, 1.0], (
+        "and heads that do not draft keep theirs"
+    )
     fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0))
     after = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
     assert heads.temperatures_K.tolist() == [2.0] * 3 and before < 3.3 and after > 3.9
@@ -127,20 +152,37 @@ def test_poison_never_passes(chain, how: str, kind: str) -> None:
             for seed in range(2):
                 torch.manual_seed(seed)
                 tables = {"lm_head_VD": task.lm_head_VD, "embedding_VD": task.lm_head_VD}
-                verdict = judged(poison(good, how), serving, good, holdout=task.batch(30), draft_temperature=temperature, **tables)
+                verdict = judged(
+                    poison(good, how),
+                    serving,
+                    good,
+                    holdout=task.batch(30),
+                    draft_temperature=temperature,
+                    **tables,
+                )
                 if serving is good:
                     assert not verdict.publish and verdict.worse, (how, verdict)
                 elif verdict.publish:  # by chance better than heads that accept nothing; then it must be so on fresh rollouts too
                     fresh = task.batch(200)
                     kwargs = {"embedding_VD": task.lm_head_VD, "draft_temperature": temperature}
-                    after = replay(poison(good, how), fresh, task.lm_head_VD, **kwargs).mean_acceptance_length
-                    assert after > replay(serving, fresh, task.lm_head_VD, **kwargs).mean_acceptance_length - 0.05
+                    after = replay(
+                        poison(good, how), fresh, task.lm_head_VD, **kwargs
+                    ).mean_acceptance_length
+                    assert (
+                        after
+                        > replay(serving, fresh, task.lm_head_VD, **kwargs).mean_acceptance_length
+                        - 0.05
+                    )
 
 
 def test_other_sizes_never_pass(chain) -> None:
     task = chain()
     good = trained(task)
-    for other in (zero_heads(task, num_heads=4), zero_heads(chain(hidden=20)), zero_heads(task, kind="markov")):
+    for other in (
+        zero_heads(task, num_heads=4),
+        zero_heads(chain(hidden=20)),
+        zero_heads(task, kind="markov"),
+    ):
         verdict = judged(other, good, good, task.lm_head_VD, task.batch(30))
         assert not verdict.publish and verdict.worse and "other sizes" in verdict.reason
 
@@ -155,29 +197,52 @@ def test_rarely_wrong_when_nothing_differs(chain) -> None:
     """Two equally good sets of heads, trained on different data: the gate may pick one now and then, not most of the time."""
     task = chain(sure=0.8)
     left, right = trained(task, 25), trained(task, 25)
-    passed = sum(judged(left, right, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25))
-    turned = sum(judged(right, left, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25))
+    passed = sum(
+        judged(left, right, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25)
+    )
+    turned = sum(
+        judged(right, left, None, task.lm_head_VD, task.batch(20)).publish for _ in range(25)
+    )
     assert min(passed, turned) <= 6
 
 
-def equal_heads(prompts: int, siblings: int, correlation: float, seed: int) -> tuple[ReplayResult, ReplayResult, RolloutBatch]:
+def equal_heads(
+    prompts: int, siblings: int, correlation: float, seed: int
+) -> tuple[ReplayResult, ReplayResult, RolloutBatch]:
     """Counts of two sets of heads that are equally good; a prompt's answers are alike in which of the two they happen to suit."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(10, 60, (prompts, 1), generator=generator) + torch.randint(0, 20, (prompts, siblings), generator=generator)
-    shared, own = (torch.randn(prompts, many, generator=generator, dtype=torch.float64) for many in (1, siblings))
+    lengths = torch.randint(10, 60, (prompts, 1), generator=generator) + torch.randint(
+        0, 20, (prompts, siblings), generator=generator
+    )
+    shared, own = (
+        torch.randn(prompts, many, generator=generator, dtype=torch.float64)
+        for many in (1, siblings)
+    )
     luck = correlation**0.5 * shared + (1 - correlation) ** 0.5 * own
-    drafts_S, gained_S = lengths.double().flatten(), (0.5 * luck * lengths.double().sqrt()).flatten()
+    drafts_S, gained_S = (
+        lengths.double().flatten(),
+        (0.5 * luck * lengths.double().sqrt()).flatten(),
+    )
     first, second = (
-        ReplayResult(drafts_S, (0.9 * drafts_S + gain_S)[:, None], torch.zeros_like(drafts_S)) for gain_S in (gained_S, 0 * gained_S)
+        ReplayResult(drafts_S, (0.9 * drafts_S + gain_S)[:, None], torch.zeros_like(drafts_S))
+        for gain_S in (gained_S, 0 * gained_S)
     )
     ids_M = torch.zeros(int(lengths.sum()), dtype=torch.int64)
     prompts_S = torch.arange(prompts).repeat_interleave(siblings)
-    return first, second, RolloutBatch(torch.zeros(len(ids_M), 1), ids_M, ids_M.float(), lengths.flatten(), prompts_S=prompts_S)
+    return (
+        first,
+        second,
+        RolloutBatch(
+            torch.zeros(len(ids_M), 1), ids_M, ids_M.float(), lengths.flatten(), prompts_S=prompts_S
+        ),
+    )
 
 
 @pytest.mark.parametrize("siblings", [4, 16])
 @pytest.mark.parametrize("prompts", [6, 24])
-def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(prompts: int, siblings: int) -> None:
+def test_equal_heads_pass_one_time_in_ten_at_most_though_siblings_are_alike(
+    prompts: int, siblings: int
+) -> None:
     """With a bootstrap over responses it was 15 and 26 in a hundred (4 and 16 siblings, many prompts)."""
     count, passed = 800, 0
     for seed in range(count):
@@ -216,7 +281,9 @@ def test_quantiles_are_students() -> None:
     from scipy import stats
 
     for freedom in (5, 8, 30, 1000):
-        assert student_quantile(0.91, freedom) == pytest.approx(stats.t.ppf(0.91, freedom), rel=5e-3)
+        assert student_quantile(0.91, freedom) == pytest.approx(
+            stats.t.ppf(0.91, freedom), rel=5e-3
+        )
 
 
 def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +300,9 @@ def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gate, "_acceptance", counted)
     pieces = replay(heads, holdout, task.lm_head_VD)
     assert len(rows) > 4 and max(rows) <= 50 + 16 and sum(rows) == len(holdout.response_ids_M)
-    assert torch.equal(pieces.drafts_S, whole.drafts_S) and torch.equal(pieces.accepted_SK, whole.accepted_SK)
+    assert torch.equal(pieces.drafts_S, whole.drafts_S) and torch.equal(
+        pieces.accepted_SK, whole.accepted_SK
+    )
 
 
 @pytest.mark.parametrize("kind", ["medusa", "markov"])
@@ -241,18 +310,32 @@ def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.Monkey
 def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature: float) -> None:
     """With fewer drafts than heads, from a part of the vocabulary: what full logits give where all other tokens are cut."""
     task = chain(sure=0.8)
-    heads, holdout, ids_W = trained(task, 6, kind), task.batch(20), torch.tensor([0, 2, 3, 5, 8, 9, 11])
+    heads, holdout, ids_W = (
+        trained(task, 6, kind),
+        task.batch(20),
+        torch.tensor([0, 2, 3, 5, 8, 9, 11]),
+    )
     tables = {"embedding_VD": task.lm_head_VD}
-    found = replay(heads, holdout, task.lm_head_VD, served=Served(draft_temperature, 2, ids_W), **tables)
+    found = replay(
+        heads, holdout, task.lm_head_VD, served=Served(draft_temperature, 2, ids_W), **tables
+    )
     segment_M = segments_from_lengths(holdout.lengths_S)
     condition_MK = condition_ids(holdout.response_ids_M, segment_M, 3)
-    factored = heads.factored(holdout.hidden_MD, task.lm_head_VD, condition=condition_MK, embedding_VD=task.lm_head_VD)
+    factored = heads.factored(
+        holdout.hidden_MD, task.lm_head_VD, condition=condition_MK, embedding_VD=task.lm_head_VD
+    )
     logits_MKV = factored.multiply_out()
     cut_V = torch.full((task.vocab,), -torch.inf).index_fill(0, ids_W, 0.0)
     targets_MK, mask_MK = head_targets(holdout.response_ids_M, segment_M, 3)
     if draft_temperature:
-        logq_MK = (logits_MKV / draft_temperature + cut_V).log_softmax(-1).gather(2, targets_MK[..., None])[..., 0]
-        accept_MK = (logq_MK - head_logprobs(holdout.logprobs_M, segment_M, 3)).clamp(max=0).exp().double()
+        logq_MK = (
+            (logits_MKV / draft_temperature + cut_V)
+            .log_softmax(-1)
+            .gather(2, targets_MK[..., None])[..., 0]
+        )
+        accept_MK = (
+            (logq_MK - head_logprobs(holdout.logprobs_M, segment_M, 3)).clamp(max=0).exp().double()
+        )
     else:
         accept_MK = ((logits_MKV + cut_V).argmax(-1) == targets_MK).double()
     accept_MK = (accept_MK * mask_MK).detach()
@@ -262,7 +345,9 @@ def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature
     torch.testing.assert_close(found.drafts_S, expected.drafts_S, rtol=1e-5, atol=1e-6)
     assert (
         found.mean_acceptance_length
-        < replay(heads, holdout, task.lm_head_VD, draft_temperature=draft_temperature, **tables).mean_acceptance_length
+        < replay(
+            heads, holdout, task.lm_head_VD, draft_temperature=draft_temperature, **tables
+        ).mean_acceptance_length
     )
 
 
@@ -287,7 +372,9 @@ def test_heads_from_nothing_are_left_behind_at_once() -> None:
     mean = RunningMean(all_of(0.0), 0.9)
     for _ in range(30):
         mean.add(all_of(1.0).parameters())
-    assert level(mean) > 0.999 > 1 - 0.9**30, "nine tenths kept from the first step on would leave more of the start"
+    assert level(mean) > 0.999 > 1 - 0.9**30, (
+        "nine tenths kept from the first step on would leave more of the start"
+    )
 
 
 def test_trained_heads_weigh_in_full() -> None:

@@ -18,7 +18,9 @@ def test_both_ends_see_one_byte(tmp_path: Path) -> None:
     waiter = threading.Thread(target=companion.give_way)
     waiter.start()
     time.sleep(0.1)
-    assert waiter.is_alive() and Pace(tmp_path / "shared")._byte[0] == 1, "a companion that is started again waits too"
+    assert waiter.is_alive() and Pace(tmp_path / "shared")._byte[0] == 1, (
+        "a companion that is started again waits too"
+    )
     loop.hold(False)
     waiter.join(1.0)
     assert not waiter.is_alive() and companion.take_waited_s() > 0.05 and companion.waited_s == 0

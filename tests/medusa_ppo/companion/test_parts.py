@@ -27,9 +27,18 @@ def with_prompts(batch: RolloutBatch, answers: int = 3) -> RolloutBatch:
 def make(task, kind: str = "medusa", draft_temperature: float = 0.0, **settings) -> Cycle:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     pairs = 4 if kind == "context" else 0
-    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3, kind="hydra" if pairs else kind, rank=4, context=pairs)
+    heads = HeadsConfig(
+        task.hidden, task.vocab, num_heads=3, kind="hydra" if pairs else kind, rank=4, context=pairs
+    )
     embedding_VD = task.lm_head_VD if heads.needs_embedding else None
-    return Cycle(heads, config, task.lm_head_VD, seed=0, embedding_VD=embedding_VD, draft_temperature=draft_temperature)
+    return Cycle(
+        heads,
+        config,
+        task.lm_head_VD,
+        seed=0,
+        embedding_VD=embedding_VD,
+        draft_temperature=draft_temperature,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,13 +54,23 @@ def make(task, kind: str = "medusa", draft_temperature: float = 0.0, **settings)
     ids=["medusa", "hydra", "markov", "context"],
 )
 def test_a_team_learns_what_one_worker_learns(
-    chain, in_a_team: InATeam, monkeypatch: pytest.MonkeyPatch, size: int, kind: str, settings: dict[str, Any]
+    chain,
+    in_a_team: InATeam,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    kind: str,
+    settings: dict[str, Any],
 ) -> None:
     task = chain()
-    monkeypatch.setattr("medusa_ppo.companion.trainer.LOGITS_BYTES", 4 * task.vocab * 64)  # Two micro-batches of 128 positions.
+    monkeypatch.setattr(
+        "medusa_ppo.companion.trainer.LOGITS_BYTES", 4 * task.vocab * 64
+    )  # Two micro-batches of 128 positions.
     # The last one holds out a single response: somebody has nothing to judge.
     batches = [*(with_prompts(task.batch(48)) for _ in range(5)), task.batch(2, 9)]
-    alone, cycles = make(task, kind, **settings), [make(task, kind, **settings) for _ in range(size)]
+    alone, cycles = (
+        make(task, kind, **settings),
+        [make(task, kind, **settings) for _ in range(size)],
+    )
     reports = [alone.run(batch) for batch in batches]
 
     def work(team: Meeting, rank: int) -> list[Any]:
@@ -59,10 +78,16 @@ def test_a_team_learns_what_one_worker_learns(
         return [cycles[rank].run(batch) for batch in batches]
 
     together = in_a_team(work, size)
-    assert len({checksum(cycle.state_dict()) for cycle in cycles}) == 1, "all hold the same state, to the bit"
+    assert len({checksum(cycle.state_dict()) for cycle in cycles}) == 1, (
+        "all hold the same state, to the bit"
+    )
     assert alone.version == cycles[0].version > 0
     for report, other in zip(reports, together[0], strict=True):
-        assert (report.published, report.problem, report.train.tokens) == (other.published, other.problem, other.train.tokens)
+        assert (report.published, report.problem, report.train.tokens) == (
+            other.published,
+            other.problem,
+            other.train.tokens,
+        )
         assert report.train.optimizer_steps == other.train.optimizer_steps
         torch.testing.assert_close(report.train.losses, other.train.losses, rtol=1e-4, atol=1e-5)
         assert (report.verdict is None) == (other.verdict is None)
@@ -71,9 +96,13 @@ def test_a_team_learns_what_one_worker_learns(
                 other.verdict.candidate.mean_acceptance_length, abs=1e-3
             )
     left, right = alone.state_dict(), cycles[0].state_dict()
-    assert left.keys() == right.keys() and ("rows.upper" in left) == ("upper_mark_every" in settings)
+    assert left.keys() == right.keys() and ("rows.upper" in left) == (
+        "upper_mark_every" in settings
+    )
     for name, value in left.items():
-        torch.testing.assert_close(value, right[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, right[name], rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_team_shares_the_holdout(chain, in_a_team: InATeam) -> None:
@@ -82,13 +111,18 @@ def test_a_team_shares_the_holdout(chain, in_a_team: InATeam) -> None:
     holdout = task.batch(7)
     whole = replay(heads, holdout, task.lm_head_VD)
     for result in in_a_team(lambda team, rank: replay(heads, holdout, task.lm_head_VD, team=team)):
-        assert torch.equal(result.drafts_S, whole.drafts_S) and torch.equal(result.accepted_SK, whole.accepted_SK)
+        assert torch.equal(result.drafts_S, whole.drafts_S) and torch.equal(
+            result.accepted_SK, whole.accepted_SK
+        )
         assert torch.equal(result.unseen_S, whole.unseen_S)
 
 
 def test_a_worker_without_a_position_in_a_step_takes_part(chain, in_a_team: InATeam) -> None:
     task = chain()
-    alone, cycles = make(task, batch_positions=1), [make(task, batch_positions=1), make(task, batch_positions=1)]
+    alone, cycles = (
+        make(task, batch_positions=1),
+        [make(task, batch_positions=1), make(task, batch_positions=1)],
+    )
     batch = task.batch(3, 6)
     alone.run(batch)
 
@@ -98,4 +132,6 @@ def test_a_worker_without_a_position_in_a_step_takes_part(chain, in_a_team: InAT
 
     assert in_a_team(work) == [alone.trainer.optimizer_steps] * 2
     for name, value in alone.trainer.heads.trainable_state().items():
-        torch.testing.assert_close(value, cycles[1].trainer.heads.trainable_state()[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            value, cycles[1].trainer.heads.trainable_state()[name], rtol=1e-4, atol=1e-5
+        )

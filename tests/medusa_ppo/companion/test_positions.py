@@ -19,14 +19,20 @@ from medusa_ppo.types import RolloutBatch
 
 def compact(batch: RolloutBatch, weights_M: torch.Tensor) -> RolloutBatch:
     """The batch with the states of weighted rows only, as the collector makes it."""
-    return replace(batch, weights_M=weights_M.where(weights_M > 0, -1.0), hidden_MD=batch.hidden_MD[weights_M > 0])
+    return replace(
+        batch,
+        weights_M=weights_M.where(weights_M > 0, -1.0),
+        hidden_MD=batch.hidden_MD[weights_M > 0],
+    )
 
 
 def test_a_fraction_is_drawn_from_positions_with_a_target(chain) -> None:
     lengths_S = torch.tensor([1, 5, 3])
     weights_M = fraction_weights(lengths_S, 0.5, seed=1)
     assert weights_M.tolist().count(1.0) == 3 and weights_M.sum() == 3, "half of 4 + 2 positions"
-    assert weights_M[[0, 5, 8]].tolist() == [0, 0, 0], "the last token of a response has nothing to predict"
+    assert weights_M[[0, 5, 8]].tolist() == [0, 0, 0], (
+        "the last token of a response has nothing to predict"
+    )
     assert torch.equal(weights_M, fraction_weights(lengths_S, 0.5, seed=1))
     assert len({tuple(fraction_weights(lengths_S, 0.5, seed).tolist()) for seed in range(20)}) > 5
 
@@ -49,7 +55,9 @@ def test_rows_without_a_weight_have_no_target(chain) -> None:
     weights_M = torch.zeros(batch.response_ids_M.shape[0])
     weights_M[[0, 2]] = torch.tensor([1.0, 1.0])
     plain, some = look_up(batch, 3, False), look_up(replace(batch, weights_M=weights_M), 3, False)
-    assert some.mask_MK.dtype == torch.bool and some.usable_N.tolist() == [n for n in (0, 2) if plain.mask_MK[n].any()]
+    assert some.mask_MK.dtype == torch.bool and some.usable_N.tolist() == [
+        n for n in (0, 2) if plain.mask_MK[n].any()
+    ]
     assert torch.equal(some.mask_MK[0], plain.mask_MK[0])
     heavy = look_up(replace(batch, weights_M=weights_M * 4), 3, False)
     assert torch.equal(heavy.mask_MK, plain.mask_MK * (4 * weights_M).unsqueeze(1))
@@ -65,7 +73,9 @@ def test_states_that_were_left_out_change_nothing(chain, kind: str, loss: str) -
     states = []
     for make_sample in (lambda b, w: replace(b, weights_M=w), compact):
         trainer = trainer_of(task, kind, loss=loss)
-        report = trainer.train_batch(make_sample(batch, weights_M), [(make_sample(older, older_M), 0.5)])
+        report = trainer.train_batch(
+            make_sample(batch, weights_M), [(make_sample(older, older_M), 0.5)]
+        )
         assert report.tokens == int(weights_M.sum())
         states.append(trainer.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
@@ -76,10 +86,18 @@ def test_weighted_rows_count_as_often_as_they_weigh(chain) -> None:
     task = chain()
     light, heavy = task.batch(1), task.batch(1)
     twice, once = joined(light, heavy, heavy), joined(light, heavy)
-    weights_M = torch.cat([torch.ones(light.response_ids_M.shape[0]), torch.full((heavy.response_ids_M.shape[0],), 2.0)])
+    weights_M = torch.cat(
+        [
+            torch.ones(light.response_ids_M.shape[0]),
+            torch.full((heavy.response_ids_M.shape[0],), 2.0),
+        ]
+    )
     settings = {"batch_positions": 10_000, "epochs": 1, "loss": "ce_tv"}
     first, second = trainer_of(task, "medusa", **settings), trainer_of(task, "medusa", **settings)
-    loss, weighted = first.train_batch(twice).losses, second.train_batch(replace(once, weights_M=weights_M)).losses
+    loss, weighted = (
+        first.train_batch(twice).losses,
+        second.train_batch(replace(once, weights_M=weights_M)).losses,
+    )
     assert loss == pytest.approx(weighted, rel=1e-5)
     left, right = first.heads.trainable_state(), second.heads.trainable_state()
     assert all(torch.allclose(value, right[name], atol=1e-6) for name, value in left.items())
@@ -101,7 +119,9 @@ def test_a_batch_knows_which_states_it_has(chain) -> None:
     some = compact(batch, weights_M)
     assert some.nbytes < batch.nbytes
     rows_M = some.state_rows_M
-    assert torch.equal(rows_M >= 0, weights_M > 0) and torch.equal(some.hidden_MD[rows_M[rows_M >= 0]], batch.hidden_MD[weights_M > 0])
+    assert torch.equal(rows_M >= 0, weights_M > 0) and torch.equal(
+        some.hidden_MD[rows_M[rows_M >= 0]], batch.hidden_MD[weights_M > 0]
+    )
     picked, whole = some.select(torch.tensor([4, 1])), batch.select(torch.tensor([4, 1]))
     assert torch.equal(picked.response_ids_M, whole.response_ids_M)
     assert torch.equal(picked.hidden_MD, whole.hidden_MD[picked.weights_M > 0])
@@ -114,11 +134,18 @@ def test_an_early_sample_leaves_the_holdout_whole() -> None:
     sample = EarlySample(0.25, 0.4, seed=3, ahead=3)
     weights_M, held_S = sample.draw(lengths_S, prompts_S, policy_version=5)
     by_response = weights_M.view(96, 150)
-    assert round(0.4 * 0.25 * 48) == 5 and held_S.sum() == 2 * 6 and torch.equal(held_S[::2], held_S[1::2]), "whole prompts, at least six"
+    assert (
+        round(0.4 * 0.25 * 48) == 5
+        and held_S.sum() == 2 * 6
+        and torch.equal(held_S[::2], held_S[1::2])
+    ), "whole prompts, at least six"
     assert bool((by_response[held_S] == 1).all())
     assert 0.22 < float((weights_M >= 0).float().mean()) < 0.27, "the share is of all states"
     assert torch.equal(held_S, sample.draw(lengths_S, prompts_S, 5)[1])
-    assert any(not torch.equal(held_S, sample.draw(lengths_S, prompts_S, version)[1]) for version in range(5))
+    assert any(
+        not torch.equal(held_S, sample.draw(lengths_S, prompts_S, version)[1])
+        for version in range(5)
+    )
 
 
 def test_a_sample_is_blocks_whose_edges_are_there_for_the_others() -> None:
@@ -126,8 +153,12 @@ def test_a_sample_is_blocks_whose_edges_are_there_for_the_others() -> None:
     lengths_S = torch.randint(1, 400, (300,), generator=torch.Generator().manual_seed(1))
     chosen_T = torch.zeros(400)
     for version in range(12):
-        weights_M, held_S = EarlySample(0.3, 0.2, 7, ahead=4, behind=8).draw(lengths_S, None, version)
-        padded_ST = torch.nn.utils.rnn.pad_sequence(list(weights_M.split(lengths_S.tolist())), batch_first=True)  # Beyond the end: 0.
+        weights_M, held_S = EarlySample(0.3, 0.2, 7, ahead=4, behind=8).draw(
+            lengths_S, None, version
+        )
+        padded_ST = torch.nn.utils.rnn.pad_sequence(
+            list(weights_M.split(lengths_S.tolist())), batch_first=True
+        )  # Beyond the end: 0.
         present_ST, scored_ST = padded_ST >= 0, padded_ST > 0
         for shift in range(-8, 5):
             there_ST = present_ST.roll(-shift, 1)
@@ -151,16 +182,25 @@ def test_heads_learn_from_blocks_what_they_learn_from_all(chain, loss: str) -> N
     for version, batch in enumerate(batches):
         whole.train_batch(batch)
         some = EarlySample(0.1, 0.0001, 0, ahead=3).of(replace(batch, policy_version=version))
-        assert some.nbytes < 0.4 * batch.nbytes and some.hidden_MD.shape[0] < 0.12 * batch.hidden_MD.shape[0]
+        assert (
+            some.nbytes < 0.4 * batch.nbytes
+            and some.hidden_MD.shape[0] < 0.12 * batch.hidden_MD.shape[0]
+        )
         for _ in range(10):
             assert part.train_batch(some.hold_out(0.1, 0)[0]).problem == ""
     held = task.batch(100, 40)
-    lengths = [replay(trainer.heads, held, task.lm_head_VD).mean_acceptance_length for trainer in (whole, part)]
+    lengths = [
+        replay(trainer.heads, held, task.lm_head_VD).mean_acceptance_length
+        for trainer in (whole, part)
+    ]
     assert lengths[1] > 0.97 * lengths[0] > 1.2, lengths
 
 
 def joined(*batches: RolloutBatch) -> RolloutBatch:
-    parts = {name: torch.cat([getattr(b, name) for b in batches]) for name in ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S")}
+    parts = {
+        name: torch.cat([getattr(b, name) for b in batches])
+        for name in ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S")
+    }
     return RolloutBatch(**parts)
 
 
@@ -168,7 +208,9 @@ def trainer_of(task, kind: str, **settings) -> HeadsTrainer:
     torch.manual_seed(7)
     heads = MedusaHeads(HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, rank=4))
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
-    return HeadsTrainer(heads, task.lm_head_VD, config, 0, embedding_VD=task.lm_head_VD if kind == "hydra" else None)
+    return HeadsTrainer(
+        heads, task.lm_head_VD, config, 0, embedding_VD=task.lm_head_VD if kind == "hydra" else None
+    )
 
 
 def trained(task, kind: str) -> MedusaHeads:

@@ -14,7 +14,11 @@ from medusa_ppo.types import RolloutBatch
 def batch_of(rows: int, version: int = 0) -> RolloutBatch:
     """One sequence of `rows` tokens; 4 states of float32 each: 16 + 8 + 4 bytes per row, plus 8."""
     return RolloutBatch(
-        torch.zeros(rows, 4), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.tensor([rows]), policy_version=version
+        torch.zeros(rows, 4),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(rows),
+        torch.tensor([rows]),
+        policy_version=version,
     )
 
 
@@ -44,7 +48,9 @@ def test_a_batch_over_the_budget_does_not_push_the_others_out() -> None:
 
 def test_batches_of_old_policies_go() -> None:
     queue = BatchQueue(10_000, 1)
-    assert [queue.put(batch_of(10, v)) for v in (0, 0, 1, 1, 2)] == [0, 0, 0, 0, 2], "batches of one policy are equally good"
+    assert [queue.put(batch_of(10, v)) for v in (0, 0, 1, 1, 2)] == [0, 0, 0, 0, 2], (
+        "batches of one policy are equally good"
+    )
     assert (len(queue), queue.nbytes, queue.dropped) == (3, 3 * 288, 2)
     assert queue.put(batch_of(10, 9)) == 3 and queue.get(0).policy_version == 9
 
@@ -53,9 +59,14 @@ def test_a_batch_in_use_counts_and_room_is_kept_for_the_next() -> None:
     queue = BatchQueue(4 * 288, 10)
     for version in range(3):
         queue.put(batch_of(10, version))
-    assert queue.get(0).policy_version == 0 and (queue.nbytes, queue.held_nbytes) == (2 * 288, 3 * 288)
+    assert queue.get(0).policy_version == 0 and (queue.nbytes, queue.held_nbytes) == (
+        2 * 288,
+        3 * 288,
+    )
     assert queue.put(batch_of(10, 3), room=288) == 1 and queue.held_nbytes == 3 * 288
-    assert queue.put(batch_of(31, 4)) == 1 and len(queue) == 2, "there is no room beside the one in use, so nobody makes way for it"
+    assert queue.put(batch_of(31, 4)) == 1 and len(queue) == 2, (
+        "there is no room beside the one in use, so nobody makes way for it"
+    )
     assert [queue.get(0).policy_version for _ in range(2)] == [2, 3]
     assert queue.get(0) is None and queue.held_nbytes == 0
 

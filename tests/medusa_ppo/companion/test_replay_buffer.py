@@ -19,7 +19,12 @@ def test_share_falls_with_age_and_old_batches_go(chain) -> None:
     buffer = ReplayBuffer(2, 1 << 30, 0.5)
     for version in (3, 4, 4, 5):
         buffer.add(dataclasses.replace(task.batch(), policy_version=version))
-    assert [(b.policy_version, share) for b, share in buffer.older(5)] == [(3, 0.25), (4, 0.5), (4, 0.5), (5, 1.0)]
+    assert [(b.policy_version, share) for b, share in buffer.older(5)] == [
+        (3, 0.25),
+        (4, 0.5),
+        (4, 0.5),
+        (5, 1.0),
+    ]
     assert [b.policy_version for b, _ in buffer.older(6)] == [4, 4, 5]
     assert buffer.older(20) == [] and len(buffer) == 0
 
@@ -39,7 +44,9 @@ def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
 
 
 def cycle_of(task, **settings) -> Cycle:
-    config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, **settings})
+    config = CompanionConfig(
+        **{"batch_positions": 64, "learning_rate": 2e-2, "replay_versions": 3, **settings}
+    )
     return Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 
@@ -50,7 +57,10 @@ def test_cycle_replays_what_it_trained_on_and_nothing_held_out(chain) -> None:
     for batch in batches:
         once.run(batch)
         again.run(batch)
-    assert again.trainer.optimizer_steps > once.trainer.optimizer_steps and again.trainer.trained_tokens == once.trainer.trained_tokens
+    assert (
+        again.trainer.optimizer_steps > once.trainer.optimizer_steps
+        and again.trainer.trained_tokens == once.trainer.trained_tokens
+    )
     kept = sum(batch.lengths_S.numel() for batch, _ in again.replay.older(0))
     assert kept == sum(round(0.8 * batch.lengths_S.numel()) for batch in batches)
 

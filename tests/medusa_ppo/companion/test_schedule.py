@@ -7,7 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from medusa_ppo.companion.schedule import LEAST, PROBE_STEPS, START, Account, SharedSeconds, StepSeen
+from medusa_ppo.companion.schedule import (
+    LEAST,
+    PROBE_STEPS,
+    START,
+    Account,
+    SharedSeconds,
+    StepSeen,
+)
 from medusa_ppo.metrics import REASONS
 
 MOST = 2.0
@@ -19,7 +26,15 @@ class World:
     Heads in training approach `reach` by a share of the rest with each pass; the gate publishes a lead of 0.03.
     """
 
-    def __init__(self, account: Account, *, reach: float = 2.4, b: float = 1.2, pass_s: float = 0.8, seed: int = 0) -> None:
+    def __init__(
+        self,
+        account: Account,
+        *,
+        reach: float = 2.4,
+        b: float = 1.2,
+        pass_s: float = 0.8,
+        seed: int = 0,
+    ) -> None:
         self.account, self.reach, self.b, self.pass_s = account, reach, b, pass_s
         self.serving = self.candidate = 1.0
         self.judged = self.published = 0
@@ -30,14 +45,30 @@ class World:
         decision = self.account.decide()
         trained_s = decision.passes * self.pass_s
         length = self.serving * (1 + self._noise.gauss(0, 0.003))
-        generate_s, other_s = 2.0 / length**0.6, 8.0 * (1 + self._noise.gauss(0, 0.01)) + self.b * trained_s
+        generate_s, other_s = (
+            2.0 / length**0.6,
+            8.0 * (1 + self._noise.gauss(0, 0.01)) + self.b * trained_s,
+        )
         gain, serving = 0.0, self.published
         if decision.passes:
             self.candidate += (self.reach - self.candidate) * min(0.9, 0.25 * decision.passes)
             gain, self.judged = self.candidate - self.serving, self.judged + 1
             if gain > 0.03:
                 self.serving, self.published = self.candidate, self.published + 1
-        self.account.step(StepSeen(generate_s, other_s, 0.01, 1000, length, trained_s, self.judged, gain, self.published, serving))
+        self.account.step(
+            StepSeen(
+                generate_s,
+                other_s,
+                0.01,
+                1000,
+                length,
+                trained_s,
+                self.judged,
+                gain,
+                self.published,
+                serving,
+            )
+        )
         self.steps_s.append(generate_s + other_s)
         return decision.passes, decision.reason
 
@@ -60,16 +91,23 @@ def test_the_last_pass_must_pay_and_not_only_their_mean() -> None:
         account = Account(4.0, shared=True)
         account.step(StepSeen(2.0, 9.0, 0.0, 1000, 2.0, 1.0, 0, 0.0, 0, 0))
         account.decide()
-        account.step(StepSeen(2.0, 9.0, 0.0, 1000, 2.0, 1.0, 1, gain, 1, 0))  # Worth 5, 3 and 0 seconds; 2 were spent.
+        account.step(
+            StepSeen(2.0, 9.0, 0.0, 1000, 2.0, 1.0, 1, gain, 1, 0)
+        )  # Worth 5, 3 and 0 seconds; 2 were spent.
         decision = account.decide()
         assert (pytest.approx(decision.passes), decision.reason) == expected
     world = World(Account(MOST, shared=True), b=4.0)
-    assert sum(passes for passes, _ in world.steps(12)) < 4 * MOST, "where it costs much it ends soon"
+    assert sum(passes for passes, _ in world.steps(12)) < 4 * MOST, (
+        "where it costs much it ends soon"
+    )
 
 
 def test_no_batch_is_collected_while_another_one_waits() -> None:
     """Training that takes longer than a step would only fall behind; and what is skipped is no rest."""
-    for shared, expected in ((True, [(MOST, "start"), (0.0, "behind"), (MOST, "start")]), (False, [(MOST, "alone")] * 3)):
+    for shared, expected in (
+        (True, [(MOST, "start"), (0.0, "behind"), (MOST, "start")]),
+        (False, [(MOST, "alone")] * 3),
+    ):
         account, seen = Account(MOST, shared=shared), []
         for waiting in (False, True, False):
             account.step(StepSeen(2.0, 9.0, 0.0, 1000, 1.0, 9.0, 0, 0.0, 0, 0, waiting))
@@ -127,7 +165,9 @@ def test_the_price_of_training_is_found_from_the_steps(price: float) -> None:
     assert seconds.price == 1.0
     for _ in range(60):
         tokens, trained_s = noise.randint(800, 1200), noise.choice([0.0, 0.5, 1.0, 2.0])
-        seconds.add(tokens, trained_s, 0.008 * tokens * (1 + noise.gauss(0, 0.01)) + price * trained_s)
+        seconds.add(
+            tokens, trained_s, 0.008 * tokens * (1 + noise.gauss(0, 0.01)) + price * trained_s
+        )
     assert seconds.price == pytest.approx(price, abs=0.15)
 
 
@@ -136,18 +176,24 @@ def test_a_price_that_no_step_shows_stays_at_one() -> None:
     account, noise = Account(MOST, shared=True), random.Random(0)
     account.step(StepSeen(9.0, 60.0, 0.0, 1000, 1.0, 6.0, 0, 0.0, 0, 0))
     for _ in range(5):
-        account.step(StepSeen(2.0, 9.0 * (1 + noise.gauss(0, 0.03)), 0.0, 1000, 1.0, 1.0, 0, 0.0, 0, 0))
+        account.step(
+            StepSeen(2.0, 9.0 * (1 + noise.gauss(0, 0.03)), 0.0, 1000, 1.0, 1.0, 0, 0.0, 0, 0)
+        )
     assert account.lost_s == pytest.approx(1.0, abs=0.6)
 
 
 def test_what_is_saved_is_seconds_and_not_tokens_a_step() -> None:
     """Twice as many tokens a step are not half of the seconds: a step with drafts takes longer."""
     account = Account(MOST, shared=True)
-    account.step(StepSeen(2.6, 8.0, 0.0, 1000, 1.0, 0.0, 0, 0.0, 0, 0))  # Something else ran beside it.
+    account.step(
+        StepSeen(2.6, 8.0, 0.0, 1000, 1.0, 0.0, 0, 0.0, 0, 0)
+    )  # Something else ran beside it.
     account.step(StepSeen(2.0, 8.0, 0.0, 1000, 1.0, 0.0, 0, 0.0, 0, 0))
     assert account.saved_s == 0
     account.step(StepSeen(1.8, 8.0, 0.5, 1200, 2.2, 0.0, 1, 0.3, 1, 1))
-    assert account.saved_s == pytest.approx(1.2 * 2.0 - 1.8) and account.lost_s == pytest.approx(0.5)
+    assert account.saved_s == pytest.approx(1.2 * 2.0 - 1.8) and account.lost_s == pytest.approx(
+        0.5
+    )
     account.step(StepSeen(2.5, 8.0, 0.5, 1000, 2.2, 0.0, 1, 0.3, 1, 1))
     assert account.saved_s == pytest.approx(-0.5), "drafts can cost more than they bring"
 

@@ -19,16 +19,26 @@ from heads.errors import CheckpointError
 from medusa_ppo.companion import ServiceArguments, pack, unpack
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.service import HOST, SAVED_EVERY, STATE_FILE, CompanionService, forget_oldest
+from medusa_ppo.companion.service import (
+    HOST,
+    SAVED_EVERY,
+    STATE_FILE,
+    CompanionService,
+    forget_oldest,
+)
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config import CompanionConfig
 from medusa_ppo.types import RolloutBatch
 
 
-def arguments_for(task, folder: Path, name: str = "a", resume_from: str = "", **settings) -> ServiceArguments:
+def arguments_for(
+    task, folder: Path, name: str = "a", resume_from: str = "", **settings
+) -> ServiceArguments:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
-    return ServiceArguments(heads, config, 0, None, str(folder / name / "run"), str(folder / name / "shm"), resume_from)
+    return ServiceArguments(
+        heads, config, 0, None, str(folder / name / "run"), str(folder / name / "shm"), resume_from
+    )
 
 
 def tables_of(task) -> Any:
@@ -48,7 +58,10 @@ def test_tensors_cross_unchanged_and_uncopied(dtype: torch.dtype) -> None:
 
 def test_batches_cross_unchanged(chain) -> None:
     batch = chain(dtype=torch.bfloat16).batch()
-    weights_M, held_S = torch.ones(batch.response_ids_M.shape[0]), torch.arange(batch.lengths_S.numel()) % 2 == 0
+    weights_M, held_S = (
+        torch.ones(batch.response_ids_M.shape[0]),
+        torch.arange(batch.lengths_S.numel()) % 2 == 0,
+    )
     batch = dataclasses.replace(batch, weights_M=weights_M, held_S=held_S)
     back = unpack(pack(batch))
     for field in dataclasses.fields(batch):
@@ -64,20 +77,37 @@ def test_publishes_files_that_say_what_the_checksum_says(chain, tmp_path: Path) 
         service.submit(pack(task.batch()), tables_of(task))
     assert service.drain(60)
     status = service.status()
-    assert status.alive and status.batches_received == status.batches_trained == 12 and status.error == ""
-    assert status.versions_published >= 3 and status.versions_published + status.candidates_rejected == 12
+    assert (
+        status.alive
+        and status.batches_received == status.batches_trained == 12
+        and status.error == ""
+    )
+    assert (
+        status.versions_published >= 3
+        and status.versions_published + status.candidates_rejected == 12
+    )
     assert status.train_s > 0 and status.queue_bytes == 0 and len(status.losses) == 3
     published = service.newest(0).published
-    assert published.version == status.versions_published and service.newest(published.version).published is None
-    assert checksum(load_state(published.path)) == published.checksum
-    assert published.mean_acceptance_length == pytest.approx(status.candidate.mean_acceptance_length, abs=1.0) and (
-        published.mean_acceptance_length > 1.5
+    assert (
+        published.version == status.versions_published
+        and service.newest(published.version).published is None
     )
+    assert checksum(load_state(published.path)) == published.checksum
+    assert published.mean_acceptance_length == pytest.approx(
+        status.candidate.mean_acceptance_length, abs=1.0
+    ) and (published.mean_acceptance_length > 1.5)
     files = sorted(p.name for p in (tmp_path / "a" / "shm").glob("heads-*"))
     native = sorted(p.name for p in (tmp_path / "a" / "run" / "heads").iterdir())
     assert len(files) == len(native) == 3 and native[-1] == f"v{published.version:06d}"
-    heads, metadata = load_heads(tmp_path / "a" / "run" / "heads" / native[-1], hidden_size=task.hidden, vocab_size=task.vocab)
-    assert metadata.version == published.version and checksum(heads.trainable_state()) == published.checksum
+    heads, metadata = load_heads(
+        tmp_path / "a" / "run" / "heads" / native[-1],
+        hidden_size=task.hidden,
+        vocab_size=task.vocab,
+    )
+    assert (
+        metadata.version == published.version
+        and checksum(heads.trainable_state()) == published.checksum
+    )
     service.close()
     assert not service.status().alive
 
@@ -91,21 +121,32 @@ def test_a_bad_batch_does_not_end_the_companion(chain, tmp_path: Path) -> None:
     assert "hidden size 20" in service.newest(0).error
     service.submit(pack(task.batch(1)))
     assert service.drain(60)
-    assert service.status().error == service.newest(0).error == "" and service.status().batches_trained == 1
+    assert (
+        service.status().error == service.newest(0).error == ""
+        and service.status().batches_trained == 1
+    )
     service.submit(pack(task.batch()))
     assert service.drain(60)
-    assert service.status().error == "" and service.status().batches_trained == 2 and service.status().alive
+    assert (
+        service.status().error == ""
+        and service.status().batches_trained == 2
+        and service.status().alive
+    )
     service.close()
 
 
 def test_queue_is_bounded_and_drain_counts_what_was_dropped(chain, tmp_path: Path) -> None:
     task = chain()
     batch = task.batch()
-    service = CompanionService(arguments_for(task, tmp_path, queue_bytes=4 * batch.nbytes, epochs=1), tables_of(task))
+    service = CompanionService(
+        arguments_for(task, tmp_path, queue_bytes=4 * batch.nbytes, epochs=1), tables_of(task)
+    )
     with service._state_lock:  # a slow companion: it can't begin
         for _ in range(20):
             held = service.submit(pack(batch))
-            assert service.status().queue_bytes <= held <= 3 * batch.nbytes, "room for the next one's way here is left"
+            assert service.status().queue_bytes <= held <= 3 * batch.nbytes, (
+                "room for the next one's way here is left"
+            )
         assert held == service.newest(0).held_bytes == 3 * batch.nbytes
         assert service.status().batches_dropped == 17
         assert not service.drain(0.05)
@@ -144,7 +185,9 @@ def test_a_poisoned_candidate_is_never_published_and_the_companion_recovers(
         patch.setattr(HeadsTrainer, "train_batch", poison)
         run_batches(service, [task.batch() for _ in range(3)])
     assert service.newest(0).published == good and checksum(load_state(good.path)) == good.checksum
-    assert sorted((tmp_path / "a").rglob("*.safetensors")) == files, "and nothing was written for anybody to find"
+    assert sorted((tmp_path / "a").rglob("*.safetensors")) == files, (
+        "and nothing was written for anybody to find"
+    )
     run_batches(service, [task.batch() for _ in range(3)])
     status = service.status()
     assert status.error == "" and status.versions_published >= good.version
@@ -177,13 +220,19 @@ def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None
     run_batches(first, batches[:3])
     first.save(str(tmp_path / "saved"))
     first.close()
-    second = CompanionService(arguments_for(task, tmp_path, "second", resume_from=str(tmp_path / "saved")), tables_of(task))
+    second = CompanionService(
+        arguments_for(task, tmp_path, "second", resume_from=str(tmp_path / "saved")),
+        tables_of(task),
+    )
     if first.newest(0).published is not None:
         assert second.newest(0).published.checksum == first.newest(0).published.checksum
     run_batches(second, batches[3:])
     assert second.newest(0).published.checksum == straight.newest(0).published.checksum
     left, right = straight._cycle.state_dict(), second._cycle.state_dict()
-    assert all(torch.equal(value, right[name]) for name, value in left.items()) and left.keys() == right.keys()
+    assert (
+        all(torch.equal(value, right[name]) for name, value in left.items())
+        and left.keys() == right.keys()
+    )
     assert second.status().batches_received == 8
     straight.close()
     second.close()
@@ -201,7 +250,10 @@ def test_a_second_start_with_the_same_arguments_goes_on(chain, tmp_path: Path) -
     published = first.newest(0).published
     first._queue.close()
     second = CompanionService(arguments, tables_of(task))
-    assert second.status().batches_trained == saved > 0 and second.newest(0).published.version == published.version
+    assert (
+        second.status().batches_trained == saved > 0
+        and second.newest(0).published.version == published.version
+    )
     assert second.newest(0).published.checksum == published.checksum
     task.drift()  # something new to learn
     for _ in range(8):
@@ -221,14 +273,21 @@ def test_a_second_start_on_another_node_goes_on(chain, tmp_path: Path) -> None:
     shutil.rmtree(arguments.publish_dir)
     second = CompanionService(arguments, tables_of(task))
     again = second.newest(0).published
-    assert second.status().batches_trained > 0 and (again.version, again.checksum) == (published.version, published.checksum)
+    assert second.status().batches_trained > 0 and (again.version, again.checksum) == (
+        published.version,
+        published.checksum,
+    )
     second.close()
 
 
-def test_the_state_is_written_with_each_version_and_seldom_without(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_written_with_each_version_and_seldom_without(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is several times the heads: some 10 GiB at a width of 4,096."""
     task = chain()
-    service = CompanionService(arguments_for(task, tmp_path, gate_confidence=0.999), tables_of(task))
+    service = CompanionService(
+        arguments_for(task, tmp_path, gate_confidence=0.999), tables_of(task)
+    )
     path, written, batches = tmp_path / "a" / "run" / "companion" / STATE_FILE, [], 0
     before = service.status().versions_published
     for _ in range(24):
@@ -238,7 +297,9 @@ def test_the_state_is_written_with_each_version_and_seldom_without(chain, tmp_pa
         assert path.is_file() == (now > before or batches == SAVED_EVERY)
         if path.is_file():
             state = load_state(path)
-            assert now == before or not any(name.startswith("serving.") for name in state), "a new version is the mean, which is there"
+            assert now == before or not any(name.startswith("serving.") for name in state), (
+                "a new version is the mean, which is there"
+            )
             written.append(now > before)
             batches = 0
         before = now
@@ -256,7 +317,10 @@ def test_versions_never_go_back_when_the_saved_state_is_older(chain, tmp_path: P
     (tmp_path / "a" / "run" / "companion" / STATE_FILE).unlink()
     first._queue.close()
     second = CompanionService(arguments, tables_of(task))
-    assert second.newest(0).published.version == published.version and second.newest(0).published.checksum == published.checksum
+    assert (
+        second.newest(0).published.version == published.version
+        and second.newest(0).published.checksum == published.checksum
+    )
     run_batches(second, [task.batch() for _ in range(12)])
     assert second.status().versions_published >= published.version
     second.close()
@@ -272,7 +336,8 @@ def test_a_resumed_companion_never_goes_back_to_what_is_done_again(chain, tmp_pa
     run_batches(first, batches[2:])  # Its own saved state holds six batches now.
     first.close()
     again = dataclasses.replace(
-        arguments_for(task, tmp_path, "run", resume_from=str(tmp_path / "checkpoint")), publish_dir=str(tmp_path / "fresh")
+        arguments_for(task, tmp_path, "run", resume_from=str(tmp_path / "checkpoint")),
+        publish_dir=str(tmp_path / "fresh"),
     )
     CompanionService(again, tables_of(task)).close()
     crashed = CompanionService(again, tables_of(task))
@@ -286,13 +351,17 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
     run_batches(old, [task.batch() for _ in range(12)])
     assert old.status().versions_published > 2
     old.close()
-    new = dataclasses.replace(arguments_for(task, tmp_path, "run"), publish_dir=str(tmp_path / "fresh"))
+    new = dataclasses.replace(
+        arguments_for(task, tmp_path, "run"), publish_dir=str(tmp_path / "fresh")
+    )
     CompanionService(new, tables_of(task)).close()
     crashed = CompanionService(new, tables_of(task))
     assert crashed.status().batches_trained == 0 and crashed.newest(0).published is None
     run_batches(crashed, [task.batch() for _ in range(12)])
     published = crashed.newest(0).published
-    assert (tmp_path / "run" / "run" / "heads" / f"v{published.version:06d}").is_dir(), "higher numbers of the old run don't push it out"
+    assert (tmp_path / "run" / "run" / "heads" / f"v{published.version:06d}").is_dir(), (
+        "higher numbers of the old run don't push it out"
+    )
     crashed.close()
 
 
@@ -300,7 +369,14 @@ def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkey
     """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go; the cycle and the training are real."""
     moves: list[str] = []
     move = Cycle.move_to
-    monkeypatch.setattr(Cycle, "move_to", lambda self, device: (moves.append("host" if device is HOST else "gpu"), move(self, device))[1])
+    monkeypatch.setattr(
+        Cycle,
+        "move_to",
+        lambda self, device: (
+            moves.append("host" if device is HOST else "gpu"),
+            move(self, device),
+        )[1],
+    )
     task = chain()
     batches = [task.batch() for _ in range(6)]
     service = CompanionService(arguments_for(task, tmp_path, num_gpus=0.5), tables_of(task))
@@ -314,7 +390,9 @@ def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkey
         for batch in batches[3:]:
             service.submit(pack(batch))
     assert service.drain(60)
-    assert moves.count("gpu") == 3 and moves[-1] == "host" and moves.count("host") < 3, "not between batches that wait"
+    assert moves.count("gpu") == 3 and moves[-1] == "host" and moves.count("host") < 3, (
+        "not between batches that wait"
+    )
     plain = CompanionService(arguments_for(task, tmp_path, "plain"), tables_of(task))
     moves.clear()
     run_batches(plain, batches)
@@ -332,11 +410,15 @@ def test_the_status_says_how_much_is_trained(chain, tmp_path: Path) -> None:
     assert service.status().passes == 0
     run_batches(service, [task.batch()])
     status = service.status()
-    assert (status.passes, status.judged) == (2, 1) and status.positions_frac == pytest.approx(0.25, abs=0.01)
+    assert (status.passes, status.judged) == (2, 1) and status.positions_frac == pytest.approx(
+        0.25, abs=0.01
+    )
     service.close()
 
 
-def test_a_training_thread_that_is_stuck_is_told_and_one_that_gives_way_is_not(chain, tmp_path: Path) -> None:
+def test_a_training_thread_that_is_stuck_is_told_and_one_that_gives_way_is_not(
+    chain, tmp_path: Path
+) -> None:
     """Polls are answered by other threads, so an answer alone says nothing."""
     task, stuck = chain(), threading.Event()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
@@ -353,11 +435,17 @@ def test_a_training_thread_that_is_stuck_is_told_and_one_that_gives_way_is_not(c
     service.close()
 
 
-def test_an_error_of_cuda_ends_the_process_and_other_errors_do_not(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_cuda_ends_the_process_and_other_errors_do_not(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task, ended = chain(), []
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     monkeypatch.setattr(service, "_start_again", ended.append)
-    for error in (torch.OutOfMemoryError("small"), ValueError("odd"), torch.AcceleratorError("an illegal memory access")):
+    for error in (
+        torch.OutOfMemoryError("small"),
+        ValueError("odd"),
+        torch.AcceleratorError("an illegal memory access"),
+    ):
 
         def fail(batch: RolloutBatch, error: Exception = error) -> None:
             raise error
@@ -368,7 +456,9 @@ def test_an_error_of_cuda_ends_the_process_and_other_errors_do_not(chain, tmp_pa
     service.close()
 
 
-def test_an_error_while_leaving_the_gpu_does_not_end_the_training(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_leaving_the_gpu_does_not_end_the_training(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     rest, failed = service._rest, []
@@ -383,7 +473,11 @@ def test_an_error_while_leaving_the_gpu_does_not_end_the_training(chain, tmp_pat
     run_batches(service, [task.batch()])
     assert "no memory on the host" in service.status().error
     run_batches(service, [task.batch()])
-    assert service.status().alive and service.status().error == "" and service.status().batches_trained == 2
+    assert (
+        service.status().alive
+        and service.status().error == ""
+        and service.status().batches_trained == 2
+    )
     service.close()
 
 
@@ -407,11 +501,15 @@ def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
     service.close()
 
 
-def test_waiting_for_a_core_takes_nothing_from_others(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_core_takes_nothing_from_others(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     learn = service._learn
-    monkeypatch.setattr(service, "_learn", lambda batch: (time.sleep(1.0), learn(batch))[1])  # As a scheduler would let it wait.
+    monkeypatch.setattr(
+        service, "_learn", lambda batch: (time.sleep(1.0), learn(batch))[1]
+    )  # As a scheduler would let it wait.
     run_batches(service, [task.batch(4)])
     status = service.status()
     assert status.train_s > 1.0 and 0 < status.worked_s < status.train_s - 0.5
@@ -437,7 +535,9 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "flip"])
-def test_a_crash_that_left_a_damaged_state_goes_on_from_the_published_heads(chain, tmp_path: Path, how: str) -> None:
+def test_a_crash_that_left_a_damaged_state_goes_on_from_the_published_heads(
+    chain, tmp_path: Path, how: str
+) -> None:
     task = chain()
     arguments = arguments_for(task, tmp_path)
     first = CompanionService(arguments, tables_of(task))
@@ -456,7 +556,9 @@ def test_a_crash_that_left_a_damaged_state_goes_on_from_the_published_heads(chai
     assert "saved state is damaged" in first_told.error and first_told.batches_trained == 1
     assert second.status().error == ""
     second.close()
-    resumed = dataclasses.replace(arguments, resume_from=str(file.parent), publish_dir=str(tmp_path / "fresh"))
+    resumed = dataclasses.replace(
+        arguments, resume_from=str(file.parent), publish_dir=str(tmp_path / "fresh")
+    )
     file.write_bytes(data)
     with pytest.raises(CheckpointError):
         CompanionService(resumed, tables_of(task))
@@ -477,7 +579,9 @@ def test_damaged_published_heads_are_passed_over_after_a_crash(chain, tmp_path: 
     second.close()
 
 
-def test_a_full_disk_keeps_no_heads_from_the_engine(chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_no_heads_from_the_engine(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
     save, heads = service_module.save_state, service_module.save_heads
@@ -500,7 +604,10 @@ def test_a_full_disk_keeps_no_heads_from_the_engine(chain, tmp_path: Path, monke
     monkeypatch.setattr(service_module, "save_state", save)
     monkeypatch.setattr(service_module, "save_heads", heads)
     run_batches(service, [task.batch()])
-    assert service.status().error == "" and (tmp_path / "a" / "run" / "companion" / STATE_FILE).is_file()
+    assert (
+        service.status().error == ""
+        and (tmp_path / "a" / "run" / "companion" / STATE_FILE).is_file()
+    )
     service.close()
 
 
@@ -508,7 +615,9 @@ def test_the_newest_heads_stay_when_the_clock_was_put_back(tmp_path: Path) -> No
     files = [tmp_path / f"heads-{number:06d}.safetensors" for number in range(6)]
     for number, file in enumerate(files):
         file.touch()
-        later = 10**9 if number < 4 else 0  # Those before were written when the clock was years ahead.
+        later = (
+            10**9 if number < 4 else 0
+        )  # Those before were written when the clock was years ahead.
         os.utime(file, (10**9 + later + number, 10**9 + later + number))
         forget_oldest(file, "heads-*.safetensors")
     assert sorted(tmp_path.iterdir()) == files[3:]

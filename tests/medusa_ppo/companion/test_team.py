@@ -28,7 +28,9 @@ from tests.medusa_ppo.companion.conftest import until
 def alone(task, batches: list[RolloutBatch], **settings) -> Cycle:
     """What one worker makes of the same batches."""
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
-    cycle = Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
+    cycle = Cycle(
+        HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0
+    )
     for batch in batches:
         cycle.run(batch)
     return cycle
@@ -36,7 +38,9 @@ def alone(task, batches: list[RolloutBatch], **settings) -> Cycle:
 
 def pids(client: CompanionClient) -> list[int]:
     """The leader's process, and those of the members in its team."""
-    return [int(name.split("-")[0]) for name in ray.get(client._call("workers", CONTROL), timeout=60)]
+    return [
+        int(name.split("-")[0]) for name in ray.get(client._call("workers", CONTROL), timeout=60)
+    ]
 
 
 def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:
@@ -46,7 +50,9 @@ def check_same(client: CompanionClient, cycle: Cycle, folder: Path) -> None:
     assert client.status().versions_published == cycle.version > 0
     assert set(state) - {"service", "crc"} == set(other)
     for name, value in other.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.fixture
@@ -61,47 +67,66 @@ def train_until_whole(client: CompanionClient, task, before: list[int], trained:
     def once_more() -> bool:
         client.submit(task.batch())
         status = client.status() if client.drain(60) else None
-        whole = status is not None and status.alive and status.workers == 2 and status.batches_trained > trained
+        whole = (
+            status is not None
+            and status.alive
+            and status.workers == 2
+            and status.batches_trained > trained
+        )
         return whole and not set(pids(client)) & set(before)
 
     assert until(once_more)
 
 
 @pytest.mark.slow
-def test_two_workers_make_what_one_makes(ray_session: None, chain, client_of, tmp_path: Path) -> None:
+def test_two_workers_make_what_one_makes(
+    ray_session: None, chain, client_of, tmp_path: Path
+) -> None:
     task = chain()
     batches = [task.batch() for _ in range(8)]
     client = client_of(task)
     for batch in batches:
         client.submit(batch)
         client.update_lm_head(task.lm_head_VD, task.policy_version)
-    assert client.drain(60) and client.status().workers == 2 and client.status().batches_trained == 8
+    assert (
+        client.drain(60) and client.status().workers == 2 and client.status().batches_trained == 8
+    )
     check_same(client, alone(task, batches), tmp_path)
     workers = pids(client)
     client.submit(chain(hidden=20).batch())
     assert client.drain(60) and "hidden size 20" in client.status().error
     client.submit(task.batch())
-    assert client.drain(60) and client.status().error == "" and pids(client) == workers, "a bad batch ends nobody"
+    assert client.drain(60) and client.status().error == "" and pids(client) == workers, (
+        "a bad batch ends nobody"
+    )
     client.close()
     assert until(lambda: not any(psutil.pid_exists(pid) for pid in workers), 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_killed_in_the_middle_of_a_batch(ray_session: None, chain, client_of, tmp_path: Path, who: int) -> None:
+def test_a_worker_killed_in_the_middle_of_a_batch(
+    ray_session: None, chain, client_of, tmp_path: Path, who: int
+) -> None:
     """All start again, from the state after the last whole batch."""
     task = chain()
     client = client_of(task, tmp_path, epochs=30)
     for _ in range(2):
         client.submit(task.batch())
     assert client.drain(120)
-    trained, version, before = client.status().batches_trained, client.newest(0).version, pids(client)
+    trained, version, before = (
+        client.status().batches_trained,
+        client.newest(0).version,
+        pids(client),
+    )
     client.submit(task.batch(400, 16))
     assert until(lambda: psutil.Process(before[1]).cpu_percent(0.2) > 20)
     os.kill(before[who], signal.SIGKILL)
     train_until_whole(client, task, before, trained)
     assert trained == 2 and client.newest(0).version >= version
-    assert until(lambda: not any(psutil.pid_exists(pid) for pid in before), 60), "nobody is left over"
+    assert until(lambda: not any(psutil.pid_exists(pid) for pid in before), 60), (
+        "nobody is left over"
+    )
 
 
 @pytest.mark.slow
@@ -128,7 +153,9 @@ def test_room_that_is_not_there_is_refused(ray_session: None) -> None:
 
 
 @pytest.mark.slow
-def test_a_member_that_dies_before_it_is_up_is_started_once_more(ray_session: None, tmp_path: Path) -> None:
+def test_a_member_that_dies_before_it_is_up_is_started_once_more(
+    ray_session: None, tmp_path: Path
+) -> None:
     """So it goes with one that Ray placed on a node of which it did not yet know that it is lost."""
 
     class Dies:
@@ -143,5 +170,8 @@ def test_a_member_that_dies_before_it_is_up_is_started_once_more(ray_session: No
 
     kind = ray.remote(num_cpus=0, max_restarts=0)(Dies)
     once, always = tmp_path / "once", tmp_path / "always"
-    assert list(_up([lambda: kind.remote(once, 1)])) == ["it"] and len(once.read_text().splitlines()) == 2
+    assert (
+        list(_up([lambda: kind.remote(once, 1)])) == ["it"]
+        and len(once.read_text().splitlines()) == 2
+    )
     assert _up([lambda: kind.remote(always, 9)]) == {} and len(always.read_text().splitlines()) == 2

@@ -25,16 +25,26 @@ PAIRS = 4
 def sizes(task, form: str = "medusa", lm_head: str = "shared") -> HeadsConfig:
     """Of a kind, or of hydra heads with a context."""
     kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
-    return HeadsConfig(task.hidden, task.vocab, num_heads=3, kind=kind, lm_head=lm_head, rank=4, context=pairs)
+    return HeadsConfig(
+        task.hidden, task.vocab, num_heads=3, kind=kind, lm_head=lm_head, rank=4, context=pairs
+    )
 
 
-def make(task, kind: str = "medusa", seed: int = 0, lm_head: str = "shared", **settings) -> HeadsTrainer:
+def make(
+    task, kind: str = "medusa", seed: int = 0, lm_head: str = "shared", **settings
+) -> HeadsTrainer:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     torch.manual_seed(7)
     heads = MedusaHeads(sizes(task, kind, lm_head))
     if lm_head == "own":
         heads.init_own_lm_heads(task.lm_head_VD.float())
-    return HeadsTrainer(heads, task.lm_head_VD, config, seed, embedding_VD=task.lm_head_VD if heads.config.needs_embedding else None)
+    return HeadsTrainer(
+        heads,
+        task.lm_head_VD,
+        config,
+        seed,
+        embedding_VD=task.lm_head_VD if heads.config.needs_embedding else None,
+    )
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -54,7 +64,9 @@ def test_acceptance_rises(chain, kind: str) -> None:
     after = replay(trainer.heads, held_out, trainer.lm_head_VD, **embedding).mean_acceptance_length
     assert before < 1.3 and after > 2.5, (before, after)
     assert reports[-1].loss < 0.6 * reports[0].loss
-    assert trainer.batches_trained == 15 and trainer.trained_tokens == sum(r.tokens for r in reports)
+    assert trainer.batches_trained == 15 and trainer.trained_tokens == sum(
+        r.tokens for r in reports
+    )
     assert trainer.optimizer_steps == sum(r.optimizer_steps for r in reports)
 
 
@@ -66,8 +78,12 @@ def test_every_loss_goes_down(chain, loss: str) -> None:
     assert reports[-1].loss < 0.8 * reports[0].loss
 
 
-@pytest.mark.parametrize(("form", "loss"), [("markov", "kl_tv"), ("markov", "ce_tv"), ("context", "kl_tv")])
-def test_heads_are_trained_for_the_tokens_that_drafts_come_from(chain, form: str, loss: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "loss"), [("markov", "kl_tv"), ("markov", "ce_tv"), ("context", "kl_tv")]
+)
+def test_heads_are_trained_for_the_tokens_that_drafts_come_from(
+    chain, form: str, loss: str
+) -> None:
     task, ids_W = chain(sure=0.8), torch.tensor([0, 1, 2, 4, 5, 7, 8, 10, 11])
     whole, part, held_out = make(task, form, loss=loss), make(task, form, loss=loss), task.batch(60)
     part.ids_W = ids_W
@@ -77,11 +93,16 @@ def test_heads_are_trained_for_the_tokens_that_drafts_come_from(chain, form: str
         batch = task.batch()
         reports = [trainer.train_batch(batch) for trainer in (whole, part)]
     if before is not None:
-        assert torch.equal(part.heads.markov_out[:, outside], before), "what is never drafted is never multiplied by"
+        assert torch.equal(part.heads.markov_out[:, outside], before), (
+            "what is never drafted is never multiplied by"
+        )
     # Without its token a position says nothing, unless the actor's own distribution is read.
     assert (reports[1].tokens == reports[0].tokens) == (loss == "kl_tv")
     how = {"embedding_VD": task.lm_head_VD, "served": Served(1.0, None, ids_W)}
-    lengths = [replay(t.heads, held_out, task.lm_head_VD, **how).mean_acceptance_length for t in (whole, part)]
+    lengths = [
+        replay(t.heads, held_out, task.lm_head_VD, **how).mean_acceptance_length
+        for t in (whole, part)
+    ]
     assert lengths[1] > lengths[0] - 0.05 and lengths[1] > 1.4, lengths
 
 
@@ -90,25 +111,50 @@ def test_products_in_bfloat16_lose_little(chain, form: str) -> None:
     task = chain(sure=0.8)
     trainers = [make(task, form), make(task, form)]
     trainers[1] = HeadsTrainer(
-        trainers[1].heads, task.lm_head_VD, trainers[1]._config, 0, embedding_VD=task.lm_head_VD, dtype=torch.bfloat16
+        trainers[1].heads,
+        task.lm_head_VD,
+        trainers[1]._config,
+        0,
+        embedding_VD=task.lm_head_VD,
+        dtype=torch.bfloat16,
     )
     batches, held_out = [task.batch() for _ in range(10)], task.batch(60)
     losses = [[trainer.train_batch(batch).loss for batch in batches] for trainer in trainers]
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.03)
-    lengths = [replay(t.heads, held_out, t.lm_head_VD, embedding_VD=t.embedding_VD, draft_temperature=1.0) for t in trainers]
-    assert lengths[1].mean_acceptance_length == pytest.approx(lengths[0].mean_acceptance_length, rel=0.03)
+    lengths = [
+        replay(t.heads, held_out, t.lm_head_VD, embedding_VD=t.embedding_VD, draft_temperature=1.0)
+        for t in trainers
+    ]
+    assert lengths[1].mean_acceptance_length == pytest.approx(
+        lengths[0].mean_acceptance_length, rel=0.03
+    )
     assert trainers[1].lm_head_VD.dtype == torch.float32, "what the gate replays with"
-    assert all(value.dtype == torch.float32 for name, value in trainers[1].state_dict().items() if "heads" in name or "optim" in name)
+    assert all(
+        value.dtype == torch.float32
+        for name, value in trainers[1].state_dict().items()
+        if "heads" in name or "optim" in name
+    )
 
 
 def sequence_by_sequence(heads: MedusaHeads, batch: RolloutBatch, task) -> torch.Tensor:
     """All logits `NKV`, each response by itself, whole."""
-    rows = zip(batch.hidden_MD.split(batch.lengths_S.tolist()), batch.response_ids_M.split(batch.lengths_S.tolist()), strict=True)
-    return torch.cat([heads(h[None], task.lm_head_VD, next_ids_BT=ids[None], embedding_VD=task.lm_head_VD)[0] for h, ids in rows])
+    rows = zip(
+        batch.hidden_MD.split(batch.lengths_S.tolist()),
+        batch.response_ids_M.split(batch.lengths_S.tolist()),
+        strict=True,
+    )
+    return torch.cat(
+        [
+            heads(h[None], task.lm_head_VD, next_ids_BT=ids[None], embedding_VD=task.lm_head_VD)[0]
+            for h, ids in rows
+        ]
+    )
 
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
-def test_first_step_is_that_of_the_plain_reference(chain, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_is_that_of_the_plain_reference(
+    chain, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One optimizer step over a whole batch, against autograd through full logits and the textbook AdamW."""
     monkeypatch.setattr("medusa_ppo.companion.trainer.CLIP_NORM", 1e9)
     monkeypatch.setattr("medusa_ppo.companion.trainer.CUT_SHARE", 0.0)
@@ -116,7 +162,9 @@ def test_first_step_is_that_of_the_plain_reference(chain, form: str, monkeypatch
     batch = task.batch(6)
     for loss in ("ce", "ce_tv", "kl"):
         trainer = make(task, form, loss=loss, batch_positions=10_000, epochs=1)
-        with torch.no_grad():  # away from zero: there q(y) equals p(y) at many rows, where total variation has a kink
+        with (
+            torch.no_grad()
+        ):  # away from zero: there q(y) equals p(y) at many rows, where total variation has a kink
             for parameter in trainer.heads.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
         start = trainer.heads.trainable_state()
@@ -126,7 +174,9 @@ def test_first_step_is_that_of_the_plain_reference(chain, form: str, monkeypatch
         rows = look_up(batch, 3, True)
         logits_NKV = sequence_by_sequence(heads, batch, task)
         teacher = Teacher(batch.hidden_MD, rows.teacher_rows_MK, task.lm_head_VD)
-        teacher_NKV = torch.stack([teacher.logprobs(rows_N) for rows_N in rows.teacher_rows_MK.unbind(1)], 1)
+        teacher_NKV = torch.stack(
+            [teacher.logprobs(rows_N) for rows_N in rows.teacher_rows_MK.unbind(1)], 1
+        )
         loss_K = reference_head_loss(
             logits_NKV,
             rows.targets_MK,
@@ -138,9 +188,13 @@ def test_first_step_is_that_of_the_plain_reference(chain, form: str, monkeypatch
         loss_K.sum().backward()
         optimizer = torch.optim.AdamW(heads.parameters(), lr=2e-2, weight_decay=0.0)
         for parameter, other in zip(heads.parameters(), trainer._named.values(), strict=True):
-            assert torch.allclose(parameter.grad, other.grad, atol=1e-6 if form == "hydra" else 1e-5)
+            assert torch.allclose(
+                parameter.grad, other.grad, atol=1e-6 if form == "hydra" else 1e-5
+            )
         optimizer.step()
-        assert torch.allclose(loss_K.double(), torch.tensor(report.losses, dtype=torch.float64), atol=1e-5)
+        assert torch.allclose(
+            loss_K.double(), torch.tensor(report.losses, dtype=torch.float64), atol=1e-5
+        )
 
 
 def test_a_tenth_of_the_positions_sees_a_part_of_its_context(chain) -> None:
@@ -165,9 +219,13 @@ def test_a_context_without_the_states_that_were_left_out(chain) -> None:
     batch = chain().batch(1, 16)
     weights_M = torch.ones(batch.response_ids_M.shape[0])
     weights_M[1] = -1
-    compact = dataclasses.replace(batch, weights_M=weights_M, hidden_MD=batch.hidden_MD[weights_M >= 0])
+    compact = dataclasses.replace(
+        batch, weights_M=weights_M, hidden_MD=batch.hidden_MD[weights_M >= 0]
+    )
     rows_Mn = look_up(compact, 3, True, PAIRS).context_Mn
-    assert not (rows_Mn == 1).any() and torch.equal(rows_Mn == -1, (look_up(batch, 3, True, PAIRS).context_Mn == -1) | (rows_Mn == -1))
+    assert not (rows_Mn == 1).any() and torch.equal(
+        rows_Mn == -1, (look_up(batch, 3, True, PAIRS).context_Mn == -1) | (rows_Mn == -1)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,9 +242,18 @@ def test_same_seed_same_bits_and_other_seed_other_order(chain, kind: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "lm_head"), [("medusa", "shared"), ("medusa", "own"), ("markov", "shared"), ("hydra", "shared"), ("context", "shared")]
+    ("kind", "lm_head"),
+    [
+        ("medusa", "shared"),
+        ("medusa", "own"),
+        ("markov", "shared"),
+        ("hydra", "shared"),
+        ("context", "shared"),
+    ],
 )
-def test_killed_and_resumed_is_the_same_to_the_bit(chain, kind: str, lm_head: str, tmp_path) -> None:
+def test_killed_and_resumed_is_the_same_to_the_bit(
+    chain, kind: str, lm_head: str, tmp_path
+) -> None:
     task = chain()
     batches = [task.batch() for _ in range(6)]
     straight = make(task, kind, lm_head=lm_head)
@@ -248,7 +315,12 @@ def test_actors_tables_are_never_changed_and_bfloat16_is_taken(chain) -> None:
         trainer.train_batch(task.batch())
     assert torch.equal(copy, task.lm_head_VD) and not trainer.lm_head_VD.requires_grad
     assert all(p.dtype == torch.float32 for p in trainer.heads.parameters())
-    assert replay(trainer.heads, held_out, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD).mean_acceptance_length > 2.0
+    assert (
+        replay(
+            trainer.heads, held_out, trainer.lm_head_VD, embedding_VD=trainer.embedding_VD
+        ).mean_acceptance_length
+        > 2.0
+    )
 
 
 def test_every_position_is_seen_once_in_an_epoch(chain) -> None:
@@ -285,8 +357,12 @@ def test_part_of_a_pass_goes_over_part_of_the_positions(chain, epochs: float, st
     usable, of_older = (look_up(b, 3, False).usable_N.numel() for b in (batch, older))
     rest = epochs - int(epochs)
     parts = [1.0] * int(epochs) + ([rest] if rest else [])
-    assert [int((picks[:, 0] == 0).sum()) for picks in seen] == [max(1, round(part * usable)) for part in parts]
-    assert [int((picks[:, 0] == 1).sum()) for picks in seen] == [round(0.5 * part * of_older) for part in parts]
+    assert [int((picks[:, 0] == 0).sum()) for picks in seen] == [
+        max(1, round(part * usable)) for part in parts
+    ]
+    assert [int((picks[:, 0] == 1).sum()) for picks in seen] == [
+        round(0.5 * part * of_older) for part in parts
+    ]
     assert report.rows == sum(picks.shape[0] for picks in seen)
     assert report.optimizer_steps == steps and report.tokens == round(min(1, epochs) * usable)
 
@@ -335,7 +411,9 @@ def test_gradient_is_clipped_for_each_head_by_itself() -> None:
     for kind in KINDS:
         torch.manual_seed(0)
         pairs = PAIRS if kind == "context" else 0
-        heads = MedusaHeads(HeadsConfig(8, 10, num_heads=3, kind="hydra" if pairs else kind, rank=2, context=pairs))
+        heads = MedusaHeads(
+            HeadsConfig(8, 10, num_heads=3, kind="hydra" if pairs else kind, rank=2, context=pairs)
+        )
         named = dict(heads.named_parameters())
         for name, parameter in named.items():
             parameter.grad = torch.randn_like(parameter)
@@ -350,7 +428,9 @@ def test_gradient_is_clipped_for_each_head_by_itself() -> None:
         again_K = clip_per_head(named, 3, 1e9)
         assert norm_K[0] > 1 and norm_K[2] > 1 and norm_K[1] < 1
         ones = [torch.tensor(1.0)] * (1 + bool(pairs))  # What heads share is clipped by itself.
-        assert torch.allclose(again_K, torch.stack([torch.tensor(1.0), norm_K[1], *ones]), rtol=1e-5)
+        assert torch.allclose(
+            again_K, torch.stack([torch.tensor(1.0), norm_K[1], *ones]), rtol=1e-5
+        )
         assert torch.equal(named["blocks.0"].grad[1], before["blocks.0"][1])
         total = sum(p.grad.square().sum() for p in named.values())
         assert torch.allclose(total, norm_K[1] ** 2 + 1 + len(ones), rtol=1e-4)

@@ -12,10 +12,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_ppo.demo import RECORD, PretrainStatus, Recipe, actor_note, default_cache_dir, ensure_demo_actor, is_whole
+from medusa_ppo.demo import (
+    RECORD,
+    PretrainStatus,
+    Recipe,
+    actor_note,
+    default_cache_dir,
+    ensure_demo_actor,
+    is_whole,
+)
 from medusa_ppo.demo.task import demo_rows
 
-MICRO = Recipe(steps=3, batch_size=2, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, warmup_steps=1)
+MICRO = Recipe(
+    steps=3,
+    batch_size=2,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    warmup_steps=1,
+)
 
 
 def _must_not_train(status: PretrainStatus) -> None:
@@ -27,7 +43,10 @@ def test_trains_once_and_the_folder_is_a_normal_one(tmp_path: Path) -> None:
     folder = ensure_demo_actor(seen.append, tmp_path, recipe=MICRO)
     assert len(seen) == MICRO.steps
     assert ensure_demo_actor(_must_not_train, tmp_path, recipe=MICRO) == folder
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     assert model.config.vocab_size == len(tokenizer)
     assert model.dtype == torch.float32
     prompt = demo_rows("eval", limit=1)[0]["prompt"]
@@ -44,11 +63,18 @@ def test_nothing_but_the_actor_and_the_lock_stays(tmp_path: Path) -> None:
 
 def test_another_recipe_has_another_folder(tmp_path: Path) -> None:
     other = Recipe(**{**vars(MICRO), "seed": 1})
-    assert ensure_demo_actor(None, tmp_path, recipe=MICRO) != ensure_demo_actor(None, tmp_path, recipe=other)
+    assert ensure_demo_actor(None, tmp_path, recipe=MICRO) != ensure_demo_actor(
+        None, tmp_path, recipe=other
+    )
 
 
-@pytest.mark.parametrize("damage", ["cut weights", "flipped byte", "missing tokenizer", "broken record", "record of nothing"])
-def test_a_damaged_folder_is_rebuilt(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    ["cut weights", "flipped byte", "missing tokenizer", "broken record", "record of nothing"],
+)
+def test_a_damaged_folder_is_rebuilt(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = ensure_demo_actor(None, tmp_path, recipe=MICRO)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
@@ -73,7 +99,9 @@ def test_a_damaged_folder_is_rebuilt(tmp_path: Path, damage: str, caplog: pytest
 def test_two_at_a_time_train_once(tmp_path: Path) -> None:
     seen: list[PretrainStatus] = []
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(lambda _: ensure_demo_actor(seen.append, tmp_path, recipe=MICRO), range(2)))
+        folders = list(
+            pool.map(lambda _: ensure_demo_actor(seen.append, tmp_path, recipe=MICRO), range(2))
+        )
     assert folders[0] == folders[1]
     assert len(seen) == MICRO.steps
 
@@ -88,7 +116,9 @@ def test_a_stop_half_way_leaves_no_folder(tmp_path: Path) -> None:
     assert is_whole(ensure_demo_actor(None, tmp_path, recipe=MICRO))
 
 
-def test_the_cache_follows_the_users_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_follows_the_users_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert default_cache_dir() == tmp_path / "xdg" / "medusa-ppo" / "actors"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -99,12 +129,22 @@ def test_the_cache_follows_the_users_environment(tmp_path: Path, monkeypatch: py
 def test_a_grown_actor_writes_what_the_small_one_writes_and_is_called_grown(tmp_path: Path) -> None:
     small_folder = ensure_demo_actor(None, tmp_path, recipe=MICRO)
     grown_folder = ensure_demo_actor(None, tmp_path, recipe=replace(MICRO, grown_to=96))
-    small, grown = (AutoModelForCausalLM.from_pretrained(folder) for folder in (small_folder, grown_folder))
+    small, grown = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (small_folder, grown_folder)
+    )
     assert grown.config.intermediate_size == 96 and small.config.intermediate_size == 64
     ids_BT = torch.arange(40)[None]
     torch.testing.assert_close(grown(ids_BT).logits, small(ids_BT).logits)
     grown(ids_BT).logits.logsumexp(-1).sum().backward()
     mlp, old = grown.model.layers[0].mlp, small.config.intermediate_size
-    new = (mlp.gate_proj.weight.grad[old:], mlp.up_proj.weight.grad[old:], mlp.down_proj.weight.grad[:, old:])
-    assert mlp.gate_proj.weight.grad.any() and not any(part.any() for part in new), "they stay silent while the actor learns"
-    assert actor_note(small_folder) is None and "neurons that say nothing" in str(actor_note(grown_folder))
+    new = (
+        mlp.gate_proj.weight.grad[old:],
+        mlp.up_proj.weight.grad[old:],
+        mlp.down_proj.weight.grad[:, old:],
+    )
+    assert mlp.gate_proj.weight.grad.any() and not any(part.any() for part in new), (
+        "they stay silent while the actor learns"
+    )
+    assert actor_note(small_folder) is None and "neurons that say nothing" in str(
+        actor_note(grown_folder)
+    )

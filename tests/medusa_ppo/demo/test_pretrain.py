@@ -12,7 +12,16 @@ from medusa_ppo import demo as pretrain
 from medusa_ppo.demo import PretrainStatus, Recipe, train_actor
 from medusa_ppo.demo.task import build_tokenizer
 
-MICRO = Recipe(steps=24, batch_size=4, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, learning_rate=1e-2, warmup_steps=4)
+MICRO = Recipe(
+    steps=24,
+    batch_size=4,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    learning_rate=1e-2,
+    warmup_steps=4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +42,18 @@ def test_the_loss_falls_and_progress_is_told(tokenizer: PreTrainedTokenizerBase)
     assert seen[-1].loss < 0.8 * seen[0].loss
 
 
-def test_the_same_recipe_gives_the_same_actor_and_spares_global_state(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_same_recipe_gives_the_same_actor_and_spares_global_state(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
     first = train_actor(MICRO, tokenizer, threads=threads + 1)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(99)
     second = train_actor(MICRO, tokenizer, threads=threads + 1)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 def test_an_interrupted_training_ends_with_the_same_actor(
@@ -60,13 +73,21 @@ def test_an_interrupted_training_ends_with_the_same_actor(
     resumed = train_actor(MICRO, tokenizer, progress=seen.append, partial=partial)
     assert seen[0].done == 11
     straight = train_actor(MICRO, tokenizer)
-    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True)
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "])
-def test_an_unreadable_unfinished_training_is_started_again(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"not safetensors at all", b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "]
+)
+def test_an_unreadable_unfinished_training_is_started_again(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, content: bytes
+) -> None:
     partial = tmp_path / "actor.partial"
     partial.write_bytes(content)
     seen: list[PretrainStatus] = []
-    train_actor(Recipe(**{**vars(MICRO), "steps": 2}), tokenizer, progress=seen.append, partial=partial)
+    train_actor(
+        Recipe(**{**vars(MICRO), "steps": 2}), tokenizer, progress=seen.append, partial=partial
+    )
     assert [status.done for status in seen] == [1, 2]

@@ -17,7 +17,10 @@ _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 def _sums(solution: str) -> list[tuple[int, str, int, int]]:
-    return [(int(left), sign, int(right), int(result)) for left, sign, right, result in _SUM.findall(solution)]
+    return [
+        (int(left), sign, int(right), int(result))
+        for left, sign, right, result in _SUM.findall(solution)
+    ]
 
 
 def test_every_step_is_right_and_the_last_one_is_the_answer() -> None:
@@ -49,7 +52,10 @@ def test_a_problem_is_a_function_of_index_seed_and_split() -> None:
 
 
 def test_the_splits_share_no_question() -> None:
-    questions = {split: {row["question"] for seed in range(3) for row in demo_rows(split, seed, 400)} for split in SPLITS}
+    questions = {
+        split: {row["question"] for seed in range(3) for row in demo_rows(split, seed, 400)}
+        for split in SPLITS
+    }
     for split in SPLITS:
         assert all(split_of(question) == split for question in questions[split])
         assert not any(questions[split] & questions[other] for other in SPLITS if other != split)
@@ -78,7 +84,9 @@ def test_slips_change_the_answer_at_their_rate_and_nothing_else() -> None:
         assert slipped.solution.rsplit("\n", 1)[0] == exact.solution.rsplit("\n", 1)[0]
         sums = _sums(slipped.solution)
         assert exact.answer == str(sums[-1][3])
-        assert slipped.answer in (exact.answer, str(sums[-2][3])) and slipped.solution.endswith(f"#### {slipped.answer}")
+        assert slipped.answer in (exact.answer, str(sums[-2][3])) and slipped.solution.endswith(
+            f"#### {slipped.answer}"
+        )
         wrong += slipped.answer != exact.answer
     assert 0.55 < wrong / 600 < 0.65
 
@@ -87,6 +95,8 @@ def test_the_first_part_of_the_training_has_no_slips() -> None:
     recipe = Recipe(steps=32, slips_from=0.5, slip_rate=1.0)
     tokenizer = build_tokenizer()
     for pool, slips in ((0, False), (1, False), (2, True), (3, True)):
-        answers = [tokenizer.decode(response[:-1]) for _, response in _encode_pool(recipe, tokenizer, pool)]
+        answers = [
+            tokenizer.decode(response[:-1]) for _, response in _encode_pool(recipe, tokenizer, pool)
+        ]
         right = [int(a.split("=")[-1].split()[0]) == int(a.split("####")[1]) for a in answers]
         assert not any(right) if slips else all(right)

@@ -30,11 +30,17 @@ def test_the_task_takes_one_token_a_word_and_a_number(tokenizer: PreTrainedToken
             assert tokenizer.decode(prompt_ids + response_ids) == row["prompt"] + row["solution"]
             assert 30 <= len(prompt_ids) <= 60
             assert 40 <= len(response_ids) <= 95
-            spelled = [token for token in tokenizer.convert_ids_to_tokens(prompt_ids + response_ids) if len(token) == 1 and token.isalpha()]
+            spelled = [
+                token
+                for token in tokenizer.convert_ids_to_tokens(prompt_ids + response_ids)
+                if len(token) == 1 and token.isalpha()
+            ]
             assert not set(spelled) - {"Ġ", "Ċ"}
 
 
-@pytest.mark.parametrize("text", ["", " ", "12,345", "Héllo wörld\n\n\t<x>", "日本語 🙂", "a  b   c", "x == y_1 # no"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "12,345", "Héllo wörld\n\n\t<x>", "日本語 🙂", "a  b   c", "x == y_1 # no"]
+)
 def test_any_text_comes_back_unchanged(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -43,7 +49,9 @@ def test_the_end_token_is_one_token(tokenizer: PreTrainedTokenizerBase) -> None:
     assert tokenizer(END)["input_ids"] == [0]
 
 
-def test_transformers_reloads_it_as_it_is(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_transformers_reloads_it_as_it_is(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     tokenizer.save_pretrained(tmp_path)
     reloaded = AutoTokenizer.from_pretrained(tmp_path)
     for row in demo_rows("eval", seed=1, limit=20):

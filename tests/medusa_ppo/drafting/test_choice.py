@@ -22,16 +22,24 @@ def own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cost_of(batch: int, drafts: int, costs: tuple[float, ...]) -> float:
     """Seconds of a step; what a machine is not said to cost is free."""
-    return sum(cost * value for cost, value in zip(costs, StepCosts.features(batch, drafts), strict=False))
+    return sum(
+        cost * value for cost, value in zip(costs, StepCosts.features(batch, drafts), strict=False)
+    )
 
 
-def run(chooser: DraftChooser, batch: int, keep: float, costs: tuple[float, ...], steps: int) -> tuple[list[int], float, float]:
+def run(
+    chooser: DraftChooser, batch: int, keep: float, costs: tuple[float, ...], steps: int
+) -> tuple[list[int], float, float]:
     """Serve `steps` steps; (choices, tokens, seconds). Each draft is accepted with probability `keep` after accepted ones."""
     choices, tokens, seconds = [], 0.0, 0.0
     for _ in range(steps):
         k = chooser.choose(batch)
         took = cost_of(batch, k, costs) * RNG.uniform(0.95, 1.05)
-        accepted = np.minimum(RNG.geometric(1 - keep, size=batch) - 1, k) if keep < 1 else np.full(batch, k)
+        accepted = (
+            np.minimum(RNG.geometric(1 - keep, size=batch) - 1, k)
+            if keep < 1
+            else np.full(batch, k)
+        )
         chooser.observe_step(batch, k, took)
         chooser.observe_acceptance([k] * batch, accepted.tolist())
         choices.append(k)
@@ -54,7 +62,9 @@ def usual(choices: list[int]) -> int:
         (0.5, (2.0, 0.01, 0.01, 8.0), {0}),  # to draft at all costs more than it brings
     ],
 )
-def test_the_best_number_is_found(keep: float, costs: tuple[float, ...], expected: set[int]) -> None:
+def test_the_best_number_is_found(
+    keep: float, costs: tuple[float, ...], expected: set[int]
+) -> None:
     choices, _, _ = run(DraftChooser(K), 16, keep, costs, 400)
     assert usual(choices) in expected
 
@@ -132,7 +142,9 @@ def test_jumps_that_no_formula_has_are_learned(batch: int) -> None:
 
     choices: list[int] = []
     for turn in range(1200):
-        sequences = batch if turn % 2 else (1, 4, 16, 64)[turn // 2 % 4]  # Other numbers of sequences pull the formula elsewhere.
+        sequences = (
+            batch if turn % 2 else (1, 4, 16, 64)[turn // 2 % 4]
+        )  # Other numbers of sequences pull the formula elsewhere.
         k = chooser.choose(sequences)
         accepted = np.minimum(RNG.geometric(0.5, size=sequences) - 1, k)
         chooser.observe_step(sequences, k, seconds(sequences, k) * RNG.uniform(0.9, 1.1))
@@ -203,18 +215,27 @@ def test_a_machine_that_is_fast_and_slow_by_turns_is_not_taken_for_a_gain() -> N
 MACHINES = {
     "memory": lambda b, k: 0.010 + 0.0004 * (k > 0) + 0.0003 * k + 0.00045 * b * (k + 1) ** 0.9,
     "cache": lambda b, k: 0.0035 + 0.0008 * (k > 0) + 0.0006 * k + 0.0003 * b * (k + 1),
-    "graphs": lambda b, k: 0.008 + 0.0008 * (k > 0) + 0.0002 * k + (0.00001 if b * (k + 1) <= 64 else 0.00008) * b * (k + 1),
+    "graphs": lambda b, k: (
+        0.008
+        + 0.0008 * (k > 0)
+        + 0.0002 * k
+        + (0.00001 if b * (k + 1) <= 64 else 0.00008) * b * (k + 1)
+    ),
 }
 """Seconds of a step by sequences and drafts: weights read from memory, weights in the cache, and a device with captured sizes."""
 
 
-def served(machine: Callable[[int, int], float], keep: float, batch: int, chooser: DraftChooser, seed: int) -> float:
+def served(
+    machine: Callable[[int, int], float], keep: float, batch: int, chooser: DraftChooser, seed: int
+) -> float:
     """Tokens per second of 800 steps over those of the best fixed number of drafts, by true costs; what is learned on the way counts."""
     rng, tokens, seconds, pace = np.random.default_rng(seed), 0.0, 0.0, 0.0
     for _ in range(800):
         k, pace = chooser.choose(batch), 0.95 * pace + 0.02 * rng.standard_normal()
         accepted = np.minimum(rng.geometric(1 - keep, size=batch) - 1, k)
-        chooser.observe_step(batch, k, machine(batch, k) * float(np.exp(pace + 0.08 * rng.standard_normal())))
+        chooser.observe_step(
+            batch, k, machine(batch, k) * float(np.exp(pace + 0.08 * rng.standard_normal()))
+        )
         chooser.observe_acceptance([k] * batch, accepted.tolist())
         tokens, seconds = tokens + batch + float(accepted.sum()), seconds + machine(batch, k)
     best = max(sum(keep**j for j in range(k + 1)) * batch / machine(batch, k) for k in range(K + 1))
@@ -223,10 +244,20 @@ def served(machine: Callable[[int, int], float], keep: float, batch: int, choose
 
 @pytest.mark.parametrize("keep", [0.4, 0.7])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_chosen_is_nearly_as_good_as_the_best_fixed_number(machine: str, keep: float) -> None:
+def test_what_is_chosen_is_nearly_as_good_as_the_best_fixed_number(
+    machine: str, keep: float
+) -> None:
     choosers = [DraftChooser(K) for _ in range(4)]
     for batch in (1, 4, 16, 64):
-        assert np.mean([served(MACHINES[machine], keep, batch, chooser, seed) for seed, chooser in enumerate(choosers)]) >= 0.97, batch
+        assert (
+            np.mean(
+                [
+                    served(MACHINES[machine], keep, batch, chooser, seed)
+                    for seed, chooser in enumerate(choosers)
+                ]
+            )
+            >= 0.97
+        ), batch
 
 
 def test_many_heads_are_chosen_from_sparsely() -> None:

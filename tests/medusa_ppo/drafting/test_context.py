@@ -23,7 +23,9 @@ def written(ring: PairRing, slot: int, request: int, first: int, count: int) -> 
 
 
 def read(ring: PairRing, slot: int, request: int, last: int) -> tuple[list[float], list[bool]]:
-    kept_BnR, there_Bn = ring.read(torch.tensor([slot]), torch.tensor([request]), torch.tensor([last]))
+    kept_BnR, there_Bn = ring.read(
+        torch.tensor([slot]), torch.tensor([request]), torch.tensor([last])
+    )
     return kept_BnR[0, :, 0].tolist(), there_Bn[0].tolist()
 
 
@@ -52,12 +54,18 @@ class Rollout:
 
     def __init__(self, **sizes: int) -> None:
         torch.manual_seed(0)
-        self.heads = MedusaHeads(HeadsConfig(D, V, K, "hydra", context=n, **sizes)).requires_grad_(False)
+        self.heads = MedusaHeads(HeadsConfig(D, V, K, "hydra", context=n, **sizes)).requires_grad_(
+            False
+        )
         for parameter in self.heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
         self.lm_head_VD, self.table_VD = torch.randn(V, D), torch.randn(V, D)
         self.hidden_TD, self.ids_T = torch.randn(10, D), torch.randint(V, (10,))
-        self.core = DraftingCore(self.heads, lambda f: F.linear(f, self.lm_head_VD), lambda i: F.embedding(i, self.table_VD))
+        self.core = DraftingCore(
+            self.heads,
+            lambda f: F.linear(f, self.lm_head_VD),
+            lambda i: F.embedding(i, self.table_VD),
+        )
 
     def serve(self, ring: PairRing, at: list[int], first: int = 0) -> Seen:
         """The pairs at these positions of the response, written in one step; what the last attends to."""
@@ -72,11 +80,25 @@ class Rollout:
     def check(self, at: int, seen: Seen, rows_n: torch.Tensor) -> None:
         """Drafts and q at a position are those of the heads that attend to these rows."""
         hidden_BD, last_B = self.hidden_TD[at : at + 1], self.ids_T[at : at + 1]
-        drafted = self.core.draft(hidden_BD, last_B, K, Sampling(torch.ones(1), torch.rand(1, K, dtype=torch.float64)), seen)
+        drafted = self.core.draft(
+            hidden_BD,
+            last_B,
+            K,
+            Sampling(torch.ones(1), torch.rand(1, K, dtype=torch.float64)),
+            seen,
+        )
         condition_BK = torch.cat([last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)
         context = Context.of(rows_n[None], self.hidden_TD, self.ids_T)
-        logits_BKV = self.heads(hidden_BD, self.lm_head_VD, condition=condition_BK, embedding_VD=self.table_VD, context=context)
-        torch.testing.assert_close(torch.stack(drafted.q, dim=1), logits_BKV.softmax(-1), rtol=1e-4, atol=1e-6)
+        logits_BKV = self.heads(
+            hidden_BD,
+            self.lm_head_VD,
+            condition=condition_BK,
+            embedding_VD=self.table_VD,
+            context=context,
+        )
+        torch.testing.assert_close(
+            torch.stack(drafted.q, dim=1), logits_BKV.softmax(-1), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("sizes", [{}, {"num_layers": 2, "mlp_ratio": 1}])
@@ -105,17 +127,35 @@ def test_a_steps_own_tensors_bring_the_same_pairs() -> None:
     begun = 0  # Positions of the response that are behind us; the prompt was seven tokens long.
     for accepted in (1, 3, 2, 4):
         before, rejected = torch.randn(2, D), DRAFTS + 1 - accepted
-        states_TD = torch.cat([before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D)])
+        states_TD = torch.cat(
+            [before, rollout.hidden_TD[begun : begun + accepted], torch.randn(rejected + 5, D)]
+        )
         # What each row read: the token before, and the drafts behind it; what the last accepted row gave is nobody's input yet.
         read_T = torch.randint(V, (len(states_TD),), dtype=torch.int32)
         read_T[3 : 2 + accepted] = rollout.ids_T[begun : begun + accepted - 1].int()
         at = begun + accepted - 1
-        standing = Standing(torch.tensor([2, 1, 0]), torch.tensor([4, 9, 7]), torch.tensor([1, 7 + at, 3]))
-        rows_B, last_B = torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1]), torch.tensor([3, int(rollout.ids_T[at]), 0])
+        standing = Standing(
+            torch.tensor([2, 1, 0]), torch.tensor([4, 9, 7]), torch.tensor([1, 7 + at, 3])
+        )
+        rows_B, last_B = (
+            torch.tensor([1, 2 + accepted - 1, len(states_TD) - 1]),
+            torch.tensor([3, int(rollout.ids_T[at]), 0]),
+        )
         arrived = Arrived.of_step(
-            states_TD, read_T, rows_B, last_B, torch.tensor([1, accepted, 0]), standing, ring.spare, min(DRAFTS + 1, ring.pairs)
+            states_TD,
+            read_T,
+            rows_B,
+            last_B,
+            torch.tensor([1, accepted, 0]),
+            standing,
+            ring.spare,
+            min(DRAFTS + 1, ring.pairs),
         )
         seen = fused.look_back(ring, arrived, standing)
-        assert seen.there_Bn[0].tolist() == [False] * (n - 1) + [True] and seen.there_Bn[2].tolist() == [False] * (n - 1) + [True]
-        rollout.check(at, Seen(seen.query_BD[1:2], seen.kept_BnR[1:2], seen.there_Bn[1:2]), rows_Tn[at])
+        assert seen.there_Bn[0].tolist() == [False] * (n - 1) + [True] and seen.there_Bn[
+            2
+        ].tolist() == [False] * (n - 1) + [True]
+        rollout.check(
+            at, Seen(seen.query_BD[1:2], seen.kept_BnR[1:2], seen.there_Bn[1:2]), rows_Tn[at]
+        )
         begun += accepted

@@ -25,11 +25,15 @@ MOST_OPERATIONS_A_HEAD = {"hydra": 40, "context": 54}
 PAIRS = 3
 
 
-def random_heads(form: str, lm_head: str = "shared", layers: int = 1, width: int = D) -> MedusaHeads:
+def random_heads(
+    form: str, lm_head: str = "shared", layers: int = 1, width: int = D
+) -> MedusaHeads:
     """Of a kind, or of kind hydra with a context."""
     torch.manual_seed(1)
     kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
-    sizes = HeadsConfig(width, V, K, kind=kind, lm_head=lm_head, rank=4, num_layers=layers, context=pairs)
+    sizes = HeadsConfig(
+        width, V, K, kind=kind, lm_head=lm_head, rank=4, num_layers=layers, context=pairs
+    )
     heads = MedusaHeads(sizes).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) / (4 if pairs else 2))
@@ -39,14 +43,20 @@ def random_heads(form: str, lm_head: str = "shared", layers: int = 1, width: int
 class Actor:
     """lm_head and embedding table of an actor, and inputs that it gave."""
 
-    def __init__(self, batch: int = B, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, batch: int = B, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         generator = torch.Generator().manual_seed(2)
-        make = [torch.randn(rows, D, generator=generator).to(device, dtype) for rows in (V, V, batch)]
+        make = [
+            torch.randn(rows, D, generator=generator).to(device, dtype) for rows in (V, V, batch)
+        ]
         self.lm_head_VD, self.table_VD, self.hidden_BD = make
         self.last_B = torch.randint(V, (batch,), generator=generator).to(device)
 
     def core(self, heads: MedusaHeads, **options: object) -> DraftingCore:
-        return DraftingCore(heads, plain_linear(self.lm_head_VD), lambda i: F.embedding(i, self.table_VD), **options)
+        return DraftingCore(
+            heads, plain_linear(self.lm_head_VD), lambda i: F.embedding(i, self.table_VD), **options
+        )
 
 
 def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) -> torch.Tensor:
@@ -54,7 +64,10 @@ def one_step(core: DraftingCore, slots: DraftSlots, actor: Actor, seeded: bool) 
     count = actor.hidden_BD.shape[0]
     positions_B = torch.arange(count, device=actor.last_B.device)
     keys_B = positions_B * 3 if seeded else None
-    sampling = Sampling(torch.ones_like(positions_B, dtype=torch.float32), uniforms(positions_B, keys_B, None, DRAFT_LANE, K))
+    sampling = Sampling(
+        torch.ones_like(positions_B, dtype=torch.float32),
+        uniforms(positions_B, keys_B, None, DRAFT_LANE, K),
+    )
     drafted = core.draft(actor.hidden_BD, actor.last_B, K, sampling, slots=slots)
     slots.stamp(positions_B, stamps(positions_B, positions_B), K)
     return drafted.ids_BK
@@ -64,9 +77,19 @@ def teacher_logits(heads: MedusaHeads, actor: Actor, ids_BK: torch.Tensor) -> to
     condition_BK = torch.cat([actor.last_B[:, None], ids_BK[:, :-1]], dim=1)
     pairs = None
     if heads.config.context:  # Each stands at its only pair.
-        rows_Bn = torch.arange(len(ids_BK)).unsqueeze(1).masked_fill(torch.arange(PAIRS) < PAIRS - 1, MISSING)
+        rows_Bn = (
+            torch.arange(len(ids_BK))
+            .unsqueeze(1)
+            .masked_fill(torch.arange(PAIRS) < PAIRS - 1, MISSING)
+        )
         pairs = Context.of(rows_Bn, actor.hidden_BD, actor.last_B)
-    return heads(actor.hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=actor.table_VD, context=pairs)
+    return heads(
+        actor.hidden_BD,
+        actor.lm_head_VD,
+        condition=condition_BK,
+        embedding_VD=actor.table_VD,
+        context=pairs,
+    )
 
 
 @pytest.mark.parametrize("tables", [True, False])
@@ -82,13 +105,23 @@ def test_drafts_and_q_are_those_of_the_trainers_heads(
     heads, actor = random_heads(kind, lm_head, layers), Actor()
     core = actor.core(heads)
     drafted = core.draft(actor.hidden_BD, actor.last_B, K)
-    assert torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1)) and not drafted.q
+    assert (
+        torch.equal(drafted.ids_BK, teacher_logits(heads, actor, drafted.ids_BK).argmax(-1))
+        and not drafted.q
+    )
     assert torch.equal(core.draft(actor.hidden_BD, actor.last_B, 1).ids_BK, drafted.ids_BK[:, :1])
     core.temperatures_K.copy_(torch.tensor([1.0, 2.0, 0.5, 1.5]))
     temperature_B = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
-    sampled = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(temperature_B, torch.rand(B, K, dtype=torch.float64)))
+    sampled = core.draft(
+        actor.hidden_BD,
+        actor.last_B,
+        K,
+        Sampling(temperature_B, torch.rand(B, K, dtype=torch.float64)),
+    )
     logits_BKV = teacher_logits(heads, actor, sampled.ids_BK)
-    expected_BKV = (logits_BKV / (temperature_B.view(B, 1, 1) * core.temperatures_K.view(1, K, 1))).softmax(-1)
+    expected_BKV = (
+        logits_BKV / (temperature_B.view(B, 1, 1) * core.temperatures_K.view(1, K, 1))
+    ).softmax(-1)
     q_BKV = torch.stack(sampled.q, dim=1)
     random = temperature_B > 0
     torch.testing.assert_close(q_BKV[random], expected_BKV[random], rtol=1e-3, atol=1e-5)
@@ -104,15 +137,29 @@ def test_q_is_the_replays_with_each_heads_own_temperature(kind: str) -> None:
     core = actor.core(heads)
     core.use_temperature(0.5)
     for _ in range(2):
-        drafted = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)))
+        drafted = core.draft(
+            actor.hidden_BD,
+            actor.last_B,
+            K,
+            Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)),
+        )
         condition_BK = torch.cat([actor.last_B[:, None], drafted.ids_BK[:, :-1]], dim=1)
         tables = {"condition_MK": condition_BK, "embedding_VD": actor.table_VD}
-        logq_1BK = draft_logprobs_for_rows(heads, actor.hidden_BD, drafted.ids_BK, actor.lm_head_VD, temperatures=(0.35,), **tables)
-        q_BK = torch.stack([q_BV.gather(1, drafted.ids_BK[:, [k]]).squeeze(1) for k, q_BV in enumerate(drafted.q)], dim=1)
+        logq_1BK = draft_logprobs_for_rows(
+            heads, actor.hidden_BD, drafted.ids_BK, actor.lm_head_VD, temperatures=(0.35,), **tables
+        )
+        q_BK = torch.stack(
+            [q_BV.gather(1, drafted.ids_BK[:, [k]]).squeeze(1) for k, q_BV in enumerate(drafted.q)],
+            dim=1,
+        )
         torch.testing.assert_close(q_BK, logq_1BK[0].exp(), rtol=1e-3, atol=1e-5)
-        heads.load_trainable_state({name: tensor + 0.1 for name, tensor in heads.trainable_state().items()})
+        heads.load_trainable_state(
+            {name: tensor + 0.1 for name, tensor in heads.trainable_state().items()}
+        )
         core.load()
-    heads.load_trainable_state({name: view.clone() for name, view in heads.trainable_views().items()})
+    heads.load_trainable_state(
+        {name: view.clone() for name, view in heads.trainable_views().items()}
+    )
     core.load()
     assert core.temperatures_K.tolist() == [0.5] * K
 
@@ -136,7 +183,12 @@ def test_heads_that_change_draft_after_the_next_load(form: str) -> None:
 @pytest.mark.parametrize("form", ["hydra", "context"])
 def test_bfloat16_heads_draft_close_to_the_trainers(form: str) -> None:
     heads, actor = random_heads(form).bfloat16(), Actor(dtype=torch.bfloat16)
-    drafted = actor.core(heads).draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)))
+    drafted = actor.core(heads).draft(
+        actor.hidden_BD,
+        actor.last_B,
+        K,
+        Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
+    )
     expected_BKV = teacher_logits(heads, actor, drafted.ids_BK).log_softmax(-1)
     apart = (torch.stack(drafted.q, dim=1).log() - expected_BKV).square().mean().sqrt()
     assert apart < 0.03 * expected_BKV.std()
@@ -149,14 +201,19 @@ def test_sampled_drafts_come_from_the_q_that_is_kept(kind: str) -> None:
     slots, slots_B = DraftSlots(trials, K, V, torch.device("cpu")), torch.arange(trials)
     hidden_BD, last_B = actor.hidden_BD.expand(trials, D), actor.last_B.expand(trials)
     keys_B = keys_of(range(trials))
-    sampling = Sampling(torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K))
+    sampling = Sampling(
+        torch.full((trials,), 0.9), uniforms(torch.full((trials,), 17), keys_B, None, DRAFT_LANE, K)
+    )
     drafted = actor.core(heads).draft(hidden_BD, last_B, K, sampling, slots=slots)
     slots.stamp(slots_B, slots_B, K)
     kept = slots.look_up(slots_B, slots_B, K)
     for k in range(K):
         q_BV = kept.rows(torch.full((trials, 1), k))
         assert torch.equal(kept.q_BK[:, k], q_BV.gather(1, drafted.ids_BK[:, k : k + 1]).squeeze(1))
-        seen_V, expected_V = torch.bincount(drafted.ids_BK[:, k], minlength=V).double(), q_BV.double().sum(0)
+        seen_V, expected_V = (
+            torch.bincount(drafted.ids_BK[:, k], minlength=V).double(),
+            q_BV.double().sum(0),
+        )
         likely = expected_V > 5
         expected_V = expected_V * seen_V[likely].sum() / expected_V[likely].sum()
         assert chisquare(seen_V[likely].numpy(), expected_V[likely].numpy()).pvalue > 1e-3, k
@@ -167,20 +224,33 @@ def test_a_draft_vocabulary_is_drafted_from_alone_and_mapped(kind: str) -> None:
     heads, actor, ids_W = random_heads(kind), Actor(), torch.tensor([1, 3, 4, 8, 11])
     core = actor.core(heads)
     core.use_vocabulary(ids_W, lambda f: F.linear(f, actor.lm_head_VD[ids_W]))
-    drafted = core.draft(actor.hidden_BD, actor.last_B, K, Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)))
+    drafted = core.draft(
+        actor.hidden_BD,
+        actor.last_B,
+        K,
+        Sampling(torch.ones(B), torch.rand(B, K, dtype=torch.float64)),
+    )
     assert torch.isin(drafted.ids_BK, ids_W).all()
     logits_BKW = teacher_logits(heads, actor, drafted.ids_BK)[:, :, ids_W]
-    torch.testing.assert_close(torch.stack(drafted.q, dim=1), logits_BKW.softmax(-1), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        torch.stack(drafted.q, dim=1), logits_BKW.softmax(-1), rtol=1e-3, atol=1e-5
+    )
     greedy = core.draft(actor.hidden_BD, actor.last_B, K)
-    assert torch.equal(greedy.ids_BK, ids_W[teacher_logits(heads, actor, greedy.ids_BK)[:, :, ids_W].argmax(-1)])
+    assert torch.equal(
+        greedy.ids_BK, ids_W[teacher_logits(heads, actor, greedy.ids_BK)[:, :, ids_W].argmax(-1)]
+    )
 
 
 def test_heads_are_held_once() -> None:
     """Their parameters are views of what is multiplied with, so new values need no second copy."""
     heads, actor = random_heads("hydra"), Actor()
     fused_heads = actor.core(heads).fused
-    held = {tensor.untyped_storage().data_ptr() for tensor in (fused_heads._in_RE, fused_heads._out_KRH)}
-    assert {weight.untyped_storage().data_ptr() for weight in [*heads.mlp_in, heads.mlp_out]} == held
+    held = {
+        tensor.untyped_storage().data_ptr() for tensor in (fused_heads._in_RE, fused_heads._out_KRH)
+    }
+    assert {
+        weight.untyped_storage().data_ptr() for weight in [*heads.mlp_in, heads.mlp_out]
+    } == held
 
 
 def test_own_lm_heads_have_no_draft_vocabulary() -> None:
@@ -197,7 +267,9 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
 
     def drafts(rows: torch.Tensor) -> torch.Tensor:
         noise_BK = uniforms(positions_B[rows], keys_B[rows], None, DRAFT_LANE, K)
-        return core.draft(actor.hidden_BD[rows], actor.last_B[rows], K, Sampling(temperature_B[rows], noise_BK)).ids_BK
+        return core.draft(
+            actor.hidden_BD[rows], actor.last_B[rows], K, Sampling(temperature_B[rows], noise_BK)
+        ).ids_BK
 
     together_BK = drafts(torch.arange(40))
     for rows in (torch.arange(40).flip(0), torch.tensor([7]), torch.tensor([39, 3, 12])):
@@ -208,7 +280,9 @@ def test_a_seeded_draft_depends_on_nothing_else_in_the_batch() -> None:
 
 def test_top_k_and_top_p_cut_each_row_by_its_own() -> None:
     logits_BV = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(5, 4)
-    kept = cut(logits_BV, torch.tensor([1, 2, 4, 2048, 3]), torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5])).isfinite()
+    kept = cut(
+        logits_BV, torch.tensor([1, 2, 4, 2048, 3]), torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5])
+    ).isfinite()
     assert kept.sum(1).tolist() == [1, 2, 2, 4, 2]
     assert cut(logits_BV, None, torch.full((5,), 1e-6)).isfinite().sum(1).tolist() == [1] * 5
 
@@ -225,7 +299,9 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("form", ["hydra", "context"])
 @pytest.mark.parametrize("tables", [True, False])
-def test_operations_do_not_grow_with_requests(tables: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_do_not_grow_with_requests(
+    tables: bool, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not tables:
         monkeypatch.setattr(products, "TABLE_ENTRIES", 0)
         monkeypatch.setattr(context, "TABLE_ENTRIES", 0)
@@ -248,7 +324,11 @@ def test_the_call_compiles_whole(kind: str) -> None:
     heads, actor = random_heads(kind), Actor()
     core = actor.core(heads)
     eager, compiled = (DraftSlots(B, K, V, torch.device("cpu")) for _ in range(2))
-    positions_B, seeds_B, temperature_B = torch.arange(B), torch.arange(B) * 31, torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2])
+    positions_B, seeds_B, temperature_B = (
+        torch.arange(B),
+        torch.arange(B) * 31,
+        torch.tensor([1.0, 0.0, 0.7, 1.3, 0.2]),
+    )
 
     def step(slots: DraftSlots, hidden_BD: torch.Tensor, last_B: torch.Tensor) -> torch.Tensor:
         sampling = Sampling(temperature_B, uniforms(positions_B, seeds_B, None, DRAFT_LANE, K))
@@ -258,6 +338,9 @@ def test_the_call_compiles_whole(kind: str) -> None:
 
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
-        assert torch.equal(whole(compiled, actor.hidden_BD, actor.last_B), step(eager, actor.hidden_BD, actor.last_B))
+        assert torch.equal(
+            whole(compiled, actor.hidden_BD, actor.last_B),
+            step(eager, actor.hidden_BD, actor.last_B),
+        )
     torch.testing.assert_close(compiled.cumulative_KRX, eager.cumulative_KRX)
     assert torch.equal(compiled.stamps_R, eager.stamps_R)

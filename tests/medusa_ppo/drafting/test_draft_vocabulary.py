@@ -20,8 +20,12 @@ def counted(size: int, frequent: list[int]) -> TokenMap:
     return token_map
 
 
-def refreshed(token_map: TokenMap, lm_head_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> TokenMap:
-    token_map.refresh(lambda f: F.linear(f, lm_head_VD, bias_V), D, lm_head_VD.dtype, torch.device("cpu"))
+def refreshed(
+    token_map: TokenMap, lm_head_VD: torch.Tensor, bias_V: torch.Tensor | None = None
+) -> TokenMap:
+    token_map.refresh(
+        lambda f: F.linear(f, lm_head_VD, bias_V), D, lm_head_VD.dtype, torch.device("cpu")
+    )
     return token_map
 
 
@@ -58,11 +62,16 @@ def test_its_rows_are_those_of_the_product_that_serves_now(with_bias: bool) -> N
     torch.manual_seed(0)
     token_map = counted(W, [3, 9, 11, 30, 31])
     for _ in range(2):  # the second time after an actor sync
-        lm_head_VD, bias_V = torch.randn(V, D, dtype=torch.float64), torch.randn(V, dtype=torch.float64) if with_bias else None
+        lm_head_VD, bias_V = (
+            torch.randn(V, D, dtype=torch.float64),
+            torch.randn(V, dtype=torch.float64) if with_bias else None,
+        )
         refreshed(token_map, lm_head_VD, bias_V)
         features_ND = torch.randn(7, D, dtype=torch.float64)
         whole_NV = F.linear(features_ND, lm_head_VD, bias_V)
-        assert torch.allclose(token_map.product(features_ND), whole_NV[:, token_map.ids_W], atol=1e-12)
+        assert torch.allclose(
+            token_map.product(features_ND), whole_NV[:, token_map.ids_W], atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
@@ -80,11 +89,15 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
 
     def whole(ids_BK: torch.Tensor) -> torch.Tensor:
         condition_BK = torch.cat([last_B[:, None], ids_BK[:, :-1]], dim=1)
-        return heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table_VD)[..., ids_W]
+        return heads(hidden_BD, lm_head_VD, condition=condition_BK, embedding_VD=table_VD)[
+            ..., ids_W
+        ]
 
     best = core.draft(hidden_BD, last_B, K)
     assert torch.equal(best.ids_BK, ids_W[whole(best.ids_BK).argmax(-1)])
-    drawn = core.draft(hidden_BD, last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64)))
+    drawn = core.draft(
+        hidden_BD, last_B, K, Sampling(torch.full((B,), 0.7), torch.rand(B, K, dtype=torch.float64))
+    )
     assert torch.isin(drawn.ids_BK, ids_W).all()
     q_BKW = (whole(drawn.ids_BK) / 0.7).softmax(-1)
     assert torch.allclose(torch.stack(drawn.q, dim=1), q_BKW, atol=1e-4)
@@ -93,7 +106,9 @@ def test_drafts_come_from_the_map_and_q_is_exact(kind: str) -> None:
 def test_an_lm_head_with_a_soft_cap_is_left_to_the_engine() -> None:
     token_map = counted(W, [3, 9, 11, 30, 31])
     lm_head_VD = 10 * torch.randn(V, D)
-    token_map.refresh(lambda f: 5 * torch.tanh(F.linear(f, lm_head_VD) / 5), D, torch.float32, torch.device("cpu"))
+    token_map.refresh(
+        lambda f: 5 * torch.tanh(F.linear(f, lm_head_VD) / 5), D, torch.float32, torch.device("cpu")
+    )
     assert token_map.ids_W is None and token_map.product is None
 
 

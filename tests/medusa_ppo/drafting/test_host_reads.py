@@ -41,9 +41,13 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     parts = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [part if part is Ellipsis else 0 for part in parts]:
         at = next(i for i, part in enumerate(parts) if part is Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (tensor.dim() - len([p for p in parts if p is not None]) + 1)
+        parts[at : at + 1] = [slice(None)] * (
+            tensor.dim() - len([p for p in parts if p is not None]) + 1
+        )
     if any(isinstance(part, torch.Tensor) for part in parts):
-        return torch.ops.aten.index(tensor, [None if isinstance(part, slice) else part for part in parts])
+        return torch.ops.aten.index(
+            tensor, [None if isinstance(part, slice) else part for part in parts]
+        )
     dim = 0
     for part in parts:
         if part is None:
@@ -63,7 +67,9 @@ class NoCopies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {value.device.type for value in args if isinstance(value, torch.Tensor)}
         made = {
-            value.device.type for value in (result if isinstance(result, tuple | list) else [result]) if isinstance(value, torch.Tensor)
+            value.device.type
+            for value in (result if isinstance(result, tuple | list) else [result])
+            if isinstance(value, torch.Tensor)
         }
         assert not given or made <= given, f"{func} goes from {given} to {made}"
         assert "cpu" not in given | made, f"{func} works on the host"
@@ -91,11 +97,15 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
     with FakeTensorMode(), Indexing():
         with torch.device("cuda"):
             pairs = 4 if kind == "context" else 0
-            heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra" if pairs else kind, rank=4, context=pairs)).requires_grad_(False)
+            heads = MedusaHeads(
+                HeadsConfig(D, V, K, kind="hydra" if pairs else kind, rank=4, context=pairs)
+            ).requires_grad_(False)
             lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
             ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
             rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
-        core = DraftingCore(heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD))
+        core = DraftingCore(
+            heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD)
+        )
         if ids_W is not None:
             core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
         slots = DraftSlots(8, K, width, rows_B.device, ids_W)
@@ -106,7 +116,9 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
                 pairs_NX = core.fused.pairs(hidden_BD, rows_B)
                 ring.write(rows_B, rows_B, rows_B, pairs_NX[:, D:])
                 seen = Seen(pairs_NX[:, :D], *ring.read(rows_B, rows_B, rows_B))
-            sampling = Sampling(share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B)
+            sampling = Sampling(
+                share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_LANE, K), rows_B, share_B
+            )
             for count, how in ((K, sampling), (K - 1, None)):
                 drafted = core.draft(hidden_BD, rows_B, count, how, seen, slots)
                 assert drafted.ids_BK.shape == (B, count) and drafted.ids_BK.device.type == "cuda"
@@ -127,15 +139,23 @@ def test_a_memory_and_an_early_end_stay_on_the_device(vocabulary: bool) -> None:
             rows_B, share_B = torch.zeros(B, dtype=torch.int64), torch.ones(B)
             texts_BX, weight_BP = torch.zeros(B, SUFFIX + 9, dtype=torch.int32), torch.ones(B, 9)
             noise_BK = torch.zeros(B, K, dtype=torch.float64)
-        core = DraftingCore(heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD))
+        core = DraftingCore(
+            heads, lambda f: F.linear(f, lm_head_VD), lambda i: F.embedding(i, table_VD)
+        )
         if ids_W is not None:
             core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
         slots = DraftSlots(8, K, W if vocabulary else V, rows_B.device, ids_W)
-        trust, waiting, stopping = Trust(rows_B.device), Waiting(8, K, rows_B.device), Stopping(0.1, 8, K, rows_B.device)
+        trust, waiting, stopping = (
+            Trust(rows_B.device),
+            Waiting(8, K, rows_B.device),
+            Stopping(0.1, 8, K, rows_B.device),
+        )
         with NoCopies():
             recall = Recall(texts_BX, weight_BP, texts_BX[:, :SUFFIX], trust, rows_B, waiting)
             ending = stopping.begin(rows_B)
-            drafted = core.draft(hidden_BD, rows_B, K, Sampling(share_B, noise_BK), None, slots, recall, ending)
+            drafted = core.draft(
+                hidden_BD, rows_B, K, Sampling(share_B, noise_BK), None, slots, recall, ending
+            )
             assert drafted.lengths_B is not None and drafted.lengths_B.device.type == "cuda"
             trust.learn(Drawn(rows_B, share_B, share_B, share_B, share_B), share_B, share_B)
             stopping.settle(rows_B, rows_B, rows_B)

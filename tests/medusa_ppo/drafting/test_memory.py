@@ -47,7 +47,9 @@ PROMPT = (3, 1, 2)
 MANY = 40_000
 
 
-def texts(memory: ResponseMemory, prompt: tuple[int, ...] = PROMPT, places: int = 500) -> tuple[torch.Tensor, torch.Tensor]:
+def texts(
+    memory: ResponseMemory, prompt: tuple[int, ...] = PROMPT, places: int = 500
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, weights = memory.text(prompt_key(prompt), prompt[-SUFFIX:], (), places)
     return torch.from_numpy(tokens)[None], torch.from_numpy(weights)[None]
 
@@ -59,7 +61,10 @@ def counted(said: list[list[int]], so_far: list[int]) -> tuple[dict[int, float],
         text = [*PROMPT, *response]
         for end in range(len(PROMPT), len(text)):
             length = 0
-            while length < min(SUFFIX, end, len(whole)) and text[end - 1 - length] == whole[-1 - length]:
+            while (
+                length < min(SUFFIX, end, len(whole))
+                and text[end - 1 - length] == whole[-1 - length]
+            ):
                 length += 1
             if length:
                 found[text[end]] = found.get(text[end], 0.0) + NEARER**length
@@ -80,22 +85,41 @@ def test_what_followed_suffixes_is_what_a_plain_search_finds() -> None:
         next_id = int(rng.integers(4))
         run = match(texts_1X, torch.tensor([tail_of(PROMPT, so_far)]))
         longer = advance(texts_1X, run, torch.tensor([next_id]))
-        assert torch.equal(longer, match(texts_1X, torch.tensor([tail_of(PROMPT, [*so_far, next_id])])))
+        assert torch.equal(
+            longer, match(texts_1X, torch.tensor([tail_of(PROMPT, [*so_far, next_id])]))
+        )
         expected, length = counted(said, so_far)
         votes = vote(run, weight_1P)
-        share_V = torch.zeros(4).index_add_(0, texts_1X[0, SUFFIX:].clamp_min(0).long(), votes.share_BP[0])
+        share_V = torch.zeros(4).index_add_(
+            0, texts_1X[0, SUFFIX:].clamp_min(0).long(), votes.share_BP[0]
+        )
         assert int(votes.length_B) == length
         seen.add(length)
         if expected:
-            torch.testing.assert_close(share_V, torch.tensor([expected.get(token, 0.0) for token in range(4)]) / sum(expected.values()))
+            torch.testing.assert_close(
+                share_V,
+                torch.tensor([expected.get(token, 0.0) for token in range(4)])
+                / sum(expected.values()),
+            )
     assert len(seen) >= 4
     nothing = vote(match(texts_1X, torch.full((1, SUFFIX), MISSING)), weight_1P)
     assert int(nothing.length_B) == 0 and float(nothing.share_BP.sum()) == 0
 
 
 def test_cells() -> None:
-    lengths_B, tops_B = torch.tensor([0, 1, 2, 3, 8, 9, 12]), torch.tensor([0.5, 0.0, 1.0, 0.99, 0.5, 0.2, 0.2])
-    assert cells_of(lengths_B, tops_B).tolist() == [-1, 0, 5, TOPS + 5, 3 * TOPS + 3, 4 * TOPS + 1, 5 * TOPS + 1]
+    lengths_B, tops_B = (
+        torch.tensor([0, 1, 2, 3, 8, 9, 12]),
+        torch.tensor([0.5, 0.0, 1.0, 0.99, 0.5, 0.2, 0.2]),
+    )
+    assert cells_of(lengths_B, tops_B).tolist() == [
+        -1,
+        0,
+        5,
+        TOPS + 5,
+        3 * TOPS + 3,
+        4 * TOPS + 1,
+        5 * TOPS + 1,
+    ]
 
 
 def test_old_responses_weigh_less_and_the_budget_holds() -> None:
@@ -105,17 +129,37 @@ def test_old_responses_weigh_less_and_the_budget_holds() -> None:
     memory.remember(prompt_key(PROMPT), [6] * 10)
     tokens, weights = memory.text(prompt_key(PROMPT), PROMPT, [[7, -1]], 100)
     assert tokens[:SUFFIX].tolist() == [EMPTY] * SUFFIX and len(tokens) == SUFFIX + len(weights)
-    assert tokens[SUFFIX:].tolist() == [*PROMPT, 7, -1, EMPTY, *PROMPT, *[6] * 10, EMPTY, *PROMPT, *[5] * 10, EMPTY]
+    assert tokens[SUFFIX:].tolist() == [
+        *PROMPT,
+        7,
+        -1,
+        EMPTY,
+        *PROMPT,
+        *[6] * 10,
+        EMPTY,
+        *PROMPT,
+        *[5] * 10,
+        EMPTY,
+    ]
     of_token = dict(zip(tokens[SUFFIX:].tolist(), weights.tolist(), strict=True))
-    assert of_token[7] == of_token[6] == 1 and of_token[5] == pytest.approx(FADE**3) and of_token[EMPTY] == of_token[1] == 0
+    assert (
+        of_token[7] == of_token[6] == 1
+        and of_token[5] == pytest.approx(FADE**3)
+        and of_token[EMPTY] == of_token[1] == 0
+    )
     assert len(memory.text(prompt_key(PROMPT), PROMPT, (), 20)[1]) == 14, "the newest that fit"
     others = [(9,), (10,)]
     for prompt in others:
         memory.remember(prompt_key(prompt), [8] * 10)
     assert memory.nbytes <= memory.most_bytes
-    assert len(memory.text(prompt_key(PROMPT), PROMPT, (), 100)[1]) == 14, "the prompt that waited longest forgets its oldest"
+    assert len(memory.text(prompt_key(PROMPT), PROMPT, (), 100)[1]) == 14, (
+        "the prompt that waited longest forgets its oldest"
+    )
     memory.remember(prompt_key(PROMPT), [1] * 10_000)
-    assert memory.nbytes <= memory.most_bytes and len(memory.text(prompt_key((9,)), [9], (), 100)[1]) == 12
+    assert (
+        memory.nbytes <= memory.most_bytes
+        and len(memory.text(prompt_key((9,)), [9], (), 100)[1]) == 12
+    )
 
 
 OF = {"tokenizer": b"t" * 32, "actor": b"a" * 32}
@@ -124,7 +168,11 @@ OF = {"tokenizer": b"t" * 32, "actor": b"a" * 32}
 def filled() -> ResponseMemory:
     memory = ResponseMemory(10_000)
     memory.version = 4
-    for key, tokens, version, seed in ((PROMPT, [5, 6], 1, 7), ((9,), [8], 4, None), (PROMPT, [2, 2, 2], 3, 0)):
+    for key, tokens, version, seed in (
+        (PROMPT, [5, 6], 1, 7),
+        ((9,), [8], 4, None),
+        (PROMPT, [2, 2, 2], 3, 0),
+    ):
         memory.remember(prompt_key(key), tokens, version, seed)
     return memory
 
@@ -134,12 +182,24 @@ def test_what_one_memory_holds_goes_into_another_with_its_age() -> None:
     other.version = 10
     other.take(json.loads(json.dumps(memory.rows())))
     assert other.rows() == memory.rows() and other.nbytes == memory.nbytes
-    assert [(age, seed, tokens) for _, age, seed, tokens in other.rows()] == [(0, None, [8]), (3, 7, [5, 6]), (1, 0, [2, 2, 2])]
-    mine, theirs = ([part.tolist() for part in one.text(prompt_key(PROMPT), PROMPT, (), 100)] for one in (memory, other))
-    assert mine == theirs and pytest.approx(min(weight for weight in theirs[1] if weight)) == FADE**3
+    assert [(age, seed, tokens) for _, age, seed, tokens in other.rows()] == [
+        (0, None, [8]),
+        (3, 7, [5, 6]),
+        (1, 0, [2, 2, 2]),
+    ]
+    mine, theirs = (
+        [part.tolist() for part in one.text(prompt_key(PROMPT), PROMPT, (), 100)]
+        for one in (memory, other)
+    )
+    assert (
+        mine == theirs and pytest.approx(min(weight for weight in theirs[1] if weight)) == FADE**3
+    )
     small = ResponseMemory(2 * OVERHEAD + 30)
     small.take(memory.rows())
-    assert small.nbytes <= small.most_bytes and [row[3] for row in small.rows()] == [[5, 6], [2, 2, 2]], "what was heard last stays"
+    assert small.nbytes <= small.most_bytes and [row[3] for row in small.rows()] == [
+        [5, 6],
+        [2, 2, 2],
+    ], "what was heard last stays"
 
 
 def test_a_saved_memory_is_the_same_memory_in_the_new_budget(tmp_path: Path) -> None:
@@ -163,7 +223,10 @@ def test_a_memory_of_something_else_is_refused(name: str) -> None:
     rows = memory.rows()
     with pytest.raises(CheckpointError, match=f"another {name}") as caught:
         memory.load_state_dict(state, {**OF, name: b"x" * 32})
-    assert all(word in str(caught.value) for word in ("given:", "expected:", "do this:")) and memory.rows() == rows
+    assert (
+        all(word in str(caught.value) for word in ("given:", "expected:", "do this:"))
+        and memory.rows() == rows
+    )
 
 
 @pytest.mark.parametrize("name", ["tokens", "table", "keys", "version", "place"])
@@ -192,7 +255,9 @@ def test_trust_finds_the_share_with_which_most_is_accepted() -> None:
             q_V = torch.lerp(heads_V, memory_V, float(trust.share(cell[None])))
             drawn_N = torch.multinomial(q_V, 8, replacement=True)
             parts = heads_V[drawn_N], memory_V[drawn_N], p_V[drawn_N], 1 / q_V[drawn_N]
-            trust.learn(Drawn(cell.expand(8), *parts), torch.ones(8), (p_V / q_V)[drawn_N].clamp_max(1))
+            trust.learn(
+                Drawn(cell.expand(8), *parts), torch.ones(8), (p_V / q_V)[drawn_N].clamp_max(1)
+            )
     assert trust.share(cells_C).tolist() == pytest.approx(best)
     assert [offered for offered, _ in trust.by_length()[:3]] == [2400.0, 2400.0, 0.0]
     assert trust.by_length()[0][1] > 0.9 * 2400
@@ -222,8 +287,13 @@ class Stand:
         parts = texts_1X.expand(self.batch, -1), weight_1P.expand(self.batch, -1)
         return Recall(*parts, tails_Bn, self.trust, torch.arange(self.batch), self.waiting)
 
-    def draft(self, recall: Recall | None, slots: DraftSlots | None = None, temperature: float = 1.0) -> Drafted:
-        hidden_BD, last_B = self.actor.hidden_BD.expand(self.batch, D), self.actor.last_B.expand(self.batch)
+    def draft(
+        self, recall: Recall | None, slots: DraftSlots | None = None, temperature: float = 1.0
+    ) -> Drafted:
+        hidden_BD, last_B = (
+            self.actor.hidden_BD.expand(self.batch, D),
+            self.actor.last_B.expand(self.batch),
+        )
         how = Sampling(torch.full((self.batch,), temperature), self.noise_BK)
         return self.core.draft(hidden_BD, last_B, K, how, slots=slots, recall=recall)
 
@@ -258,12 +328,17 @@ def test_q_is_the_mixture_and_its_parts_wait() -> None:
 
 def test_greedy_requests_and_draft_vocabularies() -> None:
     stand = Stand(3, SAID)
-    assert torch.equal(stand.draft(stand.recall(), temperature=0.0).ids_BK, stand.draft(None, temperature=0.0).ids_BK)
+    assert torch.equal(
+        stand.draft(stand.recall(), temperature=0.0).ids_BK,
+        stand.draft(None, temperature=0.0).ids_BK,
+    )
     assert (stand.waiting.cells_KS == -1).all()
     ids_W = torch.tensor([0, 1, 5, 8, 9])
     stand.core.use_vocabulary(ids_W, lambda rows: rows.float() @ stand.actor.lm_head_VD[ids_W].T)
     heads, mixed = stand.draft(None), stand.draft(stand.recall())
-    assert torch.isin(mixed.ids_BK, ids_W).all() and torch.equal(heads.q[0], mixed.q[0]), "4 is none of them"
+    assert torch.isin(mixed.ids_BK, ids_W).all() and torch.equal(heads.q[0], mixed.q[0]), (
+        "4 is none of them"
+    )
 
 
 @pytest.mark.parametrize("honest", [True, False])
@@ -286,28 +361,43 @@ def test_tokens_have_the_models_distribution(honest: bool, monkeypatch: pytest.M
     for k in range(2):
         tokens = torch.where(runs_B > k, ids_BK[:, k], last_B)[runs_B >= k]
         seen_V = torch.bincount(tokens, minlength=V).double()
-        p_values.append(float(chisquare(seen_V.numpy(), (p_KV[k].double() / p_KV[k].double().sum() * len(tokens)).numpy()).pvalue))
+        p_values.append(
+            float(
+                chisquare(
+                    seen_V.numpy(),
+                    (p_KV[k].double() / p_KV[k].double().sum() * len(tokens)).numpy(),
+                ).pvalue
+            )
+        )
     assert min(p_values) > 1e-3 if honest else max(p_values) < 1e-6
 
 
 # ---- inside an engine ------------------------------------------------------------------------------------------------------------
 
 
-def request(prompt: tuple[int, ...], *said: int, ends: tuple[int, ...] = (), seed: int | None = None) -> Any:
+def request(
+    prompt: tuple[int, ...], *said: int, ends: tuple[int, ...] = (), seed: int | None = None
+) -> Any:
     asked = SimpleNamespace(ignore_eos=False, all_stop_token_ids=set(ends), seed=seed)
-    return SimpleNamespace(prompt_token_ids=list(prompt), output_token_ids=list(said), sampling_params=asked)
+    return SimpleNamespace(
+        prompt_token_ids=list(prompt), output_token_ids=list(said), sampling_params=asked
+    )
 
 
 def lengths(recall: Recall) -> list[int]:
     return vote(recall._run_BP, recall._weight_BP).length_B.tolist()
 
 
-def test_ended_requests_are_remembered_and_those_beside_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_requests_are_remembered_and_those_beside_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(running_file, "REFRESH", 2)
     running = RunningMemory(10**6, 2, K, 64, CPU)
     live = {"a": request(PROMPT, 4), "b": request(PROMPT, 4)}
     running.attend(["a", "b"], live)
-    assert lengths(running.recall(["a", "b"])) == [0, 0], "each sees what the other has said, and nothing followed that"
+    assert lengths(running.recall(["a", "b"])) == [0, 0], (
+        "each sees what the other has said, and nothing followed that"
+    )
     live["a"].output_token_ids += [5, 6]
     running.attend(["a", "b"], live)
     assert lengths(running.recall(["a", "b"])) == [0, 4], "a sees no token of its own"
@@ -320,7 +410,9 @@ def test_ended_requests_are_remembered_and_those_beside_are_seen(monkeypatch: py
     assert lengths(running.recall(["c", "b"])) == [3, 4]
     live["d"] = request((9,))
     running.attend(["d", "b"], live)
-    assert lengths(running.recall(["d", "b"])) == [0, 4], "c waits, its place is taken, and d has another prompt"
+    assert lengths(running.recall(["d", "b"])) == [0, 4], (
+        "c waits, its place is taken, and d has another prompt"
+    )
     running.attend(["c", "d"], live)
     assert lengths(running.recall(["c", "d"])) == [3, 0]
 
@@ -337,7 +429,11 @@ def test_a_new_policy_makes_what_was_said_older() -> None:
 def test_a_request_sees_nothing_that_was_drawn_with_its_own_numbers() -> None:
     """With the seed of another request q would depend on the very numbers that drafts are drawn by."""
     running = RunningMemory(10**6, 3, K, 64, CPU)
-    live = {"a": request(PROMPT, 4, seed=1), "b": request(PROMPT, seed=1), "c": request(PROMPT, seed=2)}
+    live = {
+        "a": request(PROMPT, 4, seed=1),
+        "b": request(PROMPT, seed=1),
+        "c": request(PROMPT, seed=2),
+    }
     running.attend(list("abc"), live)
     assert lengths(running.recall(list("abc")))[1:] == [0, 3]
     del live["a"]
@@ -364,14 +460,23 @@ def test_learning_reads_the_drafts_that_were_verified() -> None:
     learned: list[Drawn] = []
     running.trust.learn = lambda drawn, offered, taken: learned.append(drawn)  # type: ignore[method-assign]
     running.judge(logits_NV, torch.tensor([0, 2]), torch.tensor([4, 4]), [1, 1, 0], torch.ones(3))
-    running.settle(list("abc"), [1, 1, 0], [1, 0, 0])  # One accepted, one refused, one never verified.
+    running.settle(
+        list("abc"), [1, 1, 0], [1, 0, 0]
+    )  # One accepted, one refused, one never verified.
     drawn = learned[0]
     q = float(mass_BW[0, 4])
-    assert drawn.weight.tolist() == pytest.approx([1 / q, 1 / q, 0, 0, 0, 0]) and drawn.p[:2].tolist() == pytest.approx([1 / V] * 2)
-    assert drawn.heads[:2].tolist() == pytest.approx([1 / V] * 2) and drawn.memory[:2].tolist() == [1, 1]
+    assert drawn.weight.tolist() == pytest.approx([1 / q, 1 / q, 0, 0, 0, 0]) and drawn.p[
+        :2
+    ].tolist() == pytest.approx([1 / V] * 2)
+    assert drawn.heads[:2].tolist() == pytest.approx([1 / V] * 2) and drawn.memory[:2].tolist() == [
+        1,
+        1,
+    ]
     assert (drawn.cells[:2] >= 0).all()
     running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
     assert len(learned) == 1, "what was not judged is not learned from"
-    running.judge(logits_NV, torch.tensor([0, 1, 2]), torch.tensor([4, 4, 4]), [1, 1, 1], torch.ones(3))
+    running.judge(
+        logits_NV, torch.tensor([0, 1, 2]), torch.tensor([4, 4, 4]), [1, 1, 1], torch.ones(3)
+    )
     running.settle(list("abc"), [1, 1, 1], [1, 1, 1])
     assert (learned[1].cells == -1).all(), "nothing is learned twice"

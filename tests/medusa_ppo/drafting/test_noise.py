@@ -65,7 +65,11 @@ def test_a_number_depends_on_seed_position_and_lane_alone() -> None:
 
 
 def test_purposes_never_share_a_number() -> None:
-    used = [*range(DRAFT_LANE, DRAFT_LANE + MOST_HEADS), *range(ACCEPT_LANE, ACCEPT_LANE + MOST_HEADS), LAST_LANE]
+    used = [
+        *range(DRAFT_LANE, DRAFT_LANE + MOST_HEADS),
+        *range(ACCEPT_LANE, ACCEPT_LANE + MOST_HEADS),
+        LAST_LANE,
+    ]
     assert len(set(used)) == len(used) and max(used) < LANES
 
 
@@ -95,14 +99,19 @@ def test_columns_are_drawn_with_exactly_the_probability_that_q_says() -> None:
     assert (sums_BX.diff() >= 0).all()
     torch.testing.assert_close(sums_BX.diff(), mass_BW[:, 1:-1], atol=1e-7, rtol=1e-4)
     inside = (sums_BX > 0) & (sums_BX < 1)
-    for uniform_BX, right in ((sums_BX.double(), True), (torch.nextafter(sums_BX.double(), torch.tensor(0.0).double()), False)):
+    for uniform_BX, right in (
+        (sums_BX.double(), True),
+        (torch.nextafter(sums_BX.double(), torch.tensor(0.0).double()), False),
+    ):
         column_BX = torch.searchsorted(sums_BX, float32_below(uniform_BX), right=True)
         index_BX = torch.arange(199).expand_as(column_BX)
         assert ((column_BX > index_BX) == right)[inside].all()
     ends_B1 = torch.tensor([[0.0], [1 - 2.0**-53]], dtype=torch.float64)
     one_hot_BX = torch.empty(2, 3)
     cumulate(torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(2, 1), one_hot_BX)
-    assert torch.searchsorted(one_hot_BX, float32_below(ends_B1), right=True).squeeze(1).tolist() == [2, 2]
+    assert torch.searchsorted(one_hot_BX, float32_below(ends_B1), right=True).squeeze(
+        1
+    ).tolist() == [2, 2]
 
 
 def test_the_ends_of_the_unit_interval_fall_on_tokens_with_mass() -> None:

@@ -43,7 +43,11 @@ def test_seeds_and_grammars_become_tensors_only_where_there_are_any() -> None:
     none = seating.seat(["a"], traits.__getitem__, traits)
     assert none.keys_B is None and none.seeded_B is None and none.drawn_B is None
     mixed = seating.seat(["a", "b"], traits.__getitem__, traits)
-    assert mixed.seeded_B.tolist() == [False, True] and mixed.keys_B[1] == keys_of([5])[0] and mixed.drawn_B is None
+    assert (
+        mixed.seeded_B.tolist() == [False, True]
+        and mixed.keys_B[1] == keys_of([5])[0]
+        and mixed.drawn_B is None
+    )
     all_seeded = seating.seat(["c", "b"], traits.__getitem__, traits)
     assert all_seeded.seeded_B is None and all_seeded.drawn_B.tolist() == [0.0, 1.0]
 
@@ -74,7 +78,9 @@ def test_q_is_found_whatever_the_order_of_the_batch() -> None:
     turned = torch.tensor([1, 0])
     kept = slots.look_up(slots_B[turned], stamps_B[turned], K)
     assert kept.sampled_BK.all()
-    expected_BK = torch.stack([q_BW.gather(1, columns_BK[:, k : k + 1]).squeeze(1) for k, q_BW in enumerate(q)], dim=1)
+    expected_BK = torch.stack(
+        [q_BW.gather(1, columns_BK[:, k : k + 1]).squeeze(1) for k, q_BW in enumerate(q)], dim=1
+    )
     torch.testing.assert_close(kept.q_BK, expected_BK[turned])
     at_B1 = torch.tensor([[2], [0]])
     torch.testing.assert_close(kept.rows(at_B1), torch.stack([q[2][1], q[0][0]]))
@@ -118,7 +124,13 @@ def test_whole_rows_are_spread_one_hot_or_empty() -> None:
     slots.stamp(slots_B, stamps_B, 2)
     stale_B = torch.stack([stamps_B[0], stamps_B[1] + 1])
     kept = slots.look_up(slots_B, stale_B, 2)
-    rows_TV = slots.whole_rows(kept, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.tensor([1, -1, 4, -1]), 8)
+    rows_TV = slots.whole_rows(
+        kept,
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([0, 1, 0, 1]),
+        torch.tensor([1, -1, 4, -1]),
+        8,
+    )
     expected_TV = torch.zeros(4, 8)
     expected_TV[0, [1, 4, 6]] = q[0][0]
     expected_TV[2, 4] = 1

@@ -30,8 +30,13 @@ class Stand:
     def draft(self, seed: int, slots: DraftSlots | None = None) -> Drafted:
         torch.manual_seed(seed)
         how = Sampling(torch.ones(self.batch), torch.rand(self.batch, K, dtype=torch.float64))
-        hidden_BD, last_B = self.actor.hidden_BD.expand(self.batch, D), self.actor.last_B.expand(self.batch)
-        return self.core.draft(hidden_BD, last_B, K, how, slots=slots, ending=self.stopping.begin(self.rows_B))
+        hidden_BD, last_B = (
+            self.actor.hidden_BD.expand(self.batch, D),
+            self.actor.last_B.expand(self.batch),
+        )
+        return self.core.draft(
+            hidden_BD, last_B, K, how, slots=slots, ending=self.stopping.begin(self.rows_B)
+        )
 
 
 def test_whether_a_draft_is_made_does_not_depend_on_it() -> None:
@@ -60,7 +65,11 @@ def test_tokens_have_the_models_distribution(honest: bool) -> None:
     drafted = stand.draft(1, slots)
     slots.stamp(rows_B, stamps(rows_B, rows_B), K)
     assert drafted.lengths_B is not None
-    lengths_B = drafted.lengths_B if honest else torch.where(drafted.ids_BK[:, 0] % 2 == 0, drafted.lengths_B, 0)
+    lengths_B = (
+        drafted.lengths_B
+        if honest
+        else torch.where(drafted.ids_BK[:, 0] % 2 == 0, drafted.lengths_B, 0)
+    )
     p_KV = torch.randn(K + 1, V, generator=torch.Generator().manual_seed(5)).softmax(-1)
     kept = slots.look_up(rows_B, stamps(rows_B, rows_B), K)
     counts = lengths_B.tolist()
@@ -68,18 +77,29 @@ def test_tokens_have_the_models_distribution(honest: bool) -> None:
     places_N = torch.cat([torch.arange(count + 1) for count in range(K + 1)])
     rows_N = torch.cat([places_N[count * (count + 1) // 2 :][: count + 1] for count in counts])
     proposed = Proposed(kept, torch.rand(MANY, K + 1, dtype=torch.float64))
-    runs_B, last_B = verify_rows(p_KV.log()[rows_N], None, DraftRows.build(flat_T, counts), counts, proposed, Rule())
+    runs_B, last_B = verify_rows(
+        p_KV.log()[rows_N], None, DraftRows.build(flat_T, counts), counts, proposed, Rule()
+    )
     p_values = []
     for k in range(2):
         tokens = torch.where(runs_B > k, drafted.ids_BK[:, k], last_B)[runs_B >= k]
         seen_V = torch.bincount(tokens, minlength=V).double()
-        p_values.append(float(chisquare(seen_V.numpy(), (p_KV[k].double() / p_KV[k].double().sum() * len(tokens)).numpy()).pvalue))
+        p_values.append(
+            float(
+                chisquare(
+                    seen_V.numpy(),
+                    (p_KV[k].double() / p_KV[k].double().sum() * len(tokens)).numpy(),
+                ).pvalue
+            )
+        )
     assert p_values[0] > 1e-3 if honest else p_values[0] < 1e-6
     if honest:  # The second token follows a first draft that was accepted, or nobody knows which p it has: all here have the same.
         assert p_values[1] > 1e-3
 
 
-def test_what_is_never_accepted_is_drafted_no_more_and_then_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_never_accepted_is_drafted_no_more_and_then_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stopping_file, "EXPLORE", 50)
     stand = Stand(8, 0.1)
     for step in range(48):
@@ -111,8 +131,15 @@ def test_chances_follow_the_top_of_q_and_the_drafts_before() -> None:
     assert ending.lengths_B.tolist() == [1, 1, 0, 0], "means of the rows: 0.42 and 0.21"
     ending.follow(0, torch.tensor([0.9, 0.06, 0.4, 0.25]))
     ending.ask(sure.expand(4, -1), on_B1)
-    assert ending.lengths_B.tolist() == [2, 1, 0, 0], "after a draft that is its q's top: 0.9 of 0.42; and who ended stays so"
-    assert stopping._cells_KS[0].tolist() == [(TOPS * 9 // 10) * PARTS, (TOPS * 9 // 10) * PARTS + 3, -1, -1]
+    assert ending.lengths_B.tolist() == [2, 1, 0, 0], (
+        "after a draft that is its q's top: 0.9 of 0.42; and who ended stays so"
+    )
+    assert stopping._cells_KS[0].tolist() == [
+        (TOPS * 9 // 10) * PARTS,
+        (TOPS * 9 // 10) * PARTS + 3,
+        -1,
+        -1,
+    ]
     off = stopping.begin(torch.arange(4))
     off.ask(unsure.expand(4, -1), ~on_B1)
     assert off.lengths_B.tolist() == [1] * 4, "drafts that are not sampled are all made"

@@ -17,13 +17,20 @@ TRIALS = 120_000
 def target_tables(seed: int = 0) -> list[torch.Tensor]:
     """p(x1), p(x2 | x1), p(x3 | x1 x2) of a small random process, as tables [V], [V, V], [V, V, V]."""
     torch.manual_seed(seed)
-    return [torch.softmax(1.5 * torch.randn([V] * (n + 1), dtype=torch.float64), -1) for n in range(K + 1)]
+    return [
+        torch.softmax(1.5 * torch.randn([V] * (n + 1), dtype=torch.float64), -1)
+        for n in range(K + 1)
+    ]
 
 
 def step_logprobs(tables: list[torch.Tensor], drafts_BK: torch.Tensor) -> torch.Tensor:
     """What the target gives at the K + 1 rows of each request that drafted `drafts_BK`: [B * (K + 1), V] float32."""
     batch = drafts_BK.shape[0]
-    rows = [tables[0].expand(batch, V), tables[1][drafts_BK[:, 0]], tables[2][drafts_BK[:, 0], drafts_BK[:, 1]]]
+    rows = [
+        tables[0].expand(batch, V),
+        tables[1][drafts_BK[:, 0]],
+        tables[2][drafts_BK[:, 0], drafts_BK[:, 1]],
+    ]
     return torch.stack(rows, dim=1).reshape(-1, V).log().float()
 
 
@@ -42,7 +49,10 @@ def emitted_joint(ids_BW: torch.Tensor, tables: list[torch.Tensor]) -> torch.Ten
 
 def joint_probs(tables: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(
-        [float(tables[0][a] * tables[1][a, b] * tables[2][a, b, c]) for a, b, c in itertools.product(range(V), repeat=3)],
+        [
+            float(tables[0][a] * tables[1][a, b] * tables[2][a, b, c])
+            for a, b, c in itertools.product(range(V), repeat=3)
+        ],
         dtype=torch.float64,
     )
 
@@ -54,17 +64,27 @@ def p_value(draft_probs: torch.Tensor | None, claimed: torch.Tensor | None, seed
     if draft_probs is None:
         drafts_BK = torch.tensor([1, 2]).expand(TRIALS, K).contiguous()
     else:
-        drafts_BK = torch.stack([torch.multinomial(draft_probs[j], TRIALS, replacement=True) for j in range(K)], dim=1)
+        drafts_BK = torch.stack(
+            [torch.multinomial(draft_probs[j], TRIALS, replacement=True) for j in range(K)], dim=1
+        )
     counts = [K] * TRIALS
     rows = verify.DraftRows.build(drafts_BK.flatten(), counts)
-    probs_TV = None if claimed is None else claimed.float().expand(TRIALS, K, V).reshape(-1, V).contiguous()
-    run_B, last_B = verify.verify_rows(step_logprobs(tables, drafts_BK), None, rows, counts, probs_TV, verify.Rule())
+    probs_TV = (
+        None
+        if claimed is None
+        else claimed.float().expand(TRIALS, K, V).reshape(-1, V).contiguous()
+    )
+    run_B, last_B = verify.verify_rows(
+        step_logprobs(tables, drafts_BK), None, rows, counts, probs_TV, verify.Rule()
+    )
     observed = emitted_joint(verify.assemble(rows, run_B, last_B), tables)
     expected = joint_probs(tables)
     return float(chisquare(observed.numpy(), (expected / expected.sum() * TRIALS).numpy()).pvalue)
 
 
-QS = torch.softmax(torch.tensor([[0.3, 1.0, -1.0, 0.0], [2.0, -2.0, 0.5, 0.1]], dtype=torch.float64), -1)
+QS = torch.softmax(
+    torch.tensor([[0.3, 1.0, -1.0, 0.0], [2.0, -2.0, 0.5, 0.1]], dtype=torch.float64), -1
+)
 
 
 def test_one_hot_drafts_leave_the_joint_distribution_alone() -> None:
@@ -92,17 +112,33 @@ def test_ragged_batches_refused_ids_and_zero_drafts() -> None:
     counts = [2, 0, 1]
     rows = verify.DraftRows.build(torch.tensor([1, 2, -1]), counts)
     assert rows.starts_B.tolist() == [0, 3, 4]
-    for rule in (verify.Rule(), verify.Rule(all_greedy=True), verify.Rule(greedy_B=torch.tensor([True, False, True]))):
+    for rule in (
+        verify.Rule(),
+        verify.Rule(all_greedy=True),
+        verify.Rule(greedy_B=torch.tensor([True, False, True])),
+    ):
         run_B, last_B = verify.verify_rows(logits, None, rows, counts, None, rule)
-        assert verify.assemble(rows, run_B, last_B).tolist() == [[1, 2, 3], [0, -1, -1], [2, -1, -1]]
+        assert verify.assemble(rows, run_B, last_B).tolist() == [
+            [1, 2, 3],
+            [0, -1, -1],
+            [2, -1, -1],
+        ]
 
 
 def test_no_drafts_at_all_samples_from_the_target() -> None:
     torch.manual_seed(0)
     probs = torch.softmax(torch.randn(V), -1)
     rows = verify.DraftRows.build(torch.empty(0, dtype=torch.int64), [0] * 40_000)
-    _, last_B = verify.verify_rows(probs.log().expand(40_000, V), None, rows, [0] * 40_000, None, verify.Rule())
-    assert chisquare(torch.bincount(last_B, minlength=V).numpy(), (probs.double() / probs.double().sum() * 40_000).numpy()).pvalue > 0.01
+    _, last_B = verify.verify_rows(
+        probs.log().expand(40_000, V), None, rows, [0] * 40_000, None, verify.Rule()
+    )
+    assert (
+        chisquare(
+            torch.bincount(last_B, minlength=V).numpy(),
+            (probs.double() / probs.double().sum() * 40_000).numpy(),
+        ).pvalue
+        > 0.01
+    )
 
 
 def test_a_token_of_probability_zero_is_never_emitted() -> None:
@@ -129,6 +165,12 @@ def test_seeded_requests_do_not_depend_on_their_neighbours() -> None:
 
 @pytest.mark.parametrize(("replace_from", "replace_to"), [(0, 0), (0, 1)])
 def test_expand_to_rows(replace_from: int, replace_to: int) -> None:
-    values = verify.expand_to_rows(torch.tensor([0.0, 0.5, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32), 5, replace_from, replace_to)
+    values = verify.expand_to_rows(
+        torch.tensor([0.0, 0.5, 2.0]),
+        torch.tensor([2, 2, 5], dtype=torch.int32),
+        5,
+        replace_from,
+        replace_to,
+    )
     first = float(replace_to) if replace_from != replace_to else 0.0
     assert values.tolist() == [first, first, 2.0, 2.0, 2.0]

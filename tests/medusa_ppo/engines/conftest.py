@@ -42,9 +42,17 @@ class Actor:
         heads.blocks[0].copy_(torch.eye(heads.config.hidden_size) * 1e-3)
         return heads
 
-    def random_heads(self, seed: int, scale: float = 0.05, kind: str = "medusa", context: int = 0) -> MedusaHeads:
+    def random_heads(
+        self, seed: int, scale: float = 0.05, kind: str = "medusa", context: int = 0
+    ) -> MedusaHeads:
         torch.manual_seed(seed)
-        sizes = HeadsConfig(self.model.config.hidden_size, self.model.config.vocab_size, HEADS, kind=kind, context=context)
+        sizes = HeadsConfig(
+            self.model.config.hidden_size,
+            self.model.config.vocab_size,
+            HEADS,
+            kind=kind,
+            context=context,
+        )
         heads = MedusaHeads(sizes).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
@@ -75,15 +83,27 @@ def logprob_gap(model: Any, rollouts: Rollouts) -> float:
     """The largest difference, in nats, between the engine's log-prob of a sampled token and the model's own (temperature 1)."""
     logits_MV, ids_M = sampled_rows(model, rollouts)
     taken_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
-    engines_M = torch.tensor([logprob for response in rollouts.responses for logprob in response.logprobs])
+    engines_M = torch.tensor(
+        [logprob for response in rollouts.responses for logprob in response.logprobs]
+    )
     return float((taken_M - engines_M).abs().max())
 
 
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=320, tie_word_embeddings=tied, **sizes, **ends)).float().eval()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return (
+        LlamaForCausalLM(LlamaConfig(vocab_size=320, tie_word_embeddings=tied, **sizes, **ends))
+        .float()
+        .eval()
+    )
 
 
 @pytest.fixture(scope="session")
@@ -92,10 +112,16 @@ def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
 
     path = shared_dir / "actors" / "gsm8k-4m"
     tokenizer = AutoTokenizer.from_pretrained(path)
-    lines = (shared_dir / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
+    lines = (
+        (shared_dir / "data" / "gsm8k" / "train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()[:64]
+    )
     texts = [f"<|endoftext|>Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+    )
     heads_path = tmp_path_factory.mktemp("native") / "heads"
     found = Actor(path, model, prompts, heads_path)
     save_heads(heads_path, found.first_heads(), lm_head_VD=model.lm_head.weight)
@@ -104,7 +130,9 @@ def actor(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Actor:
 
 @pytest.fixture(scope="session")
 def engine_config() -> EngineConfig:
-    return EngineConfig(dtype="float32", max_num_seqs=64, max_model_len=512, threads=1, memory_fraction=0.05)
+    return EngineConfig(
+        dtype="float32", max_num_seqs=64, max_model_len=512, threads=1, memory_fraction=0.05
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +143,15 @@ def shared_engine(actor: Actor, engine_config: EngineConfig) -> Iterator[Colocat
 
 
 @pytest.fixture
-def engine(shared_engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> Iterator[ColocatedEngine]:
+def engine(
+    shared_engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> Iterator[ColocatedEngine]:
     """The shared engine, put back as it was started when the test is over."""
     yield shared_engine
     shared_engine.wake()
-    shared_engine.configure(num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0, memory_bytes=0)
+    shared_engine.configure(
+        num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0, memory_bytes=0
+    )
     state = actor.first_heads().trainable_state()
     save_state(tmp_path / "first.safetensors", state)
     shared_engine.swap_heads(tmp_path / "first.safetensors", 0)

@@ -22,7 +22,9 @@ def main(model: str, heads: str, prompts: str) -> None:
         speculative_config={"method": "medusa", "model": heads, "num_speculative_tokens": 4},
     )
     requests = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
-    outputs = llm.generate(requests, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
+    outputs = llm.generate(
+        requests, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False
+    )
     drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     result = {

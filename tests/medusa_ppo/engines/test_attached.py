@@ -32,7 +32,17 @@ class Workers:
             good = {"version": args[1], "checksum": checksum(load_state(args[0])), "seconds": 0.0}
             return [
                 good,
-                {"error": {"kind": "SwapError", "problem": "no", "do": "", "given": None, "expected": None}} if self.broken else good,
+                {
+                    "error": {
+                        "kind": "SwapError",
+                        "problem": "no",
+                        "do": "",
+                        "given": None,
+                        "expected": None,
+                    }
+                }
+                if self.broken
+                else good,
             ]
         return [{}] * 2
 
@@ -46,7 +56,9 @@ def states(tmp_path: Path) -> tuple[Path, Path]:
     return first, second
 
 
-def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(states: tuple[Path, Path]):
+def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(
+    states: tuple[Path, Path],
+):
     kept, published = states
     workers = Workers()
     engine = AttachedEngine(workers, kept)
@@ -56,7 +68,10 @@ def test_what_was_fed_last_is_fed_again_even_when_the_published_file_is_gone(sta
     published.unlink()
 
     assert engine.feed_again().checksum == checksum({"w": torch.ones(2)})
-    assert workers.calls[-1] == ("medusa_swap_heads", (str(kept.resolve()), 4)) and engine.heads_version == 4
+    assert (
+        workers.calls[-1] == ("medusa_swap_heads", (str(kept.resolve()), 4))
+        and engine.heads_version == 4
+    )
 
 
 def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
@@ -71,9 +86,14 @@ def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
 
 def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: tuple[Path, Path]):
     workers = Workers()
-    engine = AttachedEngine(workers, states[0], drafting={"num_drafts": 2, "sampled": True, "draft_temperature": 0.8})
+    engine = AttachedEngine(
+        workers, states[0], drafting={"num_drafts": 2, "sampled": True, "draft_temperature": 0.8}
+    )
     engine.target_changed(7)
-    assert ("medusa_configure", ({"num_drafts": 2, "sampled": True, "draft_temperature": 0.8},)) in workers.calls
+    assert (
+        "medusa_configure",
+        ({"num_drafts": 2, "sampled": True, "draft_temperature": 0.8},),
+    ) in workers.calls
     assert engine.num_drafts == 2
     assert workers.calls[-1] == ("medusa_target_changed", (7,)) and engine.policy_version == 7
 

@@ -74,8 +74,12 @@ class StandIn(RolloutEngine):
         return SwapReceipt(version, self.actor, 0.0)
 
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
-        answers = tuple(Response(i, tuple(p), (-1.0,) * len(p), "stop") for i, p in enumerate(prompts))
-        return Rollouts(tuple(map(tuple, prompts)), answers, Counters(), 0.1, sampling, self.policy_version)
+        answers = tuple(
+            Response(i, tuple(p), (-1.0,) * len(p), "stop") for i, p in enumerate(prompts)
+        )
+        return Rollouts(
+            tuple(map(tuple, prompts)), answers, Counters(), 0.1, sampling, self.policy_version
+        )
 
     def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
         raise NotImplementedError("this stand-in has an actor and no heads")
@@ -142,10 +146,16 @@ def test_all_engines_get_each_actor_and_the_group_is_kept(make_pool: Any) -> Non
     for version, value in ((1, 1.0), (2, 2.0)):
         receipt = pool.stream_actor(stream_of(state_of(value)), version)
         assert receipt.checksum == tensorwise_checksum(state_of(value)) == pool.checksums()["actor"]
-        assert all(torch.equal(engine.state["b"], state_of(value)["b"]) and engine.policy_version == version for engine in engines)
+        assert all(
+            torch.equal(engine.state["b"], state_of(value)["b"])
+            and engine.policy_version == version
+            for engine in engines
+        )
         assert pool.policy_version == receipt.version == version
     assert [engine.joined for engine in engines] == [1, 1]
-    assert pool.generate(PROMPTS, GREEDY).policy_version == 2 and pool._folder is None, "no file was written"
+    assert pool.generate(PROMPTS, GREEDY).policy_version == 2 and pool._folder is None, (
+        "no file was written"
+    )
 
 
 def test_an_engine_that_comes_late_gets_a_file_and_then_joins(make_pool: Any) -> None:
@@ -158,7 +168,9 @@ def test_an_engine_that_comes_late_gets_a_file_and_then_joins(make_pool: Any) ->
     assert late.policy_version == 1 and late.actor == engines[0].actor == pool.checksums()["actor"]
     pool.stream_actor(stream_of(state_of(2.0)), 2)
     assert [engine.joined for engine in (engines[0], late)] == [2, 1]
-    assert pool.checksums()["actor"] == tensorwise_checksum(state_of(2.0)) and not list(pool._folder.path.glob("*.safetensors"))
+    assert pool.checksums()["actor"] == tensorwise_checksum(state_of(2.0)) and not list(
+        pool._folder.path.glob("*.safetensors")
+    )
 
 
 def test_an_actor_that_changed_since_is_no_file_for_late_engines(make_pool: Any) -> None:
@@ -178,10 +190,14 @@ def test_one_engine_that_refuses_leaves_all_as_they_are(make_pool: Any) -> None:
     engines[1].refuses = True
     with pytest.raises(SwapError, match="another model"):
         pool.stream_actor(stream_of(state_of(2.0)), 2)
-    assert pool.policy_version == 1 and {engine.actor for engine in engines} == {tensorwise_checksum(state_of(1.0))}
+    assert pool.policy_version == 1 and {engine.actor for engine in engines} == {
+        tensorwise_checksum(state_of(1.0))
+    }
 
 
-def test_an_engine_that_dies_on_the_way_is_an_error_soon_and_a_file_goes_on(make_pool: Any, tmp_path: Path) -> None:
+def test_an_engine_that_dies_on_the_way_is_an_error_soon_and_a_file_goes_on(
+    make_pool: Any, tmp_path: Path
+) -> None:
     pool, engines = make_pool(2)
 
     def die() -> None:
@@ -218,10 +234,14 @@ def test_a_silent_engine_is_lost_within_the_timeout(make_pool: Any, tmp_path: Pa
     pool.sync_actor(tmp_path / "actor", 1)
     late = engines_of(pool)[1]
     pool.generate([[index + 1] for index in range(40)], GREEDY)
-    assert late is not engines[1] and late.actor == engines[0].actor == tensorwise_checksum(state_of(1.0))
+    assert late is not engines[1] and late.actor == engines[0].actor == tensorwise_checksum(
+        state_of(1.0)
+    )
 
 
-def test_a_broadcast_that_fails_goes_as_a_file(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broadcast_that_fails_goes_as_a_file(
+    make_pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     pool, engines = make_pool(1)
     model = tiny_llama()
 
@@ -236,8 +256,14 @@ def test_a_broadcast_that_fails_goes_as_a_file(make_pool: Any, caplog: pytest.Lo
         assert "goes to the engines as a file" in caplog.text
         engines[0].before_receiving = lambda: None
         caplog.clear()
-        assert sync(model, 2).checksum == receipt.checksum and engines[0].policy_version == 2 and not caplog.text
-        assert sync.nbytes == sum(t.nbytes for t in actor_state(model).values()) and sync.collect_s > 0
+        assert (
+            sync(model, 2).checksum == receipt.checksum
+            and engines[0].policy_version == 2
+            and not caplog.text
+        )
+        assert (
+            sync.nbytes == sum(t.nbytes for t in actor_state(model).values()) and sync.collect_s > 0
+        )
 
 
 def test_a_files_engine_says_that_it_takes_no_broadcast() -> None:
@@ -290,14 +316,18 @@ def broadcast_config(engine_config: EngineConfig) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def pool_of_one(actor: Actor, broadcast_config: EngineConfig) -> Iterator[BroadcastPool]:
-    with BroadcastPool(lambda index: ColocatedEngine(actor.path, actor.heads_path, broadcast_config), 1) as pool:
+    with BroadcastPool(
+        lambda index: ColocatedEngine(actor.path, actor.heads_path, broadcast_config), 1
+    ) as pool:
         pool.timeout_s = 20.0
         yield pool
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("spread", [False, True])
-def test_a_broadcast_actor_is_the_one_of_a_file(pool_of_one: BroadcastPool, actor: Actor, tmp_path: Path, spread: bool) -> None:
+def test_a_broadcast_actor_is_the_one_of_a_file(
+    pool_of_one: BroadcastPool, actor: Actor, tmp_path: Path, spread: bool
+) -> None:
     pool, new = pool_of_one, moved(actor.model)
     with ActorSync(pool, "float32", BUCKET) as sync:
         sync(actor.model, 1)
@@ -308,19 +338,28 @@ def test_a_broadcast_actor_is_the_one_of_a_file(pool_of_one: BroadcastPool, acto
         sync(actor.model, 3)
         assert tokens(pool, actor.prompts[:8]) == before != expected, "cached prompts are forgotten"
         receipt = sync(Spread(new) if spread else new, 4)
-        assert receipt.checksum == by_file.checksum == pool.checksums()["actor"] and receipt.version == 4
+        assert (
+            receipt.checksum == by_file.checksum == pool.checksums()["actor"]
+            and receipt.version == 4
+        )
         rollouts = pool.generate(actor.prompts[:8], GREEDY)
-        assert [response.token_ids for response in rollouts.responses] == expected and rollouts.policy_version == 4
+        assert [
+            response.token_ids for response in rollouts.responses
+        ] == expected and rollouts.policy_version == 4
         assert rollouts.counters.drafts > 0
     # Zero-start heads are the lm_head: what they draft follows the new one.
     (engine,) = engines_of(pool)
     hidden_BD = torch.randn(4, new.config.hidden_size)
-    assert [row[0] for row in engine.probe(hidden_BD.tolist(), [0] * 4)] == (hidden_BD @ new.lm_head.weight.T).argmax(-1).tolist()
+    assert [row[0] for row in engine.probe(hidden_BD.tolist(), [0] * 4)] == (
+        hidden_BD @ new.lm_head.weight.T
+    ).argmax(-1).tolist()
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("case", ["missing", "unknown", "shape", "kind"])
-def test_a_foreign_actor_is_refused_before_anything_changes(pool_of_one: BroadcastPool, actor: Actor, case: str) -> None:
+def test_a_foreign_actor_is_refused_before_anything_changes(
+    pool_of_one: BroadcastPool, actor: Actor, case: str
+) -> None:
     pool, name = pool_of_one, "model.layers.0.mlp.up_proj.weight"
     with ActorSync(pool, "float32", BUCKET) as sync:
         receipt = sync(actor.model, 1)
@@ -335,11 +374,17 @@ def test_a_foreign_actor_is_refused_before_anything_changes(pool_of_one: Broadca
     with pytest.raises(SwapError, match="not those of the serving model, which stays"):
         pool.stream_actor(stream_of(wrong), 2)
     assert tokens(pool, actor.prompts[:4]) == before
-    assert pool.checksums()["actor"] == receipt.checksum and pool.policy_version == 1 and pool.restarts == 0
+    assert (
+        pool.checksums()["actor"] == receipt.checksum
+        and pool.policy_version == 1
+        and pool.restarts == 0
+    )
 
 
 @pytest.mark.engine
-def test_an_engine_between_two_actors_answers_nothing_until_it_has_one(pool_of_one: BroadcastPool, actor: Actor, tmp_path: Path) -> None:
+def test_an_engine_between_two_actors_answers_nothing_until_it_has_one(
+    pool_of_one: BroadcastPool, actor: Actor, tmp_path: Path
+) -> None:
     pool = pool_of_one
     with ActorSync(pool, "float32", BUCKET) as sync:
         sync(actor.model, 1)
@@ -357,7 +402,9 @@ def test_an_engine_between_two_actors_answers_nothing_until_it_has_one(pool_of_o
 
 
 @pytest.mark.engine
-def test_a_broken_broadcast_is_mended_by_a_file(pool_of_one: BroadcastPool, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_broadcast_is_mended_by_a_file(
+    pool_of_one: BroadcastPool, actor: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
     """Half of a layer's fused tensors had come; what was left of them must not meet the file's."""
     pool, new = pool_of_one, moved(actor.model, seed=5)
     state = actor_state(new)
@@ -384,13 +431,17 @@ def test_a_broken_broadcast_is_mended_by_a_file(pool_of_one: BroadcastPool, acto
 
 
 @pytest.mark.engine
-def test_vllms_own_session_calls_reach_our_backend(pool_of_one: BroadcastPool, actor: Actor) -> None:
+def test_vllms_own_session_calls_reach_our_backend(
+    pool_of_one: BroadcastPool, actor: Actor
+) -> None:
     new = moved(actor.model, seed=9)
     stream = actor_stream(new, torch.float32, BUCKET)
     (engine,) = engines_of(pool_of_one)
     group = Group.open(LOOPBACK, 2, timeout_s=20.0)
     place = dataclasses.asdict(group.place.seen_by(1))
-    joining = threading.Thread(target=engine._llm.init_weight_transfer_engine, args=({"init_info": {"place": place}},))
+    joining = threading.Thread(
+        target=engine._llm.init_weight_transfer_engine, args=({"init_info": {"place": place}},)
+    )
     joining.start()
     group.join()
     joining.join()
@@ -413,7 +464,9 @@ def test_vllms_own_session_calls_reach_our_backend(pool_of_one: BroadcastPool, a
 
 
 @pytest.mark.engine
-def test_a_tied_lm_head_follows_the_embedding(tmp_path: Path, broadcast_config: EngineConfig) -> None:
+def test_a_tied_lm_head_follows_the_embedding(
+    tmp_path: Path, broadcast_config: EngineConfig
+) -> None:
     model = tiny_llama(tied=True)
     model.save_pretrained(tmp_path)
     # Another table, not a moved one: what an lm_head of before would say lies far off.
@@ -433,14 +486,25 @@ def test_a_tied_lm_head_follows_the_embedding(tmp_path: Path, broadcast_config: 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_two_real_engines_one_of_which_dies_on_the_way(
-    actor: Actor, broadcast_config: EngineConfig, ray_session: None, caplog: pytest.LogCaptureFixture
+    actor: Actor,
+    broadcast_config: EngineConfig,
+    ray_session: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = broadcast_config.model_copy(update={"replicas": 2, "max_num_seqs": 8})
-    with make_engine(actor.path, actor.heads_path, config) as pool, ActorSync(pool, "float32", BUCKET) as sync:
+    with (
+        make_engine(actor.path, actor.heads_path, config) as pool,
+        ActorSync(pool, "float32", BUCKET) as sync,
+    ):
         assert isinstance(pool, BroadcastPool)
         pool.timeout_s = 20.0
         new = moved(actor.model)
-        assert sync(new, 1).checksum == tensorwise_checksum(actor_state(new)) == pool.checksums()["actor"] and not caplog.text
+        assert (
+            sync(new, 1).checksum
+            == tensorwise_checksum(actor_state(new))
+            == pool.checksums()["actor"]
+            and not caplog.text
+        )
         expected = tokens(pool, actor.prompts[:8])
         pids = [int(report["pid"]) for report in pool.plugin_report()["engines"]]
         stream = actor_stream(actor.model, torch.float32, BUCKET)
@@ -456,15 +520,22 @@ def test_two_real_engines_one_of_which_dies_on_the_way(
             pool.stream_actor(ActorStream(stream.entries, deadly, stream.write, BUCKET), 2)
         assert time.monotonic() - began < 60
         sync(new, 2)
-        assert tokens(pool, actor.prompts[:8]) == expected, "one engine goes on with the actor of the next sync"
+        assert tokens(pool, actor.prompts[:8]) == expected, (
+            "one engine goes on with the actor of the next sync"
+        )
         deadline = time.monotonic() + 300
         while len(pool._ready()) < 2 and time.monotonic() < deadline:
             pool.generate(actor.prompts[:4], GREEDY)
         assert len(pool.generate(actor.prompts[:24], GREEDY).responses) == 24 and pool.restarts == 1
-        assert pool.checksums()["actor"] == tensorwise_checksum(actor_state(new)), "the one that came late has it too"
+        assert pool.checksums()["actor"] == tensorwise_checksum(actor_state(new)), (
+            "the one that came late has it too"
+        )
         caplog.clear()
         sync(actor.model, 3)
-        assert pool.checksums()["actor"] == tensorwise_checksum(actor_state(actor.model)) and not caplog.text
+        assert (
+            pool.checksums()["actor"] == tensorwise_checksum(actor_state(actor.model))
+            and not caplog.text
+        )
 
 
 @pytest.mark.slow

@@ -50,7 +50,9 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module", params=["medusa", "hydra", "context"])
-def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedEngine]:
+def engine(
+    request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ColocatedEngine]:
     folder = tmp_path_factory.mktemp("toy")
     model.save_pretrained(folder / "model")
     torch.manual_seed(3)
@@ -68,7 +70,9 @@ def joint(model: Any, sampling: Sampling) -> torch.Tensor:
     """Probability of each of the V ** LENGTH continuations, float64, in lexicographic order."""
     rows = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(V), repeat=LENGTH)])
     logits = model(input_ids=rows).logits[:, len(PROMPT) - 1 : -1].double()
-    flat = truncate_logits(logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(-1)
+    flat = truncate_logits(
+        logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p
+    ).log_softmax(-1)
     steps = flat.reshape(-1, LENGTH, V).gather(2, rows[:, len(PROMPT) :, None]).squeeze(2)
     return steps.sum(1).exp()
 
@@ -88,7 +92,11 @@ def p_value(engine: ColocatedEngine, model: Any, sampling: Sampling) -> float:
     observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     keep = expected > 0
-    return float(chisquare(observed[keep].numpy(), (expected[keep] * observed.sum() / expected.sum()).numpy()).pvalue)
+    return float(
+        chisquare(
+            observed[keep].numpy(), (expected[keep] * observed.sum() / expected.sum()).numpy()
+        ).pvalue
+    )
 
 
 CASES: dict[str, tuple[Drafting, Sampling]] = {
@@ -105,21 +113,31 @@ PLAIN: Drafting = {"sampled": True, "draft_temperature": 1.0, "memory_bytes": 0,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_joint_distribution_is_the_models(engine: ColocatedEngine, model: Any, case: str) -> None:
+def test_the_joint_distribution_is_the_models(
+    engine: ColocatedEngine, model: Any, case: str
+) -> None:
     drafting, wanted = CASES[case]
     engine.configure(**PLAIN | drafting)
-    requests = REQUESTS * (2 if "stop_below" in drafting else 1)  # Of runs that end early fewer drafts are accepted.
-    sampling = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, requests, None, True)
+    requests = REQUESTS * (
+        2 if "stop_below" in drafting else 1
+    )  # Of runs that end early fewer drafts are accepted.
+    sampling = Sampling(
+        wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, requests, None, True
+    )
     torch.manual_seed(1)
     # Of 24 cases one falls below 0.01 in one run of four. It is asked for four times the tokens, which a wrong distribution fails the more.
     many = replace(sampling, responses_per_prompt=4 * requests)
     assert p_value(engine, model, sampling) > 0.01 or p_value(engine, model, many) > 0.01
 
 
-def test_a_wrong_q_fails(engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_q_fails(
+    engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = DraftSlots.stamp
 
-    def dishonest(slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> None:
+    def dishonest(
+        slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int
+    ) -> None:
         honest(slots, slots_B, stamps_B, count)
         slots.cumulative_KRX.pow_(0.5)  # The sums of another distribution.
 

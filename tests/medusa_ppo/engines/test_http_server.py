@@ -43,10 +43,14 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_end_to_end(
+    actor: Actor, engine_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = engine_config.model_copy(update={"backend": "server"})
     # As vLLM leaves it in a process that had an engine of its own: with a second OpenMP beside it, its server does not start.
-    monkeypatch.setenv("LD_PRELOAD", str(next((Path(torch.__file__).parent / "lib").glob("libgomp*"))))
+    monkeypatch.setenv(
+        "LD_PRELOAD", str(next((Path(torch.__file__).parent / "lib").glob("libgomp*")))
+    )
     with make_engine(actor.path, actor.heads_path, config, seed=0) as engine:
         assert isinstance(engine, ServerEngine)
         pid = engine._process.pid
@@ -69,24 +73,41 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
         assert float((expected_M - seen_M).abs().max()) < 1e-3
         heads = actor.random_heads(seed=2)
         save_state(tmp_path / "heads.safetensors", heads.trainable_state())
-        assert engine.swap_heads(tmp_path / "heads.safetensors", 1).checksum == checksum(heads.trainable_state())
+        assert engine.swap_heads(tmp_path / "heads.safetensors", 1).checksum == checksum(
+            heads.trainable_state()
+        )
         hidden_BD = torch.randn(3, actor.lm_head_VD.shape[1])
         features_BKD = heads.features(hidden_BD)
-        assert engine.probe(hidden_BD.tolist(), [0] * 3) == (features_BKD @ actor.lm_head_VD.T).argmax(-1).tolist()
+        assert (
+            engine.probe(hidden_BD.tolist(), [0] * 3)
+            == (features_BKD @ actor.lm_head_VD.T).argmax(-1).tolist()
+        )
         moved = {name: value * 1.05 for name, value in actor.model.state_dict().items()}
         save_state(tmp_path / "actor.safetensors", moved)
-        assert engine.sync_actor(tmp_path / "actor.safetensors", 1).checksum == engine.checksums()["actor"] == tensorwise_checksum(moved)
+        assert (
+            engine.sync_actor(tmp_path / "actor.safetensors", 1).checksum
+            == engine.checksums()["actor"]
+            == tensorwise_checksum(moved)
+        )
         assert engine.generate(actor.prompts[:16], greedy).responses != first.responses
         (tmp_path / "bad.safetensors").write_text("nothing")
         with pytest.raises(SwapError):
             engine.swap_heads(tmp_path / "bad.safetensors", 2)
         address = config.model_copy(update={"backend": str(engine._client.base_url)})
-        for path in ("/collective_rpc", "/pause", "/update_weights", "/v1/completions", "/sleep"):  # Nobody asks without the token.
+        for path in (
+            "/collective_rpc",
+            "/pause",
+            "/update_weights",
+            "/v1/completions",
+            "/sleep",
+        ):  # Nobody asks without the token.
             assert httpx.post(f"{engine._client.base_url}{path}", json={}).status_code == 401, path
         monkeypatch.delenv("MEDUSA_PPO_TOKEN", raising=False)
         with pytest.raises(EngineError, match="MEDUSA_PPO_TOKEN"):
             ServerEngine(actor.path, actor.heads_path, address)
-        monkeypatch.setenv("MEDUSA_PPO_TOKEN", engine._client.headers["Authorization"].removeprefix("Bearer "))
+        monkeypatch.setenv(
+            "MEDUSA_PPO_TOKEN", engine._client.headers["Authorization"].removeprefix("Bearer ")
+        )
         attached = ServerEngine(actor.path, actor.heads_path, address)
         assert attached.generate(actor.prompts[:2], greedy).counters.drafts > 0
         long = Sampling(0.0, max_new_tokens=300, ignore_eos=True)
@@ -99,7 +120,9 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
                 engine.swap_heads(tmp_path / "heads.safetensors", version)
                 engine.sync_actor(tmp_path / "actor.safetensors", version)
             assert version > 3, "swaps and syncs happened in flight"
-            assert [r.token_ids for r in running.result().responses] == [r.token_ids for r in undisturbed.responses]
+            assert [r.token_ids for r in running.result().responses] == [
+                r.token_ids for r in undisturbed.responses
+            ]
             assert running.result().counters.accepted > 0
         attached.close()
         assert not gone(pid)
@@ -107,8 +130,12 @@ def test_server_end_to_end(actor: Actor, engine_config: EngineConfig, tmp_path: 
 
 
 @pytest.mark.engine
-def test_a_server_that_cannot_start_shows_its_log(actor: Actor, engine_config: EngineConfig) -> None:
-    config = engine_config.model_copy(update={"backend": "server", "extra": {"no_such_engine_option": 1}})
+def test_a_server_that_cannot_start_shows_its_log(
+    actor: Actor, engine_config: EngineConfig
+) -> None:
+    config = engine_config.model_copy(
+        update={"backend": "server", "extra": {"no_such_engine_option": 1}}
+    )
     with pytest.raises(EngineError, match="no-such-engine-option"):
         make_engine(actor.path, None, config)
 
@@ -119,12 +146,17 @@ def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:
     frames = ["(APIServer pid=1)     self.engine_core = make_client()"] * 40
     shown = last_words("\n".join(["INFO: 0 errors so far", core, *frames, end])).splitlines()
     assert shown[:2] == [core, "..."] and shown[-1] == end and len(shown) < 30
-    assert last_words("\n".join(["INFO", core])).splitlines() == ["INFO", core] and last_words("") == ""
+    assert (
+        last_words("\n".join(["INFO", core])).splitlines() == ["INFO", core]
+        and last_words("") == ""
+    )
     core = "(EngineCore pid=7) ERROR [core.py:1510] AssertionError"
     assert last_words("\n".join([core, *frames, end])).startswith(core)
 
 
-def test_nobody_at_the_url(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_at_the_url(
+    actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from medusa_ppo.engines import http_server as server
 
     monkeypatch.setattr(server, "START_TIMEOUT_S", 1.0)
@@ -137,7 +169,15 @@ def test_nobody_at_the_url(actor: Actor, engine_config: EngineConfig, monkeypatc
 # ---- a server that answers late, wrongly, twice or not at all ----------------------------------------------------------------------
 
 
-COMPLETION = {"choices": [{"token_ids": [3, 4], "logprobs": {"token_logprobs": [-0.5, -0.1]}, "finish_reason": "length"}]}
+COMPLETION = {
+    "choices": [
+        {
+            "token_ids": [3, 4],
+            "logprobs": {"token_logprobs": [-0.5, -0.1]},
+            "finish_reason": "length",
+        }
+    ]
+}
 
 
 class Strange:
@@ -165,13 +205,17 @@ class Strange:
                 self._behave(connection, request)
 
     def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)  # Else the thread waits on, and if it is interrupted for whoever has the number then.
+        self._socket.shutdown(
+            socket.SHUT_RDWR
+        )  # Else the thread waits on, and if it is interrupted for whoever has the number then.
         self._socket.close()
 
 
 def answer(body: object, status: str = "200 OK", length: int | None = None) -> bytes:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return f"HTTP/1.1 {status}\r\nContent-Length: {length or len(content)}\r\n\r\n".encode() + content
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Length: {length or len(content)}\r\n\r\n".encode() + content
+    )
 
 
 def silent(connection: socket.socket, request: bytes) -> None:
@@ -201,7 +245,9 @@ def half(connection: socket.socket, request: bytes) -> None:
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket, bytes], None]], tuple[ServerEngine, Strange]]]:
+def ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Callable[[socket.socket, bytes], None]], tuple[ServerEngine, Strange]]]:
     """An engine attached to a strange server; patience of half a second."""
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(http_server, "TOKEN_S", 0.0)
@@ -212,7 +258,13 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.
         servers.append(server := Strange(behave))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))  # type: ignore[assignment]
-        engine.max_drafts, engine._workers, engine._process, engine._log, engine._model_name = 0, 4, None, Path(os.devnull), "model"
+        engine.max_drafts, engine._workers, engine._process, engine._log, engine._model_name = (
+            0,
+            4,
+            None,
+            Path(os.devnull),
+            "model",
+        )
         engine._client = httpx.Client(base_url=server.address, limits=http_server.LIMITS)
         return engine, server
 
@@ -222,7 +274,9 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.
 
 
 @pytest.mark.parametrize(
-    "behave", [lambda c, r: None, drip, endless, half, lambda c, r: c.close()], ids=["silent", "drip", "endless", "half", "gone"]
+    "behave",
+    [lambda c, r: None, drip, endless, half, lambda c, r: c.close()],
+    ids=["silent", "drip", "endless", "half", "gone"],
 )
 def test_an_answer_that_does_not_come_is_an_error_in_time(ask, behave) -> None:
     engine, _ = ask(behave)
@@ -242,7 +296,15 @@ def test_an_answer_that_does_not_come_is_an_error_in_time(ask, behave) -> None:
         {"choices": []},
         {"choices": [{**COMPLETION["choices"][0], "token_ids": [3]}]},
         {"choices": [{**COMPLETION["choices"][0], "token_ids": [3, 99]}]},
-        {"choices": [{**COMPLETION["choices"][0], "token_ids": [1] * 9, "logprobs": {"token_logprobs": [0.0] * 9}}]},
+        {
+            "choices": [
+                {
+                    **COMPLETION["choices"][0],
+                    "token_ids": [1] * 9,
+                    "logprobs": {"token_logprobs": [0.0] * 9},
+                }
+            ]
+        },
         b'{"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [NaN]}, "finish_reason": "stop"}]}',
     ],
 )
@@ -255,7 +317,9 @@ def test_a_wrong_answer_is_an_error(ask, body: object) -> None:
 
 def test_what_a_server_says_twice_is_no_answer_to_the_next_question(ask) -> None:
     other = json.loads(json.dumps(COMPLETION).replace("3, 4", "5, 6"))
-    engine, server = ask(lambda connection, request: connection.sendall(answer(COMPLETION) + answer(other)))
+    engine, server = ask(
+        lambda connection, request: connection.sendall(answer(COMPLETION) + answer(other))
+    )
     for _ in range(3):
         rollouts = engine.generate([[1, 2]], Sampling(max_new_tokens=4))
         assert [r.token_ids for r in rollouts.responses] == [(3, 4)]
@@ -263,8 +327,12 @@ def test_what_a_server_says_twice_is_no_answer_to_the_next_question(ask) -> None
     engine.close()
 
 
-@pytest.mark.parametrize("behave", [lambda c, r: c.sendall(answer({}, "503 No")), endless], ids=["503", "endless"])
-def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(ask, behave, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "behave", [lambda c, r: c.sendall(answer({}, "503 No")), endless], ids=["503", "endless"]
+)
+def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(
+    ask, behave, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 0.6)
     engine, server = ask(behave)
     with pytest.raises(EngineError, match="No vLLM server answers"):
@@ -273,7 +341,10 @@ def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(ask, behave,
     engine.close()
 
 
-@pytest.mark.parametrize(("status", "says"), [("599 Odd", "599"), ("401 No", "MEDUSA_PPO_TOKEN"), ("404 No", "VLLM_SERVER_DEV_MODE")])
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [("599 Odd", "599"), ("401 No", "MEDUSA_PPO_TOKEN"), ("404 No", "VLLM_SERVER_DEV_MODE")],
+)
 def test_a_refusal_says_what_to_do(ask, status: str, says: str) -> None:
     engine, _ = ask(lambda connection, request: connection.sendall(answer({}, status)))
     with pytest.raises(EngineError, match=says):
@@ -281,8 +352,12 @@ def test_a_refusal_says_what_to_do(ask, status: str, says: str) -> None:
     engine.close()
 
 
-def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Strange(lambda connection, request: connection.sendall(answer({"data": [{"id": "model"}]})))
+def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Strange(
+        lambda connection, request: connection.sendall(answer({"data": [{"id": "model"}]}))
+    )
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{http_server.free_port()}")
     monkeypatch.setattr(http_server, "plan_launch", lambda *_: SimpleNamespace(drafting={}))
@@ -308,8 +383,20 @@ class Workers(httpx.MockTransport):
             return httpx.Response(200, content=b"")
         asked = json.loads(request.content)
         self.calls.append(asked["method"])
-        facts = {"kind": "medusa", "drafter": "x", "max_drafts": 2, "heads": "", "heads_version": 0, "actor": ""}
-        return httpx.Response(200, json={"results": [facts | {"actor_version": self.actor_version, "process": self.process}]})
+        facts = {
+            "kind": "medusa",
+            "drafter": "x",
+            "max_drafts": 2,
+            "heads": "",
+            "heads_version": 0,
+            "actor": "",
+        }
+        return httpx.Response(
+            200,
+            json={
+                "results": [facts | {"actor_version": self.actor_version, "process": self.process}]
+            },
+        )
 
 
 def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_heads(ask) -> None:
@@ -330,13 +417,19 @@ def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_head
     workers.actor_version = 5  # A sync has come.
     workers.calls.clear()
     engine.counters()
-    assert workers.calls == ["medusa_checksums", "medusa_configure"] and engine.heads_version == -1 and engine.num_drafts == 1
+    assert (
+        workers.calls == ["medusa_checksums", "medusa_configure"]
+        and engine.heads_version == -1
+        and engine.num_drafts == 1
+    )
     engine.close()
 
 
 def test_an_error_tells_the_address_without_its_password(ask) -> None:
     engine, server = ask(lambda c, r: c.close())
-    engine._client = httpx.Client(base_url=server.address.replace("//", "//me:pw@"), limits=http_server.LIMITS)
+    engine._client = httpx.Client(
+        base_url=server.address.replace("//", "//me:pw@"), limits=http_server.LIMITS
+    )
     with pytest.raises(EngineError, match=server.address.partition("//")[2]) as caught:
         engine.plugin_report()
     assert "pw" not in str(caught.value)

@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def hydra_engine(actor: Actor, engine_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColocatedEngine]:
+def hydra_engine(
+    actor: Actor, engine_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ColocatedEngine]:
     folder = tmp_path_factory.mktemp("hydra") / "heads"
     save_heads(folder, actor.random_heads(1, kind="hydra"), lm_head_VD=actor.lm_head_VD)
     with ColocatedEngine(actor.path, folder, engine_config) as engine:
@@ -36,14 +38,20 @@ def hydra_engine(actor: Actor, engine_config: EngineConfig, tmp_path_factory: py
 def test_the_engine_drafts_what_the_heads_draft_before_and_after_a_swap(
     hydra_engine: ColocatedEngine, actor: Actor, tmp_path: Path
 ) -> None:
-    hidden_BD = torch.randn(5, actor.model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden_BD = torch.randn(
+        5, actor.model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
     ids_B = torch.arange(5)
     seen = []
     for version, seed in enumerate((1, 2)):
         heads = actor.random_heads(seed, kind="hydra")
         save_state(tmp_path / f"{seed}", heads.trainable_state())
         hydra_engine.swap_heads(tmp_path / f"{seed}", version + 1)
-        core = DraftingCore(heads, lambda f: f @ actor.lm_head_VD.T, lambda ids_B: actor.model.model.embed_tokens.weight[ids_B])
+        core = DraftingCore(
+            heads,
+            lambda f: f @ actor.lm_head_VD.T,
+            lambda ids_B: actor.model.model.embed_tokens.weight[ids_B],
+        )
         expected_BK = core.draft(hidden_BD, ids_B, HEADS).ids_BK
         assert hydra_engine.probe(hidden_BD.tolist(), ids_B.tolist()) == expected_BK.tolist()
         seen.append(expected_BK.tolist())
@@ -64,7 +72,10 @@ def context_heads(actor: Actor) -> MedusaHeads:
 
 @pytest.fixture(scope="module")
 def context_engine(
-    actor: Actor, context_heads: MedusaHeads, engine_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+    actor: Actor,
+    context_heads: MedusaHeads,
+    engine_config: EngineConfig,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ColocatedEngine]:
     folder = tmp_path_factory.mktemp("context") / "heads"
     save_heads(folder, context_heads, lm_head_VD=actor.lm_head_VD)
@@ -77,7 +88,13 @@ def drafter_of(engine: ColocatedEngine) -> Any:
 
 
 def expected_q(
-    actor: Actor, heads: MedusaHeads, prompt: Sequence[int], response: Sequence[int], at: int, drafts_K: torch.Tensor, cut: int = 0
+    actor: Actor,
+    heads: MedusaHeads,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    at: int,
+    drafts_K: torch.Tensor,
+    cut: int = 0,
 ):
     """q of every head at a row of a response, as replay sees it: its context are the pairs of the response alone."""
     text = torch.tensor([[*prompt, *response]])
@@ -88,12 +105,21 @@ def expected_q(
     condition_1K = torch.cat([ids_T[at : at + 1], drafts_K[:-1]])[None]
     table_VD = actor.model.model.embed_tokens.weight
     context = Context.of(rows_1n, hidden_TD, ids_T)
-    logits = heads(hidden_TD[at : at + 1], actor.lm_head_VD, condition=condition_1K, embedding_VD=table_VD, context=context)
+    logits = heads(
+        hidden_TD[at : at + 1],
+        actor.lm_head_VD,
+        condition=condition_1K,
+        embedding_VD=table_VD,
+        context=context,
+    )
     return logits[0].softmax(-1)
 
 
 def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
-    context_engine: ColocatedEngine, actor: Actor, context_heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
+    context_engine: ColocatedEngine,
+    actor: Actor,
+    context_heads: MedusaHeads,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of every request at many steps, whatever was accepted before; and another q where it looks at its own pair alone."""
     drafter = drafter_of(context_engine)
@@ -102,19 +128,28 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     def draft(*given: Any, **named: Any) -> Any:
         drafted = honest(*given, **named)
         seats, rows_B = drafter._seats, torch.arange(len(drafted.ids_BK))
-        q_BKV = torch.stack([drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(HEADS)], 1)
+        q_BKV = torch.stack(
+            [drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(HEADS)], 1
+        )
         seen.append((seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, q_BKV))
         return drafted
 
     monkeypatch.setattr(drafter._core, "draft", draft)
     context_engine.configure(sampled=True, draft_temperature=1.0)
     prompts = actor.prompts[:6]
-    rollouts = context_engine.generate(prompts, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    rollouts = context_engine.generate(
+        prompts, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    )
     first = min(int(requests_B.min()) for requests_B, *_ in seen)
     apart, alone = [], []
     for requests_B, positions_B, ids_BK, q_BKV in seen[3::7]:
-        for row, (request, position) in enumerate(zip(requests_B.tolist(), positions_B.tolist(), strict=True)):
-            prompt, response = prompts[request - first], rollouts.responses[request - first].token_ids
+        for row, (request, position) in enumerate(
+            zip(requests_B.tolist(), positions_B.tolist(), strict=True)
+        ):
+            prompt, response = (
+                prompts[request - first],
+                rollouts.responses[request - first].token_ids,
+            )
             at = position - len(prompt) - 1
             if 0 <= at < len(response):
                 for cut, found in ((0, apart), (1, alone)):
@@ -128,7 +163,9 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
     return [response.token_ids for response in rollouts.responses]
 
 
-def test_with_a_context_greedy_tokens_are_those_without_drafts(context_engine: ColocatedEngine, actor: Actor) -> None:
+def test_with_a_context_greedy_tokens_are_those_without_drafts(
+    context_engine: ColocatedEngine, actor: Actor
+) -> None:
     greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     context_engine.configure(num_drafts=0)
     expected = tokens(context_engine.generate(actor.prompts, greedy))
@@ -149,7 +186,9 @@ def test_with_a_context_sampled_tokens_have_the_models_distribution(
     add_rollouts(right, actor.model, context_engine.generate(actor.prompts, sampling))
     honest = DraftSlots.look_up
 
-    def dishonest(slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int) -> KeptDrafts:
+    def dishonest(
+        slots: DraftSlots, slots_B: torch.Tensor, stamps_B: torch.Tensor, count: int
+    ) -> KeptDrafts:
         kept = honest(slots, slots_B, stamps_B, count)
         return replace(kept, q_BK=kept.q_BK * 1e-3)
 

@@ -28,19 +28,27 @@ SAMPLING = Sampling(max_new_tokens=16, responses_per_prompt=2)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_engine_and_trainer_see_the_same_images(vision_actor, picture, tmp_path: Path, family: str) -> None:
+def test_engine_and_trainer_see_the_same_images(
+    vision_actor, picture, tmp_path: Path, family: str
+) -> None:
     folder = vision_actor(family)
     actor, reader = load_actor(folder), ImageReader.load(folder, load_tokenizer(folder))
     store = FeatureStore(actor, reader)
-    prompts = reader.prompts(["a?", "b?", "c"], [(picture(0, 60, 90),), (picture(1), picture(2, 90, 60)), ()])
-    heads = MedusaHeads(HeadsConfig(*reversed(actor.lm_head.weight.shape), 3, kind="hydra", context=8)).requires_grad_(False)
+    prompts = reader.prompts(
+        ["a?", "b?", "c"], [(picture(0, 60, 90),), (picture(1), picture(2, 90, 60)), ()]
+    )
+    heads = MedusaHeads(
+        HeadsConfig(*reversed(actor.lm_head.weight.shape), 3, kind="hydra", context=8)
+    ).requires_grad_(False)
     heads.cell_out.fill_(1e-3)  # Untrained ones do not draft.
     save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head.weight.detach())
 
     def gap(found: Rollouts) -> float:
         """Largest difference of a token's log-prob from the trainer's."""
         learner = Learner(actor, None, PPOConfig(advantages="rloo"), features=store)
-        _, report = learner.score(PPOBatch(replace(found, prompts=tuple(prompts))), torch.arange(6.0), SAMPLING)
+        _, report = learner.score(
+            PPOBatch(replace(found, prompts=tuple(prompts))), torch.arange(6.0), SAMPLING
+        )
         return report[names.LOGPROB_GAP_MAX]
 
     config = EngineConfig(dtype="float32", max_num_seqs=8, max_model_len=128, threads=1)
@@ -51,7 +59,9 @@ def test_engine_and_trainer_see_the_same_images(vision_actor, picture, tmp_path:
             actor.lm_head.weight.mul_(1.5)
         assert gap(first) > 1e-3
         sync(actor, 1)
-        assert gap(engine.generate(prompts, SAMPLING)) < 1e-4, "the new actor came, and its tower is where it was"
+        assert gap(engine.generate(prompts, SAMPLING)) < 1e-4, (
+            "the new actor came, and its tower is where it was"
+        )
         assert isinstance(prompts[0], ImagePrompt)
         other = ImagePrompt((*prompts[0], 66), prompts[0].images, prompts[0].short_ids)
         with pytest.raises(EngineError, match="in another way than the trainer"):

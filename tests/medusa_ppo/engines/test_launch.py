@@ -16,7 +16,16 @@ import torch
 
 from heads import HeadsConfig
 from heads.checkpoint import save_heads
-from heads.errors import CheckpointError, ConfigError, DataError, EngineError, LossyError, MedusaError, ModelError, UnsupportedVersionError
+from heads.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    LossyError,
+    MedusaError,
+    ModelError,
+    UnsupportedVersionError,
+)
 from heads.modules import MedusaHeads
 from medusa_ppo.config import EngineConfig
 from medusa_ppo.engines import launch
@@ -33,13 +42,21 @@ from medusa_ppo.vllm_plugin import registration as versions
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "eos_token_id": [3, 4]}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "eos_token_id": [3, 4]}
+        )
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     return folder
 
 
 def heads_folder(path: Path, hidden: int = 8, vocab: int = 16, count: int = 3, **more: Any) -> Path:
-    save_heads(path, MedusaHeads(HeadsConfig(hidden, vocab, count, **more)), lm_head_VD=torch.zeros(vocab, hidden))
+    save_heads(
+        path,
+        MedusaHeads(HeadsConfig(hidden, vocab, count, **more)),
+        lm_head_VD=torch.zeros(vocab, hidden),
+    )
     return path
 
 
@@ -59,13 +76,17 @@ def test_a_vision_language_model_gets_what_images_need(model: Path) -> None:
     text = {"hidden_size": 8, "vocab_size": 16, "eos_token_id": 3}
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
     plan = plan_launch(model, None, EngineConfig(), 0)
-    assert not plan.engine_args["skip_tokenizer_init"] and plan.engine_args["limit_mm_per_prompt"] == {"video": 0}
+    assert not plan.engine_args["skip_tokenizer_init"] and plan.engine_args[
+        "limit_mm_per_prompt"
+    ] == {"video": 0}
     assert plan.vocab_size == 16 and plan.stop_ids == (5, 3)
 
 
 def test_a_large_vocabulary_is_drafted_from_in_part(model: Path, tmp_path: Path) -> None:
     size = 40_000
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": size, "eos_token_id": 3}))
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 8, "vocab_size": size, "eos_token_id": 3})
+    )
     heads = heads_folder(tmp_path / "heads", vocab=size)
     assert plan_launch(model, heads, EngineConfig(), 0).drafting["draft_vocab"] == 8192
     assert plan_launch(model, heads, EngineConfig(draft_vocab=0), 0).drafting["draft_vocab"] == 0
@@ -79,15 +100,21 @@ def test_a_response_ends_at_the_tokenizers_end_token_too(model: Path, listed: st
     if listed == "tokenizer.json":
         (model / listed).write_text(json.dumps({"added_tokens": tokens}))
     else:
-        settings["added_tokens_decoder"] = {str(token["id"]): {"content": token["content"]} for token in tokens}
+        settings["added_tokens_decoder"] = {
+            str(token["id"]): {"content": token["content"]} for token in tokens
+        }
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     assert plan_launch(model, None, EngineConfig(), seed=7).stop_ids == (5, 3, 4, 9)
 
 
-def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_needs_the_transfer_api_of_a_checked_version(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(transfer="broadcast")
     monkeypatch.setattr(versions, "vllm_version", lambda: "0.32.0")
-    assert plan_launch(model, None, config, 0).engine_args["weight_transfer_config"] == {"backend": "medusa_ppo"}
+    assert plan_launch(model, None, config, 0).engine_args["weight_transfer_config"] == {
+        "backend": "medusa_ppo"
+    }
     assert "weight_transfer_config" not in plan_launch(model, None, EngineConfig(), 0).engine_args
     with pytest.raises(ConfigError, match="transfer says it"):
         plan_launch(model, None, EngineConfig(extra={"weight_transfer_config": {}}), 0)
@@ -108,8 +135,12 @@ def test_folder_without_config(tmp_path: Path) -> None:
         plan_launch(tmp_path, None, EngineConfig(), 0)
 
 
-@pytest.mark.parametrize(("hidden", "vocab", "name"), [(4, 16, "hidden_size 4"), (8, 32, "vocab_size 32")])
-def test_heads_of_another_actor(model: Path, tmp_path: Path, hidden: int, vocab: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "vocab", "name"), [(4, 16, "hidden_size 4"), (8, 32, "vocab_size 32")]
+)
+def test_heads_of_another_actor(
+    model: Path, tmp_path: Path, hidden: int, vocab: int, name: str
+) -> None:
     with pytest.raises(CheckpointError, match=name):
         plan_launch(model, heads_folder(tmp_path / "heads", hidden, vocab), EngineConfig(), 0)
 
@@ -154,12 +185,16 @@ def test_lossy_acceptance_is_refused(model: Path, settings: dict[str, Any]) -> N
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ],
 )
-def test_what_cannot_be_combined_is_named(model: Path, tmp_path: Path, extra: dict[str, Any], name: str) -> None:
+def test_what_cannot_be_combined_is_named(
+    model: Path, tmp_path: Path, extra: dict[str, Any], name: str
+) -> None:
     with pytest.raises(ConfigError, match=name):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
 
 
-def test_a_runner_that_the_environment_asks_for_must_be_the_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_the_environment_asks_for_must_be_the_engines(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ConfigError, match=r"engine\.runner=v2"):
@@ -171,7 +206,10 @@ def test_a_runner_that_the_environment_asks_for_must_be_the_engines(model: Path,
 
 def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """V1, and V2 only where it is asked for and can be had: it never ran on a GPU."""
-    heads, context = heads_folder(tmp_path / "heads"), heads_folder(tmp_path / "context", kind="hydra", context=4)
+    heads, context = (
+        heads_folder(tmp_path / "heads"),
+        heads_folder(tmp_path / "context", kind="hydra", context=4),
+    )
 
     def runner(heads: Path = heads, **settings: Any) -> str:
         return plan_launch(model, heads, EngineConfig(**settings), 0).runner
@@ -193,7 +231,12 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("prompts", "word"),
-    [([], "no prompt"), ([[]], "empty or too long"), ([[1] * 60], "empty or too long"), ([[1, 99]], "outside the vocabulary")],
+    [
+        ([], "no prompt"),
+        ([[]], "empty or too long"),
+        ([[1] * 60], "empty or too long"),
+        ([[1, 99]], "outside the vocabulary"),
+    ],
 )
 def test_requests_that_vllm_would_refuse_halfway(prompts: list[list[int]], word: str) -> None:
     with pytest.raises(DataError, match=word):
@@ -202,7 +245,9 @@ def test_requests_that_vllm_would_refuse_halfway(prompts: list[list[int]], word:
 
 def test_impossible_sampling() -> None:
     with pytest.raises(ConfigError):
-        engine.check_request([[1]], Sampling(top_p=0.0, max_new_tokens=4), max_model_len=64, vocab_size=16)
+        engine.check_request(
+            [[1]], Sampling(top_p=0.0, max_new_tokens=4), max_model_len=64, vocab_size=16
+        )
 
 
 def test_request_seeds_differ_and_repeat() -> None:
@@ -223,16 +268,30 @@ def test_errors_cross_the_transport_as_data() -> None:
         first_of([answer])
     assert (caught.value.given, caught.value.do) == ("3", "Mend it.")
     with pytest.raises(EngineError):
-        raise_reported({"error": {"kind": "__import__", "problem": "x", "given": None, "expected": None, "do": ""}})
+        raise_reported(
+            {
+                "error": {
+                    "kind": "__import__",
+                    "problem": "x",
+                    "given": None,
+                    "expected": None,
+                    "do": "",
+                }
+            }
+        )
 
 
 def test_server_arguments(model: Path) -> None:
-    arguments = server_arguments(plan_launch(model, None, EngineConfig(enforce_eager=False), 1), 1234)
+    arguments = server_arguments(
+        plan_launch(model, None, EngineConfig(enforce_eager=False), 1), 1234
+    )
     assert "--no-enforce-eager" in arguments
     assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"
 
 
-def test_one_openmp_is_loaded_first_whatever_vllm_left_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_openmp_is_loaded_first_whatever_vllm_left_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(launch.sys, "prefix", str(tmp_path))
     ours = tmp_path / "lib" / "libiomp5.so"
@@ -240,7 +299,10 @@ def test_one_openmp_is_loaded_first_whatever_vllm_left_here(tmp_path: Path, monk
     monkeypatch.setenv("LD_PRELOAD", preloaded)
     assert "LD_PRELOAD" not in process_environment(EngineConfig(), has_gpu=False)
     ours.touch()
-    assert process_environment(EngineConfig(), has_gpu=False)["LD_PRELOAD"] == f"/omp/libtcmalloc.so:{ours}"
+    assert (
+        process_environment(EngineConfig(), has_gpu=False)["LD_PRELOAD"]
+        == f"/omp/libtcmalloc.so:{ours}"
+    )
     assert "LD_PRELOAD" not in process_environment(EngineConfig(), has_gpu=True)
     monkeypatch.delenv("LD_PRELOAD")
     assert process_environment(EngineConfig(), has_gpu=False)["LD_PRELOAD"] == str(ours)
@@ -277,7 +339,10 @@ PARENT = (
 
 def gone(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
-    return not status.exists() or status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
+    return (
+        not status.exists()
+        or status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")

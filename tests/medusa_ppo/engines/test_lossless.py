@@ -21,9 +21,16 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_greedy_tokens_are_those_of_an_engine_without_speculation(actor: Actor, engine_config: EngineConfig, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_an_engine_without_speculation(
+    actor: Actor, engine_config: EngineConfig, tmp_path: Path
+) -> None:
     """256 responses of 128 tokens in float32: K chosen at every step by measured costs or at random, one-hot and sampled drafts."""
-    prompts = [*actor.prompts, *(p[:-7] for p in actor.prompts), *(p[:-19] for p in actor.prompts), *(p[:-31] for p in actor.prompts)]
+    prompts = [
+        *actor.prompts,
+        *(p[:-7] for p in actor.prompts),
+        *(p[:-19] for p in actor.prompts),
+        *(p[:-31] for p in actor.prompts),
+    ]
     greedy = Sampling(temperature=0.0, max_new_tokens=128, ignore_eos=True)
     with ColocatedEngine(actor.path, None, engine_config) as plain:
         expected = tokens(plain.generate(prompts, greedy))
@@ -34,12 +41,16 @@ def test_greedy_tokens_are_those_of_an_engine_without_speculation(actor: Actor, 
     rng = random.Random(0)
     with ColocatedEngine(actor.path, tmp_path / "heads", engine_config) as engine:
         chooser = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter.chooser
-        for part, (sampled, at_random) in enumerate(((False, False), (True, False), (False, True), (True, True))):
+        for part, (sampled, at_random) in enumerate(
+            ((False, False), (True, False), (False, True), (True, True))
+        ):
             if at_random:
                 # The measured choice soon settles; a random one makes every change from step to step happen.
                 chooser.choose = lambda batch: rng.randrange(HEADS + 1)
             engine.configure(choose=True, sampled=sampled)
             rollouts = engine.generate(prompts[part * 64 : (part + 1) * 64], greedy)
-            assert rollouts.counters.drafts >= 100 * at_random  # The measured choice may be not to draft at all.
+            assert (
+                rollouts.counters.drafts >= 100 * at_random
+            )  # The measured choice may be not to draft at all.
             given += tokens(rollouts)
     assert given == expected

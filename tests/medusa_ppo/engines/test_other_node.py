@@ -26,10 +26,18 @@ MEMORY = 200 * 1024**2
 def two_nodes() -> Iterator[Cluster]:
     """A head node for the caller, and one with the resource `engines`."""
     assert not ray.is_initialized()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False},
+    )
     try:
         cluster.add_node(num_cpus=1, resources={"engines": 1}, object_store_memory=MEMORY)
-        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        ray.init(
+            address=cluster.address,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+        )
         yield cluster
     finally:
         ray.shutdown()
@@ -38,7 +46,9 @@ def two_nodes() -> Iterator[Cluster]:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_an_engine_on_another_node(actor: Actor, engine_config: EngineConfig, two_nodes: Cluster, tmp_path: Path) -> None:
+def test_an_engine_on_another_node(
+    actor: Actor, engine_config: EngineConfig, two_nodes: Cluster, tmp_path: Path
+) -> None:
     config = engine_config.model_copy(update={"resource": "engines"})
     with RayEngine(actor.path, actor.heads_path, config) as engine:
         assert engine.elsewhere

@@ -69,9 +69,13 @@ class StandIn(RolloutEngine):
         if self.dies_at_call == len(self.calls):
             raise EngineError("The engine's process died.")
         responses = tuple(
-            Response(i, tuple(p), (-1.0,) * len(p), "stop") for i, p in enumerate(prompts) for _ in range(sampling.responses_per_prompt)
+            Response(i, tuple(p), (-1.0,) * len(p), "stop")
+            for i, p in enumerate(prompts)
+            for _ in range(sampling.responses_per_prompt)
         )
-        counters = Counters(len(prompts), 4 * len(prompts), self.index * len(prompts), (self.index * len(prompts),))
+        counters = Counters(
+            len(prompts), 4 * len(prompts), self.index * len(prompts), (self.index * len(prompts),)
+        )
         return Rollouts(tuple(map(tuple, prompts)), responses, counters, 0.5, sampling)
 
     def _take(self, what: str, path: Any, version: int) -> SwapReceipt:
@@ -104,7 +108,9 @@ class StandIn(RolloutEngine):
         return {"pid": self.index}
 
     def sleep(self, level: int) -> None:
-        self.sums["heads"], self.heads_version = ("", -1) if level == 2 else (self.sums["heads"], self.heads_version)
+        self.sums["heads"], self.heads_version = (
+            ("", -1) if level == 2 else (self.sums["heads"], self.heads_version)
+        )
 
     def wake(self) -> None:
         if self.closed:
@@ -186,17 +192,25 @@ def test_all_engines_tell_by_places_in_the_call_and_a_lost_one_is_told_again() -
     factory, told = Factory(0.0, 0.0, 0.0), list[tuple[int, Response]]()
     with EnginePool(factory, 3) as pool:
         factory.started[1].dies_at_call = 1
-        rollouts = pool.generate_as_finished(PROMPTS, SAMPLING, lambda place, response: told.append((place, response)))
-        assert dict(told) == dict(enumerate(rollouts.responses)) and len(rollouts.responses) == 80 == len(told)
+        rollouts = pool.generate_as_finished(
+            PROMPTS, SAMPLING, lambda place, response: told.append((place, response))
+        )
+        assert dict(told) == dict(enumerate(rollouts.responses)) and len(
+            rollouts.responses
+        ) == 80 == len(told)
         assert all(response.token_ids == tuple(PROMPTS[place // 2]) for place, response in told)
-        assert pool.restarts == 1 and rollouts.responses == pool.generate(PROMPTS, SAMPLING).responses
+        assert (
+            pool.restarts == 1 and rollouts.responses == pool.generate(PROMPTS, SAMPLING).responses
+        )
 
 
 def test_one_engine_is_stopped_half_way_and_asked_again_where_it_was_lost() -> None:
     class Partial(StandIn):
         def generate_partly(self, prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
             found = self.generate(prompts, sampling)
-            return replace(found, responses=(found.responses[0], *partly.begun[1:]), written_tokens=1)
+            return replace(
+                found, responses=(found.responses[0], *partly.begun[1:]), written_tokens=1
+            )
 
     began = (Response(0, (), (), UNFINISHED), Response(1, (7,), (-0.5,), UNFINISHED, (3,)))
     engines: list[Partial] = []
@@ -236,7 +250,9 @@ def test_small_pieces_are_not_worth_a_call_and_one_engine_gets_all() -> None:
 def test_answers_stand_in_prompt_order_and_counters_add_up(make_pool: Any) -> None:
     pool, factory = make_pool(0.0, 0.0, 0.0)
     rollouts = pool.generate(PROMPTS, SAMPLING)
-    assert [r.prompt_index for r in rollouts.responses] == [i for i in range(len(PROMPTS)) for _ in range(2)]
+    assert [r.prompt_index for r in rollouts.responses] == [
+        i for i in range(len(PROMPTS)) for _ in range(2)
+    ]
     assert all(list(r.token_ids) == PROMPTS[r.prompt_index] for r in rollouts.responses)
     assert rollouts.counters.drafts == len(PROMPTS)
     assert sum(share.counters.accepted for share in rollouts.engines) == rollouts.counters.accepted
@@ -252,7 +268,13 @@ def test_the_same_call_is_cut_and_seeded_alike_whoever_is_quick(make_pool: Any) 
     for paces in ((0.0, 0.002), (0.002, 0.0)):
         pool, factory = make_pool(*paces)
         pool.generate(PROMPTS, SAMPLING)
-        found.append(sorted((seed, tuple(map(tuple, call))) for e in factory.started for seed, call in zip(e.seeds, e.calls, strict=True)))
+        found.append(
+            sorted(
+                (seed, tuple(map(tuple, call)))
+                for e in factory.started
+                for seed, call in zip(e.seeds, e.calls, strict=True)
+            )
+        )
     assert found[0] == found[1]
 
 
@@ -268,7 +290,9 @@ def test_a_wrong_request_is_the_callers(make_pool: Any) -> None:
     pool, factory = make_pool(0.0, 0.0)
     with pytest.raises(DataError):
         pool.generate([], SAMPLING)
-    factory.of(0)[0].generate = lambda *_: (_ for _ in ()).throw(DataError("The prompt is too long."))  # type: ignore[method-assign]
+    factory.of(0)[0].generate = lambda *_: (_ for _ in ()).throw(
+        DataError("The prompt is too long.")
+    )  # type: ignore[method-assign]
     factory.of(1)[0].generate = factory.of(0)[0].generate  # type: ignore[method-assign]
     with pytest.raises(DataError, match="too long"):
         pool.generate(PROMPTS, SAMPLING)
@@ -287,7 +311,11 @@ def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
     file = state_file(tmp_path, 1.0)
     receipt = pool.swap_heads(file, 5)
     assert receipt.checksum == checksum(load_state(file)) and receipt.version == 5
-    assert [engine.heads_version for engine in factory.started] == [5, 5, 5] and pool.heads_version == 5
+    assert [engine.heads_version for engine in factory.started] == [
+        5,
+        5,
+        5,
+    ] and pool.heads_version == 5
     pool.sync_actor(state_file(tmp_path, 2.0), 7)
     assert [engine.policy_version for engine in factory.started] == [7, 7, 7]
     assert pool.checksums() == factory.started[0].sums
@@ -295,12 +323,17 @@ def test_a_version_reaches_all_at_once(make_pool: Any, tmp_path: Path) -> None:
     assert (rollouts.heads_version, rollouts.policy_version) == (5, 7)
 
 
-def test_a_file_is_checked_once_and_engines_get_what_was_found(make_pool: Any, tmp_path: Path) -> None:
+def test_a_file_is_checked_once_and_engines_get_what_was_found(
+    make_pool: Any, tmp_path: Path
+) -> None:
     pool, factory = make_pool(0.0, 0.0)
     seen: list[Any] = []
     for engine in factory.started:
         swap = engine.swap_heads
-        engine.swap_heads = lambda path, version, checked, swap=swap: (seen.append(checked), swap(path, version))[1]  # type: ignore[method-assign,misc]
+        engine.swap_heads = lambda path, version, checked, swap=swap: (
+            seen.append(checked),
+            swap(path, version),
+        )[1]  # type: ignore[method-assign,misc]
     file = state_file(tmp_path, 1.0)
     assert pool.swap_heads(file, 1).checksum == checksum(load_state(file))
     assert seen == [Checked(checksum(load_state(file)), crc(load_state(file)))] * 2
@@ -311,7 +344,9 @@ def test_a_file_is_checked_once_and_engines_get_what_was_found(make_pool: Any, t
     assert len(list(pool._folder.path.glob("*.safetensors"))) == 1, "the refused file is not kept"
 
 
-def test_an_engine_that_missed_a_swap_gets_it_before_its_next_piece(make_pool: Any, tmp_path: Path) -> None:
+def test_an_engine_that_missed_a_swap_gets_it_before_its_next_piece(
+    make_pool: Any, tmp_path: Path
+) -> None:
     pool, factory = make_pool(0.0, 0.01)
     late = factory.of(0)[0]
     late.refuses_swaps = True
@@ -325,7 +360,9 @@ def test_an_engine_that_missed_a_swap_gets_it_before_its_next_piece(make_pool: A
     assert len(set(pool.checksums().values()) - {""}) == 1
 
 
-def test_a_version_that_nobody_takes_is_an_error_and_forgotten(make_pool: Any, tmp_path: Path) -> None:
+def test_a_version_that_nobody_takes_is_an_error_and_forgotten(
+    make_pool: Any, tmp_path: Path
+) -> None:
     pool, factory = make_pool(0.0, 0.0)
     pool.swap_heads(state_file(tmp_path, 1.0), 1)
     for engine in factory.started:
@@ -336,7 +373,9 @@ def test_a_version_that_nobody_takes_is_an_error_and_forgotten(make_pool: Any, t
         pool.swap_heads(tmp_path / "nothing", 3)
     assert pool.heads_version == 1
     pool.generate(PROMPTS, SAMPLING)
-    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {1}
+    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {
+        1
+    }
 
 
 def test_engines_that_disagree_are_found(make_pool: Any, tmp_path: Path) -> None:
@@ -354,7 +393,10 @@ def test_settings_reach_all(make_pool: Any) -> None:
     pool.configure(sampled=True)
     pool.configure(draft_temperature=0.7)
     for engine in factory.started:
-        assert engine.num_drafts == 2 and engine.drafting == {"sampled": True, "draft_temperature": 0.7}
+        assert engine.num_drafts == 2 and engine.drafting == {
+            "sampled": True,
+            "draft_temperature": 0.7,
+        }
     with pytest.raises(ConfigError):
         pool.configure(num_drafts=9)
     assert pool.counters() == Counters(2, 8, 1, (1,))
@@ -372,7 +414,9 @@ def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path
     (first,) = factory.of(1)
     first.dies_at_call = 2
     rollouts = pool.generate(PROMPTS, SAMPLING)
-    assert [r.prompt_index for r in rollouts.responses] == [i for i in range(len(PROMPTS)) for _ in range(2)]
+    assert [r.prompt_index for r in rollouts.responses] == [
+        i for i in range(len(PROMPTS)) for _ in range(2)
+    ]
     assert rollouts.counters.drafts == len(PROMPTS)
     for _ in range(20):
         pool.generate(PROMPTS, SAMPLING)
@@ -384,7 +428,9 @@ def test_a_lost_engine_is_replaced_and_catches_up(make_pool: Any, tmp_path: Path
     assert pool.checksums() == second.sums
 
 
-def test_what_one_engine_says_is_told_to_the_others_and_to_those_that_start_again(make_pool: Any) -> None:
+def test_what_one_engine_says_is_told_to_the_others_and_to_those_that_start_again(
+    make_pool: Any,
+) -> None:
     pool, factory = make_pool(0.001, 0.001)
     pool.generate(PROMPTS, SAMPLING)
     assert not any(engine.told for engine in factory.started), "nobody has a memory"
@@ -392,11 +438,16 @@ def test_what_one_engine_says_is_told_to_the_others_and_to_those_that_start_agai
     rollouts = pool.generate(PROMPTS, SAMPLING)
     keys = {prompt_key(prompt).hex(): tuple(prompt) for prompt in PROMPTS}
     for engine, first in zip(factory.started, before, strict=True):
-        asked, heard = {tuple(prompt) for call in engine.calls[first:] for prompt in call}, {keys[key] for key, *_ in engine.told}
+        asked, heard = (
+            {tuple(prompt) for call in engine.calls[first:] for prompt in call},
+            {keys[key] for key, *_ in engine.told},
+        )
         assert heard == set(keys.values()) - asked and len(engine.told) == 2 * len(heard)
         assert all(tuple(tokens) == keys[key] and age == 0 for key, age, _, tokens in engine.told)
     seeds = [seed for _, _, seed, _ in pool.memory.rows()]
-    assert len(set(seeds)) == len(seeds) == len(rollouts.responses), "what has the same random numbers is known by them"
+    assert len(set(seeds)) == len(seeds) == len(rollouts.responses), (
+        "what has the same random numbers is known by them"
+    )
     factory.of(1)[0].dies_at_call = len(factory.of(1)[0].calls) + 1
     while len(factory.of(1)) < 2 or not factory.of(1)[1].calls:
         pool.generate(PROMPTS, SAMPLING)
@@ -421,7 +472,9 @@ def test_the_last_engine_is_waited_for_and_then_given_up(make_pool: Any) -> None
     factory.of(0)[-1].dies_at_call = len(factory.of(0)[-1].calls) + 1
     with pytest.raises(EngineError, match="No engine of the pool is left"):
         pool.generate(PROMPTS, SAMPLING)
-    assert pool.restarts == 1 + MAX_RESTARTS, "one before the answer, and then as many as may follow each other"
+    assert pool.restarts == 1 + MAX_RESTARTS, (
+        "one before the answer, and then as many as may follow each other"
+    )
 
 
 def test_restarts_are_counted_between_answers(make_pool: Any) -> None:
@@ -441,7 +494,9 @@ def test_a_pool_of_one_samples_what_its_engine_would(make_pool: Any) -> None:
     assert rollouts.engines == () and rollouts.counters.drafts == len(PROMPTS)
 
 
-def test_a_single_engine_that_dies_over_a_sync_is_started_again_and_synced(make_pool: Any, tmp_path: Path) -> None:
+def test_a_single_engine_that_dies_over_a_sync_is_started_again_and_synced(
+    make_pool: Any, tmp_path: Path
+) -> None:
     pool, factory = make_pool(0.0)
     heads, actor = state_file(tmp_path, 1.0), state_file(tmp_path, 2.0)
     pool.swap_heads(heads, 4)
@@ -469,10 +524,14 @@ def test_an_engine_that_dies_over_a_question_does_not_end_the_run(make_pool: Any
 
     factory.of(0)[0].choices = die  # type: ignore[method-assign]
     assert pool.choices() == []
-    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS) and pool.restarts == 1
+    assert (
+        len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS) and pool.restarts == 1
+    )
 
 
-def test_heads_lost_in_a_deep_sleep_come_back_before_the_next_piece(make_pool: Any, tmp_path: Path) -> None:
+def test_heads_lost_in_a_deep_sleep_come_back_before_the_next_piece(
+    make_pool: Any, tmp_path: Path
+) -> None:
     pool, factory = make_pool(0.0, 0.0)
     pool.sleep(2)
     pool.wake()
@@ -485,7 +544,9 @@ def test_heads_lost_in_a_deep_sleep_come_back_before_the_next_piece(make_pool: A
     pool.wake()
     assert pool.heads_version == 4 and not any(engine.sums["heads"] for engine in factory.started)
     pool.generate(PROMPTS, SAMPLING)
-    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {4}
+    assert {versions[0] for engine in factory.started for versions in engine.versions_at_call} == {
+        4
+    }
     assert pool.checksums()["heads"] == checksum(load_state(tmp_path / "1.0.safetensors"))
 
 
@@ -516,7 +577,9 @@ def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
     assert receipt == SwapReceipt(7, checksum(load_state(file)), 0.0)
     assert state["heads_version"] == engine.heads_version == 7
     engine.refuses_swaps = True
-    assert isinstance(host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8, None)[0], SwapError)
+    assert isinstance(
+        host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8, None)[0], SwapError
+    )
     assert not list(Path("/dev/shm").glob("medusa-ppo-received-*"))
 
 
@@ -535,8 +598,12 @@ def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
-    config = engine_config.model_copy(update={"replicas": 2, "max_num_seqs": 8, "memory_bytes": 1 << 20})
+def test_two_real_engines(
+    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path
+) -> None:
+    config = engine_config.model_copy(
+        update={"replicas": 2, "max_num_seqs": 8, "memory_bytes": 1 << 20}
+    )
     with make_engine(actor.path, actor.heads_path, config, seed=0) as pool:
         assert isinstance(pool, EnginePool) and pool.memory.most_bytes == 1 << 20
         pids = [report["pid"] for report in pool.plugin_report()["engines"]]
@@ -546,12 +613,17 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
         assert pool.swap_heads(tmp_path / "heads.safetensors", 3).checksum == checksum(state)
         sampling = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=4)
         rollouts = pool.generate(actor.prompts[:24], sampling)
-        assert [r.prompt_index for r in rollouts.responses] == [i for i in range(24) for _ in range(2)]
+        assert [r.prompt_index for r in rollouts.responses] == [
+            i for i in range(24) for _ in range(2)
+        ]
         assert all(share.counters.drafts > 0 for share in rollouts.engines)
         assert sum(share.counters.drafts for share in rollouts.engines) == rollouts.counters.drafts
         # Each has what it wrote (of its last step it hears with its next one), and was told of what the other one wrote.
         missing = [pool.memory.nbytes - engine.remember([]) for engine in pool._engines()]
-        assert all(0 <= some <= 8 * (24 * 4 + OVERHEAD) for some in missing) and pool.memory.nbytes > 48 * OVERHEAD
+        assert (
+            all(0 <= some <= 8 * (24 * 4 + OVERHEAD) for some in missing)
+            and pool.memory.nbytes > 48 * OVERHEAD
+        )
         # The second engine is treated as if it were on another node: the heads come through Ray's object store.
         far = pool._seats[1].engine
         assert isinstance(far, RayEngine) and not far.elsewhere
@@ -568,12 +640,20 @@ def test_two_real_engines(actor: Actor, engine_config: EngineConfig, ray_session
             pool.generate(actor.prompts[:4], sampling)
         again = pool.generate(actor.prompts[:24], sampling)
         assert len(again.responses) == 48 and pool.restarts == 1
-        assert min(engine.remember([]) for engine in pool._engines()) > 48 * OVERHEAD, "the successor was told of what was said before it"
+        assert min(engine.remember([]) for engine in pool._engines()) > 48 * OVERHEAD, (
+            "the successor was told of what was said before it"
+        )
         assert pool.checksums()["heads"] == checksum(state)
         assert {report["pid"] for report in pool.plugin_report()["engines"]} != set(pids)
 
 
 def test_what_the_engines_chose_is_added_up() -> None:
     first = [{"running": 1, "steps": [1, 3], "speedup": 1.4}]
-    second = [{"running": 1, "steps": [3, 1], "speedup": 1.2}, {"running": 8, "steps": [5, 0], "speedup": 1.0}]
-    assert merge_choices([first, second]) == [{"running": 1, "steps": [4, 4], "speedup": pytest.approx(1.3)}, second[1]]
+    second = [
+        {"running": 1, "steps": [3, 1], "speedup": 1.2},
+        {"running": 8, "steps": [5, 0], "speedup": 1.0},
+    ]
+    assert merge_choices([first, second]) == [
+        {"running": 1, "steps": [4, 4], "speedup": pytest.approx(1.3)},
+        second[1],
+    ]

@@ -20,18 +20,27 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 CACHE = 20 << 20
 
 
-def test_preempted_requests_sample_from_the_model(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_requests_sample_from_the_model(
+    actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "cache_bytes", lambda *_: CACHE)
     with ColocatedEngine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
         engine.configure(sampled=True)
         scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
         preempted = []
         original = scheduler._preempt_request
-        monkeypatch.setattr(scheduler, "_preempt_request", lambda *args, **kwargs: (preempted.append(1), original(*args, **kwargs))[1])
+        monkeypatch.setattr(
+            scheduler,
+            "_preempt_request",
+            lambda *args, **kwargs: (preempted.append(1), original(*args, **kwargs))[1],
+        )
         test, accepted = Uniformity(), 0
         for seed in range(7, 11):
             torch.manual_seed(seed)
-            rollouts = engine.generate(actor.prompts, Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, ignore_eos=True))
+            rollouts = engine.generate(
+                actor.prompts,
+                Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, ignore_eos=True),
+            )
             add_rollouts(test, actor.model, rollouts)
             accepted += rollouts.counters.accepted
     assert len(preempted) > 200 and accepted > 2000 and test.tokens > 40_000
@@ -44,7 +53,9 @@ def test_under_pressure_greedy_tokens_are_those_of_an_engine_without_speculation
 ) -> None:
     greedy = Sampling(0.0, max_new_tokens=96, ignore_eos=True)
     with ColocatedEngine(actor.path, None, engine_config) as plain:
-        expected = [response.token_ids for response in plain.generate(actor.prompts, greedy).responses]
+        expected = [
+            response.token_ids for response in plain.generate(actor.prompts, greedy).responses
+        ]
     monkeypatch.setattr(launch, "cache_bytes", lambda *_: CACHE)
     pressed = engine_config.model_copy(update={"extra": {"max_num_batched_tokens": 96}})
     generator, seen = random.Random(1), {"preempted": 0, "cut": 0, "aborted": 0}
@@ -57,7 +68,12 @@ def test_under_pressure_greedy_tokens_are_those_of_an_engine_without_speculation
         watch(core.engine_core.engine_core.scheduler, seen, monkeypatch)
         found = answers(core, actor.prompts, generator, seen)
     assert found == expected
-    assert seen["preempted"] > 20 and seen["cut"] > 20 and seen["aborted"] > 5 and set(drafted) == set(range(HEADS + 1)), seen
+    assert (
+        seen["preempted"] > 20
+        and seen["cut"] > 20
+        and seen["aborted"] > 5
+        and set(drafted) == set(range(HEADS + 1))
+    ), seen
 
 
 def watch(scheduler: Any, seen: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,22 +87,34 @@ def watch(scheduler: Any, seen: dict[str, int], monkeypatch: pytest.MonkeyPatch)
     def scheduled(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         requests = [scheduler.requests[name] for name in output.num_scheduled_tokens]
-        seen["cut"] += sum(request.num_computed_tokens < request.num_prompt_tokens for request in requests)
+        seen["cut"] += sum(
+            request.num_computed_tokens < request.num_prompt_tokens for request in requests
+        )
         return output
 
     monkeypatch.setattr(scheduler, "_preempt_request", counted)
     monkeypatch.setattr(scheduler, "schedule", scheduled)
 
 
-def answers(core: Any, prompts: list[list[int]], generator: random.Random, seen: dict[str, int]) -> list[tuple[int, ...]]:
+def answers(
+    core: Any, prompts: list[list[int]], generator: random.Random, seen: dict[str, int]
+) -> list[tuple[int, ...]]:
     """What greedy requests get beside others with all kinds of settings, of which some are aborted."""
     from vllm import SamplingParams
 
     others, found = [], {}
     for index, prompt in enumerate(prompts):
         length = {"max_tokens": 96, "ignore_eos": True, "detokenize": False}
-        core.add_request(f"greedy-{index}", {"type": "token", "prompt_token_ids": prompt}, SamplingParams(temperature=0.0, **length))
-        mixed = {"temperature": generator.choice([0.5, 1.0, 2.0]), "top_k": generator.choice([0, 5]), "top_p": generator.choice([0.8, 1.0])}
+        core.add_request(
+            f"greedy-{index}",
+            {"type": "token", "prompt_token_ids": prompt},
+            SamplingParams(temperature=0.0, **length),
+        )
+        mixed = {
+            "temperature": generator.choice([0.5, 1.0, 2.0]),
+            "top_k": generator.choice([0, 5]),
+            "top_p": generator.choice([0.8, 1.0]),
+        }
         mixed["repetition_penalty"] = generator.choice([1.0, 1.0, 1.2])
         others.append(f"other-{index}")
         settings = SamplingParams(seed=generator.choice([None, index]), **mixed, **length)

@@ -17,31 +17,55 @@ from medusa_ppo.types import Sampling
 from tests.medusa_ppo.engines.conftest import HEADS, Actor, honesty_z
 
 M, V = 20_000, 50
-SETTINGS = [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=7), Sampling(0.5, top_p=0.8, top_k=20)]
+SETTINGS = [
+    Sampling(1.0),
+    Sampling(0.7, top_p=0.9),
+    Sampling(1.3, top_k=7),
+    Sampling(0.5, top_p=0.8, top_k=20),
+]
 
 
 def draw(logits_MV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    probs_MV = torch.softmax(truncate_logits(logits_MV / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1)
+    probs_MV = torch.softmax(
+        truncate_logits(logits_MV / sampling.temperature, sampling.top_k, sampling.top_p), dim=-1
+    )
     return torch.multinomial(probs_MV, 1, generator=torch.Generator().manual_seed(1))[:, 0]
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(0.9, top_k=5), Sampling(0.8, 0.9, 10)]
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.7),
+        Sampling(1.0, top_p=0.8),
+        Sampling(0.9, top_k=5),
+        Sampling(0.8, 0.9, 10),
+    ],
 )
 def test_honest_samples_pass_and_dishonest_ones_do_not(sampling: Sampling) -> None:
     logits_MV = 2 * torch.randn(4000, 50, generator=torch.Generator().manual_seed(0))
     ids_M = draw(logits_MV, sampling)
     assert abs(honesty_z(logits_MV, ids_M, sampling)) < 3
-    hotter_M = draw(logits_MV, Sampling(sampling.temperature * 1.25, sampling.top_p, sampling.top_k))
+    hotter_M = draw(
+        logits_MV, Sampling(sampling.temperature * 1.25, sampling.top_p, sampling.top_k)
+    )
     assert honesty_z(logits_MV, hotter_M, sampling) < -4
 
 
 def test_truncation_keeps_the_likeliest_token_and_the_smallest_sufficient_set() -> None:
     logits_MV = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    assert torch.isfinite(truncate_logits(logits_MV, 0, 0.4)).tolist() == [[True, False, False, False]]
-    assert torch.isfinite(truncate_logits(logits_MV, 0, 0.6)).tolist() == [[True, True, False, False]]
-    assert torch.isfinite(truncate_logits(logits_MV, 3, 1.0)).tolist() == [[True, True, True, False]]
-    assert torch.isfinite(truncate_logits(logits_MV, 3, 0.6)).tolist() == [[True, True, False, False]]
+    assert torch.isfinite(truncate_logits(logits_MV, 0, 0.4)).tolist() == [
+        [True, False, False, False]
+    ]
+    assert torch.isfinite(truncate_logits(logits_MV, 0, 0.6)).tolist() == [
+        [True, True, False, False]
+    ]
+    assert torch.isfinite(truncate_logits(logits_MV, 3, 1.0)).tolist() == [
+        [True, True, True, False]
+    ]
+    assert torch.isfinite(truncate_logits(logits_MV, 3, 0.6)).tolist() == [
+        [True, True, False, False]
+    ]
 
 
 def logits(seed: int = 0) -> torch.Tensor:
@@ -49,7 +73,9 @@ def logits(seed: int = 0) -> torch.Tensor:
 
 
 def samples(logits_MV: torch.Tensor, sampling: Sampling, seed: int = 1) -> torch.Tensor:
-    p_MV = truncate_logits(logits_MV / sampling.temperature, sampling.top_k, sampling.top_p).softmax(-1)
+    p_MV = truncate_logits(
+        logits_MV / sampling.temperature, sampling.top_k, sampling.top_p
+    ).softmax(-1)
     return torch.multinomial(p_MV, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
 
 
@@ -89,11 +115,17 @@ def test_drafts_verified_against_another_q_fail() -> None:
     q_MV = (logits() + logits(5)).softmax(-1)
     drafts_M = torch.multinomial(q_MV, 1, generator=generator)
     stale_MV = q_MV.roll(1, 0)
-    accepted_M = torch.rand(M, 1, generator=generator) * stale_MV.gather(1, drafts_M) < p_MV.gather(1, drafts_M)
+    accepted_M = torch.rand(M, 1, generator=generator) * stale_MV.gather(1, drafts_M) < p_MV.gather(
+        1, drafts_M
+    )
     rest_MV = (p_MV - stale_MV).clamp_min(0)
-    ids_M = torch.where(accepted_M, drafts_M, torch.multinomial(rest_MV, 1, generator=generator))[:, 0]
+    ids_M = torch.where(accepted_M, drafts_M, torch.multinomial(rest_MV, 1, generator=generator))[
+        :, 0
+    ]
     assert not of(logits(), ids_M, Sampling(1.0)).honest
-    right_M = torch.rand(M, 1, generator=generator) * q_MV.gather(1, drafts_M) < p_MV.gather(1, drafts_M)
+    right_M = torch.rand(M, 1, generator=generator) * q_MV.gather(1, drafts_M) < p_MV.gather(
+        1, drafts_M
+    )
     rest_MV = (p_MV - q_MV).clamp_min(0)
     ids_M = torch.where(right_M, drafts_M, torch.multinomial(rest_MV, 1, generator=generator))[:, 0]
     assert of(logits(), ids_M, Sampling(1.0)).honest
@@ -113,26 +145,38 @@ def test_the_verdict_says_whose_fault_it_is() -> None:
         of(logits(), samples(logits(3), Sampling(1.0)), Sampling(1.0)),
     )
     assert sentence(honest, honest).startswith("Honest") and f"{M:,}" in sentence(honest, honest)
-    assert sentence(wrong, honest).startswith("WRONG") and sentence(wrong, wrong).startswith("Not the drafts")
+    assert sentence(wrong, honest).startswith("WRONG") and sentence(wrong, wrong).startswith(
+        "Not the drafts"
+    )
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_verdict_on_an_engine(engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_on_an_engine(
+    engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Honest as it is; wrong, and not for another reason, when q is not what drafts were drawn from."""
     sampling = Sampling(0.8, max_new_tokens=64, ignore_eos=True)
     engine.configure(sampled=True)
     torch.manual_seed(5)
     honest = sample(engine, beginnings(actor.model.config), sampling, 4000, lambda done: None)
-    assert engine.num_drafts == HEADS and honest[0][0].counters.drafts and not honest[1][0].counters.drafts
+    assert (
+        engine.num_drafts == HEADS
+        and honest[0][0].counters.drafts
+        and not honest[1][0].counters.drafts
+    )
     drafting, plain = judge(actor.model, honest, lambda done: None)
-    assert plain is None and sentence(drafting, plain).startswith("Honest") and drafting.tokens >= 4000
+    assert (
+        plain is None and sentence(drafting, plain).startswith("Honest") and drafting.tokens >= 4000
+    )
 
     look_up = DraftSlots.look_up
 
     def dishonest(slots: DraftSlots, *args: Any) -> KeptDrafts:
         kept = look_up(slots, *args)
-        return replace(kept, q_BK=kept.q_BK * 1e-3)  # Accepted by a thousandth of the q that they were drawn from: nearly always.
+        return replace(
+            kept, q_BK=kept.q_BK * 1e-3
+        )  # Accepted by a thousandth of the q that they were drawn from: nearly always.
 
     monkeypatch.setattr(DraftSlots, "look_up", dishonest)
     runs = sample(engine, beginnings(actor.model.config), sampling, 4000, lambda done: None)

@@ -29,16 +29,22 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 
-def test_start_up_errors_come_before_a_process(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
+def test_start_up_errors_come_before_a_process(
+    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError):
         RayEngine(actor.path, tmp_path / "nothing", engine_config)
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text((actor.heads_path / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "broken" / "config.json").write_text(
+        (actor.heads_path / "config.json").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     with pytest.raises(CheckpointError):
         RayEngine(actor.path, tmp_path / "broken", engine_config)
 
 
-def test_rollouts_swaps_errors_and_death(actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
+def test_rollouts_swaps_errors_and_death(
+    actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path
+) -> None:
     with make_engine(actor.path, actor.heads_path, engine_config, seed=0) as engine:
         assert isinstance(engine, RayEngine)
         report = engine.plugin_report()
@@ -52,7 +58,11 @@ def test_rollouts_swaps_errors_and_death(actor: Actor, engine_config: EngineConf
         assert first.responses == engine.generate(actor.prompts[:8], sampling).responses
         told = dict[int, Response]()
         told_of = engine.generate_as_finished(actor.prompts[:8], sampling, told.__setitem__)
-        assert told_of.responses == first.responses and told == dict(enumerate(first.responses)) and told_of.counters.drafts > 0
+        assert (
+            told_of.responses == first.responses
+            and told == dict(enumerate(first.responses))
+            and told_of.counters.drafts > 0
+        )
         with pytest.raises(DataError):
             engine.generate_as_finished([[]], sampling, told.__setitem__)
         state = actor.random_heads(seed=2).trainable_state()
@@ -83,18 +93,25 @@ def test_conditioned_heads_draft_step_by_step(
     actor: Actor, engine_config: EngineConfig, ray_session: None, tmp_path: Path, kind: str
 ) -> None:
     torch.manual_seed(1)
-    heads = MedusaHeads(HeadsConfig(actor.lm_head_VD.shape[1], actor.lm_head_VD.shape[0], 3, kind=kind)).requires_grad_(False)
+    heads = MedusaHeads(
+        HeadsConfig(actor.lm_head_VD.shape[1], actor.lm_head_VD.shape[0], 3, kind=kind)
+    ).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.05)
     save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
     config = engine_config.model_copy(update={"draft_temperature": 0.8, "choose_drafts": True})
     with RayEngine(actor.path, tmp_path / "heads", config) as engine:
         assert engine.plugin_report()["kind"] == kind
-        hidden_BD, last_B = torch.randn(5, actor.lm_head_VD.shape[1]), torch.tensor([5, 900, 17, 3, 1999])
+        hidden_BD, last_B = (
+            torch.randn(5, actor.lm_head_VD.shape[1]),
+            torch.tensor([5, 900, 17, 3, 1999]),
+        )
         table_VD = actor.model.get_input_embeddings().weight.detach()
         drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
         condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
-        expected = heads(hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=table_VD).argmax(-1)
+        expected = heads(
+            hidden_BD, actor.lm_head_VD, condition=condition_BK, embedding_VD=table_VD
+        ).argmax(-1)
         assert torch.equal(drafts_BK, expected)
         # The engine's embedding and lm_head are used where they are: a synced actor changes what the same heads draft.
         moved = copy.deepcopy(actor.model)
@@ -105,9 +122,16 @@ def test_conditioned_heads_draft_step_by_step(
         drafts_BK = torch.tensor(engine.probe(hidden_BD.tolist(), last_B.tolist()))
         condition_BK = torch.cat([last_B[:, None], drafts_BK[:, :-1]], dim=1)
         new_table_VD = moved.get_input_embeddings().weight
-        logits_BKV = heads(hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=new_table_VD)
+        logits_BKV = heads(
+            hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=new_table_VD
+        )
         assert torch.equal(drafts_BK, logits_BKV.argmax(-1))
-        assert not torch.equal(drafts_BK, heads(hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=table_VD).argmax(-1))
+        assert not torch.equal(
+            drafts_BK,
+            heads(
+                hidden_BD, moved.lm_head.weight, condition=condition_BK, embedding_VD=table_VD
+            ).argmax(-1),
+        )
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         engine.sync_actor(tmp_path / "actor.safetensors", 2)
         sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True, seed=6)
@@ -117,11 +141,19 @@ def test_conditioned_heads_draft_step_by_step(
         greedy = Sampling(0.0, max_new_tokens=40, ignore_eos=True)
         chosen = engine.generate(actor.prompts[:16], greedy)
         engine.configure(num_drafts=0)
-        assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [r.token_ids for r in chosen.responses]
+        assert [r.token_ids for r in engine.generate(actor.prompts[:16], greedy).responses] == [
+            r.token_ids for r in chosen.responses
+        ]
 
 
-def test_a_tied_lm_head_follows_a_file(engine_config: EngineConfig, ray_session: None, tmp_path: Path) -> None:
-    model, prompts, sampling = tiny_llama(tied=True), [[5, 6, 7, 8], [100, 200, 300]], Sampling(max_new_tokens=12)
+def test_a_tied_lm_head_follows_a_file(
+    engine_config: EngineConfig, ray_session: None, tmp_path: Path
+) -> None:
+    model, prompts, sampling = (
+        tiny_llama(tied=True),
+        [[5, 6, 7, 8], [100, 200, 300]],
+        Sampling(max_new_tokens=12),
+    )
     model.save_pretrained(tmp_path)
     with RayEngine(tmp_path, None, engine_config) as engine:
         assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
@@ -133,7 +165,9 @@ def test_a_tied_lm_head_follows_a_file(engine_config: EngineConfig, ray_session:
         assert logprob_gap(model, engine.generate(prompts, sampling)) < 1e-4
 
 
-def test_without_ray(actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray(
+    actor: Actor, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(EngineError, match=r"ray\.init"):
         RayEngine(actor.path, actor.heads_path, engine_config)
@@ -146,7 +180,9 @@ class Mute:
         time.sleep(60)
 
 
-def test_an_engine_that_says_nothing_is_an_error_in_time(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_says_nothing_is_an_error_in_time(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(http_server, "TOKEN_S", 0.01)
     monkeypatch.setattr(ray_engine, "CLOSE_TIMEOUT_S", 0.2)

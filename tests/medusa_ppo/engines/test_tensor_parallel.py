@@ -13,7 +13,11 @@ from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.types import Rollouts, Sampling
 from tests.medusa_ppo.engines.conftest import Actor
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank"),
+]
 
 
 def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
@@ -21,17 +25,27 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_two_ranks_draft_and_sample_as_one(actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_two_ranks_draft_and_sample_as_one(
+    actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     save_heads(tmp_path / "heads", actor.random_heads(1, kind=kind), lm_head_VD=actor.lm_head_VD)
     save_state(tmp_path / "new", actor.random_heads(2, kind=kind).trainable_state())
     hidden = [[0.1 * (row + 1)] * actor.model.config.hidden_size for row in range(3)]
     seen = {}
     for ranks, cores in ((1, "nobind"), (2, "0|1")):
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
-        sizes = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 512, "threads": 1, "memory_fraction": 0.05}
+        sizes = {
+            "dtype": "float32",
+            "max_num_seqs": 16,
+            "max_model_len": 512,
+            "threads": 1,
+            "memory_fraction": 0.05,
+        }
         config = EngineConfig(**sizes, choose_drafts=True, extra={"tensor_parallel_size": ranks})
         with ColocatedEngine(actor.path, tmp_path / "heads", config) as engine:
-            greedy = engine.generate(actor.prompts[:16], Sampling(temperature=0.0, max_new_tokens=32, ignore_eos=True))
+            greedy = engine.generate(
+                actor.prompts[:16], Sampling(temperature=0.0, max_new_tokens=32, ignore_eos=True)
+            )
             engine.configure(choose=False, sampled=True)
             sampled = engine.generate(actor.prompts[:16], Sampling(max_new_tokens=32))
             before = engine.probe(hidden, [5, 6, 7])

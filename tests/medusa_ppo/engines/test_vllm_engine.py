@@ -60,17 +60,25 @@ def swap(engine: ColocatedEngine, state: dict[str, torch.Tensor], path: Path, ve
 def drafted(actor: Actor, heads: MedusaHeads, hidden_BD: torch.Tensor) -> list[list[int]]:
     """What these heads must draft, computed outside the engine."""
     none_B = torch.zeros(len(hidden_BD), dtype=torch.int64)
-    return DraftingCore(heads, lambda f: f @ actor.lm_head_VD.T).draft(hidden_BD, none_B, 4).ids_BK.tolist()
+    return (
+        DraftingCore(heads, lambda f: f @ actor.lm_head_VD.T)
+        .draft(hidden_BD, none_B, 4)
+        .ids_BK.tolist()
+    )
 
 
 def test_the_plugin_is_active_where_the_model_runs(engine: ColocatedEngine) -> None:
     report = engine.plugin_report()
     assert report["pid"] == os.getpid()
     assert report["drafter"] == "MedusaProposer"
-    assert {"temperatures of drafts", "top-k without drafts", "small AMX products"} <= set(report["mends"])
+    assert {"temperatures of drafts", "top-k without drafts", "small AMX products"} <= set(
+        report["mends"]
+    )
 
 
-def test_greedy_tokens_are_the_same_with_and_without_drafting(engine: ColocatedEngine, actor: Actor) -> None:
+def test_greedy_tokens_are_the_same_with_and_without_drafting(
+    engine: ColocatedEngine, actor: Actor
+) -> None:
     drafting = engine.generate(actor.prompts, GREEDY)
     engine.configure(num_drafts=0)
     results = {0: engine.generate(actor.prompts, GREEDY)}
@@ -108,7 +116,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sampling_with_drafts_is_honest(engine: ColocatedEngine, actor: Actor, name: str, sampled: bool) -> None:
+def test_sampling_with_drafts_is_honest(
+    engine: ColocatedEngine, actor: Actor, name: str, sampled: bool
+) -> None:
     sampling = SETTINGS[name]
     engine.configure(sampled=sampled)
     rollouts = engine.generate(actor.prompts[:40], sampling)
@@ -116,17 +126,25 @@ def test_sampling_with_drafts_is_honest(engine: ColocatedEngine, actor: Actor, n
     assert rollouts.counters.drafts > 1000
     assert abs(honesty_z(logits_MV, ids_M, sampling)) < 3
     if name in ("T=1", "T=0.7"):
-        expected_M = torch.log_softmax(logits_MV / sampling.temperature, -1).gather(1, ids_M[:, None])[:, 0]
-        seen_M = torch.tensor([value for response in rollouts.responses for value in response.logprobs])
+        expected_M = torch.log_softmax(logits_MV / sampling.temperature, -1).gather(
+            1, ids_M[:, None]
+        )[:, 0]
+        seen_M = torch.tensor(
+            [value for response in rollouts.responses for value in response.logprobs]
+        )
         assert float((expected_M - seen_M).abs().max()) < 1e-3
 
 
 @stock_speculates
-def test_without_the_mend_the_same_statistic_fails(engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_mend_the_same_statistic_fails(
+    engine: ColocatedEngine, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling = SETTINGS["T=0.7"]
     sampling = Sampling(sampling.temperature, max_new_tokens=32, ignore_eos=True)
     with unmended(), monkeypatch.context() as patch:
-        patch.setattr("medusa_ppo.engines.rollout_engine.math.isfinite", lambda value: True)  # It gives tokens a probability of 0, too.
+        patch.setattr(
+            "medusa_ppo.engines.rollout_engine.math.isfinite", lambda value: True
+        )  # It gives tokens a probability of 0, too.
         rollouts = engine.generate(actor.prompts[:32], sampling)
     logits_MV, ids_M = sampled_rows(actor.model, rollouts)
     assert abs(honesty_z(logits_MV, ids_M, sampling)) > 10
@@ -136,8 +154,19 @@ def test_without_the_mend_the_same_statistic_fails(engine: ColocatedEngine, acto
 
 def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: Actor) -> None:
     """Only the guard is taken out, at the place where vLLM calls it."""
-    original = internals.INSTALLED.places["vllm.v1.sample.rejection_sampler.apply_sampling_constraints"][-1]
-    metadata = type("M", (), {"all_greedy": False, "temperature": torch.ones(2), "top_k": torch.tensor([3, 3]), "top_p": None})()
+    original = internals.INSTALLED.places[
+        "vllm.v1.sample.rejection_sampler.apply_sampling_constraints"
+    ][-1]
+    metadata = type(
+        "M",
+        (),
+        {
+            "all_greedy": False,
+            "temperature": torch.ones(2),
+            "top_k": torch.tensor([3, 3]),
+            "top_p": None,
+        },
+    )()
     empty, ends = torch.empty(0, 8), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError):
         original(empty.clone(), ends, metadata)
@@ -145,15 +174,25 @@ def test_without_the_mend_top_k_kills_the_step(engine: ColocatedEngine, actor: A
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_seeded_calls_repeat_and_unseeded_ones_do_not(engine: ColocatedEngine, actor: Actor, sampled: bool) -> None:
+def test_seeded_calls_repeat_and_unseeded_ones_do_not(
+    engine: ColocatedEngine, actor: Actor, sampled: bool
+) -> None:
     engine.configure(sampled=sampled)
     seeded = Sampling(1.0, max_new_tokens=24, responses_per_prompt=2, seed=5)
-    first, second = engine.generate(actor.prompts[:10], seeded), engine.generate(actor.prompts[:10], seeded)
+    first, second = (
+        engine.generate(actor.prompts[:10], seeded),
+        engine.generate(actor.prompts[:10], seeded),
+    )
     assert first.responses == second.responses
     assert [r.prompt_index for r in first.responses] == [i for i in range(10) for _ in range(2)]
-    assert all(a.token_ids != b.token_ids for a, b in zip(first.responses[::2], first.responses[1::2], strict=True))
+    assert all(
+        a.token_ids != b.token_ids
+        for a, b in zip(first.responses[::2], first.responses[1::2], strict=True)
+    )
     free = Sampling(1.0, max_new_tokens=24)
-    assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(engine.generate(actor.prompts[:8], free))
+    assert tokens(engine.generate(actor.prompts[:8], free)) != tokens(
+        engine.generate(actor.prompts[:8], free)
+    )
 
 
 def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, actor: Actor) -> None:
@@ -161,29 +200,53 @@ def test_responses_come_as_they_end_and_are_the_same(engine: ColocatedEngine, ac
     engine.configure(sampled=True)
     sampling = Sampling(1.0, max_new_tokens=48, responses_per_prompt=2, seed=5)
     whole, told = engine.generate(actor.prompts[:40], sampling), list[tuple[int, Response]]()
-    again = engine.generate_as_finished(actor.prompts[:40], sampling, lambda place, response: told.append((place, response)))
-    assert again.responses == whole.responses and again.counters == whole.counters and again.counters.drafts > 0
-    assert sorted(place for place, _ in told) == list(range(80)) and dict(told) == dict(enumerate(whole.responses))
+    again = engine.generate_as_finished(
+        actor.prompts[:40], sampling, lambda place, response: told.append((place, response))
+    )
+    assert (
+        again.responses == whole.responses
+        and again.counters == whole.counters
+        and again.counters.drafts > 0
+    )
+    assert sorted(place for place, _ in told) == list(range(80)) and dict(told) == dict(
+        enumerate(whole.responses)
+    )
     assert [place for place, _ in told] != list(range(80)), "in the order in which they ended"
     steps = engine.generate_in_steps(actor.prompts[:40], sampling)
     assert 0 < len(next(steps)) < 80
     steps.close()
-    assert not engine._llm.llm_engine.has_unfinished_requests(), "who goes away leaves nothing behind"
+    assert not engine._llm.llm_engine.has_unfinished_requests(), (
+        "who goes away leaves nothing behind"
+    )
     assert engine.generate(actor.prompts[:4], sampling).responses == whole.responses[:8]
 
 
-def test_a_batch_stops_half_way_and_goes_on_with_another_actor(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_a_batch_stops_half_way_and_goes_on_with_another_actor(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     """The randomised PIT of each token against the version that wrote it; against the other one it fails."""
-    sampling, models = Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5), [actor.model, copy.deepcopy(actor.model)]
+    sampling, models = (
+        Sampling(1.0, max_new_tokens=96, responses_per_prompt=2, seed=5),
+        [actor.model, copy.deepcopy(actor.model)],
+    )
     models[1].lm_head.weight.data.mul_(0.8)
     for part in models[1].model.layers:
         part.mlp.down_proj.weight.data.mul_(1.2)
     engine.configure(sampled=True)
-    nothing, prompts = tuple(Response(place // 2, (), (), UNFINISHED) for place in range(80)), actor.prompts[:40]
+    nothing, prompts = (
+        tuple(Response(place // 2, (), (), UNFINISHED) for place in range(80)),
+        actor.prompts[:40],
+    )
     engine._forget_prompts()  # As after a sync: what is cached begins to be answered sooner.
     first = engine.generate_partly(prompts, sampling, Partly(nothing, 10))
-    assert not engine._llm.llm_engine.has_unfinished_requests(), "what was stopped leaves nothing behind"
-    answered = {i for i in range(40) if all(r.finish_reason != UNFINISHED for r in first.responses[2 * i :][:2])}
+    assert not engine._llm.llm_engine.has_unfinished_requests(), (
+        "what was stopped leaves nothing behind"
+    )
+    answered = {
+        i
+        for i in range(40)
+        if all(r.finish_reason != UNFINISHED for r in first.responses[2 * i :][:2])
+    }
     assert 10 <= len(answered) < 40 and first.counters.drafts > 0 and first.policy_version == 0
     engine._forget_prompts()
     again = engine.generate_partly(prompts, sampling, Partly(nothing, 10))
@@ -191,45 +254,69 @@ def test_a_batch_stops_half_way_and_goes_on_with_another_actor(engine: Colocated
 
     save_state(tmp_path / "next.safetensors", models[1].state_dict())
     engine.sync_actor(tmp_path / "next.safetensors", 1)
-    rest = engine.generate_partly(prompts, replace(sampling, seed=6), Partly(first.responses, 0, frozenset(range(40))))
+    rest = engine.generate_partly(
+        prompts, replace(sampling, seed=6), Partly(first.responses, 0, frozenset(range(40)))
+    )
     begun = [len(response.token_ids) for response in first.responses]
     assert all(r.finish_reason != UNFINISHED and len(r.token_ids) <= 96 for r in rest.responses)
     assert rest.generated_tokens == sum(len(r.token_ids) for r in rest.responses) - sum(begun) > 500
     for was, now in zip(first.responses, rest.responses, strict=True):
-        assert now.token_ids[: len(was.token_ids)] == was.token_ids and now.logprobs[: len(was.logprobs)] == was.logprobs
+        assert (
+            now.token_ids[: len(was.token_ids)] == was.token_ids
+            and now.logprobs[: len(was.logprobs)] == was.logprobs
+        )
         assert was.finish_reason == UNFINISHED or now == was
-    assert sum(0 < count < len(r.token_ids) for count, r in zip(begun, rest.responses, strict=True)) > 10, "of both versions"
+    assert (
+        sum(0 < count < len(r.token_ids) for count, r in zip(begun, rest.responses, strict=True))
+        > 10
+    ), "of both versions"
     tests = judged_by_writer(models, rest, begun)
     assert tests["writer"].honest and tests["writer"].tokens > 3000, tests["writer"].figures()
     assert not tests["other"].honest, "a wrong version would be seen"
 
 
 @torch.no_grad()
-def judged_by_writer(models: list[Any], rollouts: Rollouts, begun: list[int]) -> dict[str, Uniformity]:
+def judged_by_writer(
+    models: list[Any], rollouts: Rollouts, begun: list[int]
+) -> dict[str, Uniformity]:
     """All tokens against the model that wrote them, and against the other one; `begun`: so many of each are of the first model."""
     tests = {"writer": Uniformity(), "other": Uniformity()}
     for response, count in zip(rollouts.responses, begun, strict=True):
         prompt, ids_M = rollouts.prompts[response.prompt_index], torch.tensor(response.token_ids)
-        logits = [model(input_ids=torch.tensor([[*prompt, *response.token_ids]])).logits[0, len(prompt) - 1 : -1] for model in models]
+        logits = [
+            model(input_ids=torch.tensor([[*prompt, *response.token_ids]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+            for model in models
+        ]
         for name, (early, late) in zip(tests, (logits, logits[::-1]), strict=True):
             logits_MV = torch.cat([early[:count], late[count:]])
             tests[name].add(logits_MV, ids_M, rollouts.sampling)
             if name == "writer":
                 said_M = logits_MV.log_softmax(-1).gather(1, ids_M[:, None])[:, 0]
-                torch.testing.assert_close(torch.tensor(response.logprobs), said_M, rtol=0, atol=1e-3)
+                torch.testing.assert_close(
+                    torch.tensor(response.logprobs), said_M, rtol=0, atol=1e-3
+                )
     return tests
 
 
-def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(engine: ColocatedEngine, actor: Actor) -> None:
+def test_the_number_of_drafts_holds_up_to_the_end_of_the_context(
+    engine: ColocatedEngine, actor: Actor
+) -> None:
     """Close to max_model_len vLLM has K drafts of token 0 for everyone, whatever was asked for."""
     longest = engine._llm.llm_engine.vllm_config.model_config.max_model_len
     prompts = [(prompt * 20)[: longest - 12] for prompt in actor.prompts[:6]]
     engine.configure(num_drafts=1, sampled=True)
     rollouts = engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True))
     assert all(len(response.token_ids) == 12 for response in rollouts.responses)
-    assert rollouts.counters.drafts > 0 and rollouts.counters.draft_tokens == rollouts.counters.drafts
+    assert (
+        rollouts.counters.drafts > 0 and rollouts.counters.draft_tokens == rollouts.counters.drafts
+    )
     engine.configure(num_drafts=0)
-    assert engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True)).counters.drafts == 0
+    assert (
+        engine.generate(prompts, Sampling(1.0, max_new_tokens=12, ignore_eos=True)).counters.drafts
+        == 0
+    )
 
 
 def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) -> None:
@@ -238,8 +325,13 @@ def test_top_k_beside_a_draft_vocabulary(engine: ColocatedEngine, actor: Actor) 
 
     engine.configure(sampled=True, draft_vocab=40)
     engine.generate(actor.prompts[:40], SETTINGS["T=1"])  # Enough tokens for the map.
-    params = [SamplingParams(temperature=1.0, top_k=5 if index % 2 else 0, max_tokens=24, ignore_eos=True) for index in range(4)]
-    outputs = engine._llm.generate([{"prompt_token_ids": prompt} for prompt in actor.prompts[:4]], params, use_tqdm=False)
+    params = [
+        SamplingParams(temperature=1.0, top_k=5 if index % 2 else 0, max_tokens=24, ignore_eos=True)
+        for index in range(4)
+    ]
+    outputs = engine._llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in actor.prompts[:4]], params, use_tqdm=False
+    )
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24] * 4
 
 
@@ -265,11 +357,19 @@ def test_responses_end_where_the_model_ends(engine: ColocatedEngine, actor: Acto
         assert max(response.logprobs) <= 0
 
 
-def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(engine: ColocatedEngine, actor: Actor) -> None:
+def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(
+    engine: ColocatedEngine, actor: Actor
+) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(
-        temperature=1.0, max_tokens=40, min_tokens=40, repetition_penalty=1.3, stop_token_ids=[0], detokenize=False, seed=3
+        temperature=1.0,
+        max_tokens=40,
+        min_tokens=40,
+        repetition_penalty=1.3,
+        stop_token_ids=[0],
+        detokenize=False,
+        seed=3,
     )
     requests = [{"prompt_token_ids": prompt} for prompt in actor.prompts[:16]]
     outputs = engine._llm.generate(requests, params, use_tqdm=False)
@@ -278,14 +378,20 @@ def test_requests_with_penalties_and_min_tokens_go_through_vllms_own_path(engine
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in repeated]
 
 
-def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_new_heads_draft_at_once_and_the_counters_show_it(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     torch.manual_seed(3)
     hidden_BD = torch.randn(6, actor.lm_head_VD.shape[1])
     before = engine.generate(actor.prompts[:16], GREEDY)
     first_drafts = engine.probe(hidden_BD.tolist(), [0] * 6)
     other = actor.random_heads(seed=8)
     swap(engine, other.trainable_state(), tmp_path / "a.safetensors", 1)
-    assert engine.probe(hidden_BD.tolist(), [0] * 6) == drafted(actor, other, hidden_BD) != first_drafts
+    assert (
+        engine.probe(hidden_BD.tolist(), [0] * 6)
+        == drafted(actor, other, hidden_BD)
+        != first_drafts
+    )
     during = engine.generate(actor.prompts[:16], GREEDY)
     trained = heads_that_know(actor, before)
     swap(engine, trained.trainable_state(), tmp_path / "b.safetensors", 2)
@@ -301,11 +407,16 @@ def test_new_heads_draft_at_once_and_the_counters_show_it(engine: ColocatedEngin
 
 
 @pytest.mark.parametrize("choose", [False, True])
-def test_heads_that_learned_nothing_draft_nothing(engine: ColocatedEngine, actor: Actor, tmp_path: Path, choose: bool) -> None:
+def test_heads_that_learned_nothing_draft_nothing(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path, choose: bool
+) -> None:
     """They cost as much as good ones: half of a run's first steps, before its first version."""
     expected = tokens(engine.generate(actor.prompts[:8], GREEDY))
     engine.configure(choose=choose)
-    zeros = {name: torch.zeros_like(value) for name, value in actor.first_heads().trainable_state().items()}
+    zeros = {
+        name: torch.zeros_like(value)
+        for name, value in actor.first_heads().trainable_state().items()
+    }
     swap(engine, zeros, tmp_path / "zeros.safetensors", 1)
     silent = engine.generate(actor.prompts[:8], GREEDY)
     assert silent.counters.drafts == 0 and silent.heads_version == 1 and tokens(silent) == expected
@@ -332,14 +443,18 @@ def heads_that_know(actor: Actor, rollouts: Rollouts) -> object:
     for _ in range(60):
         rows = torch.randperm(len(hidden_ND))[:256]
         logits_NKV = heads(hidden_ND[rows], actor.lm_head_VD)
-        loss = torch.nn.functional.cross_entropy(logits_NKV.flatten(0, 1), targets_NK[rows].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits_NKV.flatten(0, 1), targets_NK[rows].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return heads.requires_grad_(False)
 
 
-def in_flight(engine: ColocatedEngine, actor: Actor, change: Callable[[int], object]) -> list[tuple[int, ...]]:
+def in_flight(
+    engine: ColocatedEngine, actor: Actor, change: Callable[[int], object]
+) -> list[tuple[int, ...]]:
     """16 greedy responses of an engine that is stepped by hand; `change` is called at every third step, between two steps."""
     from vllm import SamplingParams
 
@@ -359,15 +474,21 @@ def in_flight(engine: ColocatedEngine, actor: Actor, change: Callable[[int], obj
     return [finished[i] for i in range(16)]
 
 
-def test_heads_swapped_in_flight_leave_the_responses_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_heads_swapped_in_flight_leave_the_responses_alone(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     reference = engine.generate(actor.prompts[:16], GREEDY)
     files = [tmp_path / f"{i}.safetensors" for i in range(2)]
     for i, file in enumerate(files):
         save_state(file, actor.random_heads(seed=i).trainable_state())
-    assert in_flight(engine, actor, lambda number: engine.swap_heads(files[number % 2], number)) == tokens(reference)
+    assert in_flight(
+        engine, actor, lambda number: engine.swap_heads(files[number % 2], number)
+    ) == tokens(reference)
 
 
-def test_an_actor_synced_in_flight_ends_no_request(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_an_actor_synced_in_flight_ends_no_request(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     """Running requests go on with the new weights, their keys and values computed anew; the aliased lm_head drafts on."""
     reference = engine.generate(actor.prompts[:16], GREEDY)
     moved = copy.deepcopy(actor.model)
@@ -378,7 +499,9 @@ def test_an_actor_synced_in_flight_ends_no_request(engine: ColocatedEngine, acto
     save_state(same, actor.model.state_dict())
     save_state(new, moved.state_dict())
     before = engine.counters()
-    assert in_flight(engine, actor, lambda number: engine.sync_actor(same, number)) == tokens(reference)
+    assert in_flight(engine, actor, lambda number: engine.sync_actor(same, number)) == tokens(
+        reference
+    )
     after = engine.counters()
     assert after.drafts > before.drafts and after.accepted > before.accepted
     changed = in_flight(engine, actor, lambda number: engine.sync_actor(new, number))
@@ -400,7 +523,12 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
     engine.configure(sampled=True, draft_vocab=40)
     engine.generate(actor.prompts[:40], SETTINGS["T=1"])  # Enough tokens for the first map.
     if refreshed:
-        swap(engine, actor.random_heads(seed=3, scale=0.02).trainable_state(), tmp_path / "s.safetensors", 1)
+        swap(
+            engine,
+            actor.random_heads(seed=3, scale=0.02).trainable_state(),
+            tmp_path / "s.safetensors",
+            1,
+        )
     hidden = torch.randn(200, actor.lm_head_VD.shape[1])
     seen = {token for row in engine.probe(hidden.tolist(), [0] * 200) for token in row}
     assert 1 < len(seen) <= 40
@@ -415,7 +543,11 @@ def test_a_truncated_draft_vocabulary_is_lossless_and_follows_the_rollouts(
 
 
 def test_responses_of_other_engines_are_drafted_from(engine: ColocatedEngine, actor: Actor) -> None:
-    prompts, sharp, memory = actor.prompts[:16], Sampling(0.3, max_new_tokens=32, seed=5), SharedMemory(1 << 20)
+    prompts, sharp, memory = (
+        actor.prompts[:16],
+        Sampling(0.3, max_new_tokens=32, seed=5),
+        SharedMemory(1 << 20),
+    )
     memory.hear(None, engine.generate(prompts, replace(sharp, responses_per_prompt=3)), 0)
     assert engine.remember(memory.rows()) == 0, "it has no memory"
     engine.configure(sampled=True, memory_bytes=1 << 20)
@@ -429,7 +561,9 @@ def test_responses_of_other_engines_are_drafted_from(engine: ColocatedEngine, ac
     assert abs(honesty_z(logits_MV, ids_M, sharp)) < 3
 
 
-def test_heads_bring_their_draft_temperatures(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_heads_bring_their_draft_temperatures(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     """The probe after the swap compares the q that serves with the file's; what comes without has none."""
     engine.configure(sampled=True)
     heads = actor.random_heads(seed=3, scale=0.02)
@@ -444,10 +578,14 @@ def test_heads_bring_their_draft_temperatures(engine: ColocatedEngine, actor: Ac
     save_state(tmp_path / "wrong.safetensors", wrong)
     with pytest.raises(SwapError, match="temperatures"):
         engine.swap_heads(tmp_path / "wrong.safetensors", 3)
-    assert engine.heads_version == 2 and engine.checksums()["heads"] == checksum(heads.trainable_state())
+    assert engine.heads_version == 2 and engine.checksums()["heads"] == checksum(
+        heads.trainable_state()
+    )
 
 
-def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_bad_swap_files_are_refused_and_the_heads_stay(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     good = actor.random_heads(seed=4)
     swap(engine, good.trainable_state(), tmp_path / "good.safetensors", 5)
     hidden = torch.randn(3, actor.lm_head_VD.shape[1])
@@ -477,7 +615,9 @@ def test_bad_swap_files_are_refused_and_the_heads_stay(engine: ColocatedEngine, 
     assert engine.checksums()["heads"] == checksum(state)
 
 
-def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     good, other = actor.random_heads(seed=7), actor.random_heads(seed=8)
     hidden = torch.randn(3, actor.lm_head_VD.shape[1])
     swap(engine, good.trainable_state(), tmp_path / "good", 1)
@@ -487,14 +627,20 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(engine
     with pytest.raises(SwapError, match="not the one that was checked"):
         engine.swap_heads(tmp_path / "other", 2, wrong)
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, good, hidden)
-    assert engine.swap_heads(tmp_path / "other", 2, found).checksum == checksum(other.trainable_state()) == engine.checksums()["heads"]
+    assert (
+        engine.swap_heads(tmp_path / "other", 2, found).checksum
+        == checksum(other.trainable_state())
+        == engine.checksums()["heads"]
+    )
     assert engine.probe(hidden.tolist(), [0] * 3) == drafted(actor, other, hidden)
 
     save_state(tmp_path / "actor", actor.model.state_dict())
     found = check_state(tmp_path / "actor", "the actor's weights", tensorwise_checksum)
     with pytest.raises(SwapError, match="not the one that was checked"):
         engine.sync_actor(tmp_path / "actor", 1, Checked(found.checksum, found.crc ^ 1))
-    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == tensorwise_checksum(actor.model.state_dict())
+    assert engine.sync_actor(tmp_path / "actor", 1, found).checksum == tensorwise_checksum(
+        actor.model.state_dict()
+    )
 
 
 def drafter_of(engine: ColocatedEngine) -> object:
@@ -521,12 +667,20 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
     assert "head 1" in str(caught.value)
     assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
     without = engine.generate(actor.prompts[:8], GREEDY)
-    assert without.counters.drafts == 0 and without.heads_version == -1 and tokens(without) == tokens(reference)
+    assert (
+        without.counters.drafts == 0
+        and without.heads_version == -1
+        and tokens(without) == tokens(reference)
+    )
     swap(engine, good.trainable_state(), tmp_path / "heads.safetensors", 4)
-    assert engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0 and engine.heads_version == 4
+    assert (
+        engine.generate(actor.prompts[:8], GREEDY).counters.drafts > 0 and engine.heads_version == 4
+    )
 
 
-def test_the_probe_leaves_the_engines_random_numbers_alone(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_the_probe_leaves_the_engines_random_numbers_alone(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     state = actor.random_heads(seed=4).trainable_state()
     engine.configure(sampled=True)
     before = torch.get_rng_state()
@@ -536,7 +690,11 @@ def test_the_probe_leaves_the_engines_random_numbers_alone(engine: ColocatedEngi
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
-    engine: ColocatedEngine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+    engine: ColocatedEngine,
+    actor: Actor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    level: int,
 ) -> None:
     """Everything is vLLM's own but the allocator: its CPU build keeps all memory, so the test throws away what CUDA's would."""
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -550,7 +708,11 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     swap(engine, state, tmp_path / "heads.safetensors", 3)
     reference = engine.generate(actor.prompts[:8], GREEDY)
     engine.sleep(level)
-    for call in (lambda: engine.generate(actor.prompts[:1], GREEDY), engine.checksums, lambda: engine.configure(num_drafts=1)):
+    for call in (
+        lambda: engine.generate(actor.prompts[:1], GREEDY),
+        engine.checksums,
+        lambda: engine.configure(num_drafts=1),
+    ):
         with pytest.raises(EngineError, match="asleep"):
             call()
     engine.wake()
@@ -569,7 +731,9 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
     assert tokens(again) == tokens(reference) and again.counters == reference.counters
 
 
-def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(engine: ColocatedEngine, actor: Actor) -> None:
+def test_a_loop_that_wakes_its_own_engine_does_not_draft_with_lost_heads(
+    engine: ColocatedEngine, actor: Actor
+) -> None:
     """The hook around CUDA's worker, with this engine's worker in the place of one that has just been woken."""
     worker = engine._llm.llm_engine.model_executor.driver_worker.worker
     wake_up = internals._with_heads_looked_at(lambda self, tags: "woken")
@@ -589,7 +753,9 @@ def test_no_entry_of_openmp_is_left_in_shared_memory(engine: ColocatedEngine) ->
     assert not entry.exists()
 
 
-def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_a_synced_actor_is_what_samples_and_what_drafts(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     torch.manual_seed(6)
     moved = copy.deepcopy(actor.model)
     for parameter in moved.parameters():
@@ -598,7 +764,9 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine,
     hidden = torch.randn(4, actor.lm_head_VD.shape[1])
     save_state(tmp_path / "actor.safetensors", moved.state_dict())
     receipt = engine.sync_actor(tmp_path / "actor.safetensors", 1)
-    assert receipt.checksum == tensorwise_checksum(moved.state_dict()) == engine.checksums()["actor"]
+    assert (
+        receipt.checksum == tensorwise_checksum(moved.state_dict()) == engine.checksums()["actor"]
+    )
     assert engine.policy_version == 1
     sampling = Sampling(1.0, max_new_tokens=48, ignore_eos=True, seed=2)
     rollouts = engine.generate(actor.prompts[:24], sampling)
@@ -610,25 +778,36 @@ def test_a_synced_actor_is_what_samples_and_what_drafts(engine: ColocatedEngine,
     assert float((old_M - seen_M).abs().mean()) > 0.05
     assert tokens(engine.generate(actor.prompts[:12], GREEDY)) != tokens(greedy_before)
     # Zero-start heads are the lm_head: what they draft must be the new lm_head's argmax, for every head.
-    assert engine.probe(hidden.tolist(), [0] * 4) == [[int(i)] * 4 for i in (hidden @ moved.lm_head.weight.T).argmax(-1)]
+    assert engine.probe(hidden.tolist(), [0] * 4) == [
+        [int(i)] * 4 for i in (hidden @ moved.lm_head.weight.T).argmax(-1)
+    ]
 
 
-def test_a_foreign_or_broken_actor_file_is_refused(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_a_foreign_or_broken_actor_file_is_refused(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     state = actor.model.state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
-    for case, bad in {"missing": {k: v for k, v in state.items() if k != name}, "shape": {**state, name: state[name][:8].clone()}}.items():
+    for case, bad in {
+        "missing": {k: v for k, v in state.items() if k != name},
+        "shape": {**state, name: state[name][:8].clone()},
+    }.items():
         save_state(tmp_path / f"{case}.safetensors", bad)
         with pytest.raises(SwapError):
             engine.sync_actor(tmp_path / f"{case}.safetensors", 1)
     from safetensors.torch import save_file
 
-    save_file({**state, name: torch.full_like(state[name], torch.inf)}, tmp_path / "inf.safetensors")
+    save_file(
+        {**state, name: torch.full_like(state[name], torch.inf)}, tmp_path / "inf.safetensors"
+    )
     with pytest.raises(SwapError, match="NaN or infinity"):
         engine.sync_actor(tmp_path / "inf.safetensors", 1)
     assert engine.policy_version == 0
     first = engine.generate(actor.prompts[:4], GREEDY)
     expected = [
-        actor.model.generate(torch.tensor([p]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(p) :]
+        actor.model.generate(
+            torch.tensor([p]), max_new_tokens=12, min_new_tokens=12, do_sample=False
+        )[0, len(p) :]
         for p in actor.prompts[:4]
     ]
     assert [t[:12] for t in tokens(first)] == [tuple(row.tolist()) for row in expected]
@@ -641,7 +820,9 @@ def test_more_drafts_than_the_engine_has(engine: ColocatedEngine) -> None:
 
 
 @stock_speculates
-def test_stock_vllm_drafts_the_same_from_a_native_folder(engine: ColocatedEngine, actor: Actor, tmp_path: Path) -> None:
+def test_stock_vllm_drafts_the_same_from_a_native_folder(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
     """vLLM without our plug-in loads the folder as method=medusa, and its greedy counters are those of our own proposer."""
     from heads.checkpoint import save_heads
 
@@ -657,7 +838,9 @@ def test_stock_vllm_drafts_the_same_from_a_native_folder(engine: ColocatedEngine
         str(tmp_path / "heads"),
         json.dumps(actor.prompts[:16]),
     ]
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        arguments, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     stock = json.loads(done.stdout.splitlines()[-1])
     assert stock["drafter"] == "vllm.v1.spec_decode.medusa"

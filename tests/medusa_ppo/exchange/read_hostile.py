@@ -73,11 +73,17 @@ def attempt(reader: str, path: Path, out: Path) -> dict[str, object]:
 def main(files: str, out: str) -> None:
     torch.set_num_threads(1)
     listed = json.loads(files)
-    for _, reader, path in (entry for entry in listed if entry[0].startswith("sound")):  # everything that loads late is loaded now
+    for _, reader, path in (
+        entry for entry in listed if entry[0].startswith("sound")
+    ):  # everything that loads late is loaded now
         read(reader, Path(path), Path(out) / f"warm-{reader}-{Path(path).name}")
     settle()
     sys.addaudithook(lambda event, _: events.append(event) if event in WATCHED else None)
-    results = {name: attempt(reader, Path(path), Path(out) / "target") for name, reader, path in listed if not name.startswith("sound")}
+    results = {
+        name: attempt(reader, Path(path), Path(out) / "target")
+        for name, reader, path in listed
+        if not name.startswith("sound")
+    }
     sys.stdout.write("\n" + json.dumps(results) + "\n")
 
 

@@ -23,7 +23,11 @@ D, V, K = 16, 40, 3
 
 
 def plain(
-    lm_head: str = "shared", layers: int = 1, bias: bool = False, tied: bool = False, dtype: torch.dtype = torch.float32
+    lm_head: str = "shared",
+    layers: int = 1,
+    bias: bool = False,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PlainHeads:
     generator = torch.Generator().manual_seed(7)
 
@@ -34,9 +38,13 @@ def plain(
     for k in range(K):
         for layer in range(layers):
             repeat = tied and layer
-            tensors[f"blocks.{k}.layers.{layer}.weight"] = tensors[f"blocks.{k}.layers.0.weight"] if repeat else values(D, D)
+            tensors[f"blocks.{k}.layers.{layer}.weight"] = (
+                tensors[f"blocks.{k}.layers.0.weight"] if repeat else values(D, D)
+            )
             if bias:
-                tensors[f"blocks.{k}.layers.{layer}.bias"] = tensors[f"blocks.{k}.layers.0.bias"] if repeat else values(D)
+                tensors[f"blocks.{k}.layers.{layer}.bias"] = (
+                    tensors[f"blocks.{k}.layers.0.bias"] if repeat else values(D)
+                )
         if lm_head == "own":
             tensors[f"lm_heads.{k}.weight"] = values(V, D)
     return PlainHeads(HeadsConfig(D, V, K, "medusa", layers, lm_head), tensors, base_lm_head())
@@ -64,7 +72,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model folder as transformers writes it, with a tokenizer file beside."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": D,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=V, **sizes))
     with torch.no_grad():
         model.lm_head.weight.copy_(base_lm_head())
@@ -79,16 +93,32 @@ def written(heads: PlainHeads, folder: Path, base: Path) -> Path:
     if not heads.biased:
         module = MedusaHeads(heads.config).to(heads.dtype)
         module.load_trainable_state(heads.tensors)
-        save_heads(folder / "native", module, lm_head_VD=heads.lm_head_VD, version=5, metadata={"options": {"model": "org/base"}})
+        save_heads(
+            folder / "native",
+            module,
+            lm_head_VD=heads.lm_head_VD,
+            version=5,
+            metadata={"options": {"model": "org/base"}},
+        )
         return folder / "native"
     first = folder / "first"
     first.mkdir()
     own = heads.config.lm_head == "own"
     save_file(
-        {k: v.clone() for k, v in heads.tensors.items()} | ({} if own else {"lm_head.weight": base_lm_head()}), first / "model.safetensors"
+        {k: v.clone() for k, v in heads.tensors.items()}
+        | ({} if own else {"lm_head.weight": base_lm_head()}),
+        first / "model.safetensors",
     )
-    config = {"model_type": "medusa", "num_heads": K, "num_hidden_layers": heads.config.num_layers, "hidden_size": D, "vocab_size": V}
-    (first / "config.json").write_text(json.dumps(config | {"original_lm_head": not own, "medusa_fc_bias": True}))
+    config = {
+        "model_type": "medusa",
+        "num_heads": K,
+        "num_hidden_layers": heads.config.num_layers,
+        "hidden_size": D,
+        "vocab_size": V,
+    }
+    (first / "config.json").write_text(
+        json.dumps(config | {"original_lm_head": not own, "medusa_fc_bias": True})
+    )
     return first
 
 
@@ -99,7 +129,9 @@ def content(folder: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             tensors.update({f"{path.name}:{k}": v for k, v in load_file(path).items()})
         if path.suffix == ".pt":
-            tensors.update({f"{path.name}:{k}": v for k, v in torch.load(path, weights_only=True).items()})
+            tensors.update(
+                {f"{path.name}:{k}": v for k, v in torch.load(path, weights_only=True).items()}
+            )
     config = json.loads((folder / "config.json").read_text())
     config.get("medusa_ppo", {}).pop("metadata", None)
     config.get("medusa_ppo", {}).pop("version", None)
@@ -162,20 +194,34 @@ def test_what_is_written_computes_what_was_read(variant: str, tmp_path: Path, ba
         folder = tmp_path / "out" / name
         convert(source, folder, name, str(base))
         named = {key.split(":")[-1]: value for key, value in content(folder).items()}
-        state = {key.removeprefix(prefix): value for key, value in named.items() if key.removeprefix(prefix)[0].isdigit()}
+        state = {
+            key.removeprefix(prefix): value
+            for key, value in named.items()
+            if key.removeprefix(prefix)[0].isdigit()
+        }
         repeated = name in ("fasterdecoding", "medusa-1.0")
-        module = original_heads(K, heads.config.num_layers, own=name != "tgi-v2", repeated=repeated).to(heads.dtype)
+        module = original_heads(
+            K, heads.config.num_layers, own=name != "tgi-v2", repeated=repeated
+        ).to(heads.dtype)
         module.load_state_dict(state)
         for k in range(K):
             out = module[k](h_ND)
-            assert torch.equal(out @ base_lm_head().to(heads.dtype).T if name == "tgi-v2" else out, expected[k]), name
+            assert torch.equal(
+                out @ base_lm_head().to(heads.dtype).T if name == "tgi-v2" else out, expected[k]
+            ), name
 
 
 def formula(heads: PlainHeads, k: int, h_ND: torch.Tensor) -> torch.Tensor:
     f_ND = h_ND
     for layer in range(heads.config.num_layers):
-        bias_D = heads.tensors.get(f"blocks.{k}.layers.{layer}.bias", torch.zeros(D, dtype=heads.dtype))
-        f_ND = f_ND + torch.nn.functional.silu(torch.nn.functional.linear(f_ND, heads.tensors[f"blocks.{k}.layers.{layer}.weight"], bias_D))
+        bias_D = heads.tensors.get(
+            f"blocks.{k}.layers.{layer}.bias", torch.zeros(D, dtype=heads.dtype)
+        )
+        f_ND = f_ND + torch.nn.functional.silu(
+            torch.nn.functional.linear(
+                f_ND, heads.tensors[f"blocks.{k}.layers.{layer}.weight"], bias_D
+            )
+        )
     own = heads.tensors.get(f"lm_heads.{k}.weight")
     return f_ND @ (base_lm_head().to(heads.dtype) if own is None else own).T
 
@@ -194,34 +240,56 @@ class Residual(torch.nn.Module):
         return f_ND + torch.nn.functional.silu(self.linear(f_ND))
 
 
-def original_heads(heads: int = 5, layers: int = 1, own: bool = True, repeated: bool = True) -> torch.nn.ModuleList:
+def original_heads(
+    heads: int = 5, layers: int = 1, own: bool = True, repeated: bool = True
+) -> torch.nn.ModuleList:
     """Heads as the original code builds them: a head's layers are one module, repeated in a list. Others build as many as there are."""
     torch.manual_seed(0)
     ends = [[torch.nn.Linear(D, V, bias=False)] if own else [] for _ in range(heads)]
-    blocks = [[Residual()] * layers if repeated else [Residual() for _ in range(layers)] for _ in range(heads)]
-    return torch.nn.ModuleList([torch.nn.Sequential(*block, *end) for block, end in zip(blocks, ends, strict=True)])
+    blocks = [
+        [Residual()] * layers if repeated else [Residual() for _ in range(layers)]
+        for _ in range(heads)
+    ]
+    return torch.nn.ModuleList(
+        [torch.nn.Sequential(*block, *end) for block, end in zip(blocks, ends, strict=True)]
+    )
 
 
 def fasterdecoding(folder: Path, module: torch.nn.ModuleList, **config: Any) -> Path:
     folder.mkdir()
     torch.save(module.state_dict(), folder / "medusa_lm_head.pt")
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": len(module), "medusa_num_layers": 1} | config))
+    (folder / "config.json").write_text(
+        json.dumps({"medusa_num_heads": len(module), "medusa_num_layers": 1} | config)
+    )
     return folder
 
 
 def test_trap_the_uploaded_config_says_two_heads_and_there_are_five(tmp_path: Path) -> None:
-    source = fasterdecoding(tmp_path / "a", original_heads(5), medusa_num_heads=2, base_model_name_or_path="lmsys/vicuna-7b-v1.3")
+    source = fasterdecoding(
+        tmp_path / "a",
+        original_heads(5),
+        medusa_num_heads=2,
+        base_model_name_or_path="lmsys/vicuna-7b-v1.3",
+    )
     done = convert(source, tmp_path / "b", "vllm")
     assert done.config.num_heads == 5 and any("says 2 heads" in note for note in done.notes)
     assert json.loads((tmp_path / "b" / "config.json").read_text())["num_heads"] == 5
     convert(source, tmp_path / "c", "tgi-v1")
     written = json.loads((tmp_path / "c" / "config.json").read_text())
-    assert (written["medusa_num_heads"], written["base_model_name_or_path"]) == (5, "lmsys/vicuna-7b-v1.3")
+    assert (written["medusa_num_heads"], written["base_model_name_or_path"]) == (
+        5,
+        "lmsys/vicuna-7b-v1.3",
+    )
 
 
 def test_trap_no_vocabulary_in_the_config(tmp_path: Path, base: Path) -> None:
     """With own lm_heads the tensors say it; without, only the model can."""
-    assert convert(fasterdecoding(tmp_path / "a", original_heads()), tmp_path / "b", "vllm").config.vocab_size == V
+    assert (
+        convert(
+            fasterdecoding(tmp_path / "a", original_heads()), tmp_path / "b", "vllm"
+        ).config.vocab_size
+        == V
+    )
     source = fasterdecoding(tmp_path / "v2", original_heads(own=False), version="2")
     with pytest.raises(CheckpointError, match="how large the vocabulary is"):
         convert(source, tmp_path / "c", "vllm")
@@ -242,20 +310,33 @@ def test_trap_tied_layers(tmp_path: Path) -> None:
 
 def test_trap_tied_layers_of_which_safetensors_kept_one(tmp_path: Path) -> None:
     module = original_heads(2, layers=2)
-    state = {name: tensor.clone() for name, tensor in module.state_dict().items() if ".1.linear" not in name}
+    state = {
+        name: tensor.clone()
+        for name, tensor in module.state_dict().items()
+        if ".1.linear" not in name
+    }
     (tmp_path / "a").mkdir()
     save_file(state, tmp_path / "a" / "medusa_lm_head.safetensors")
     (tmp_path / "a" / "config.json").write_text('{"medusa_num_heads": 2, "medusa_num_layers": 2}')
     done = convert(tmp_path / "a", tmp_path / "b", "vllm")
     assert done.config.num_layers == 2 and any("tied" in note for note in done.notes)
     again = load_file(tmp_path / "b" / "model.safetensors")
-    assert all(torch.equal(again[f"blocks.{k}.layers.{n}.weight"], module[k][0].linear.weight) for k in (0, 1) for n in (0, 1))
-    save_file({name: tensor for name, tensor in state.items() if ".linear" in name}, tmp_path / "a" / "medusa_lm_head.safetensors")
+    assert all(
+        torch.equal(again[f"blocks.{k}.layers.{n}.weight"], module[k][0].linear.weight)
+        for k in (0, 1)
+        for n in (0, 1)
+    )
+    save_file(
+        {name: tensor for name, tensor in state.items() if ".linear" in name},
+        tmp_path / "a" / "medusa_lm_head.safetensors",
+    )
     with pytest.raises(CheckpointError, match="tied layers"):
         convert(tmp_path / "a", tmp_path / "c", "vllm")
 
 
-def test_trap_layers_that_differ_would_be_lost_where_the_loader_repeats_one(tmp_path: Path, base: Path) -> None:
+def test_trap_layers_that_differ_would_be_lost_where_the_loader_repeats_one(
+    tmp_path: Path, base: Path
+) -> None:
     source = written(plain("own", layers=2), tmp_path, base)
     for name in ("fasterdecoding", "medusa-1.0"):
         with pytest.raises(ConfigError, match="repeats one layer"):
@@ -267,7 +348,10 @@ def test_trap_biases_are_dropped_by_vllm_unless_the_config_says_so(tmp_path: Pat
     source = fasterdecoding(tmp_path / "a", original_heads())
     convert(source, tmp_path / "b", "vllm")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["medusa_fc_bias"] is True
-    assert load_file(tmp_path / "b" / "model.safetensors")["blocks.0.layers.0.bias"].count_nonzero() > 0
+    assert (
+        load_file(tmp_path / "b" / "model.safetensors")["blocks.0.layers.0.bias"].count_nonzero()
+        > 0
+    )
     with pytest.raises(ConfigError, match="have biases"):
         convert(source, tmp_path / "c", "native")
     config = json.loads((tmp_path / "b" / "config.json").read_text()) | {"medusa_fc_bias": False}
@@ -297,7 +381,9 @@ def vllm_source(folder: Path, base: Path, **config: Any) -> Path:
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = dict(load_file(folder / "model.safetensors"))
     change(tensors)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
 
 
 def test_draft_temperatures_stay_where_they_can(tmp_path: Path, base: Path) -> None:
@@ -321,7 +407,9 @@ def test_trap_missing_and_unknown_tensors_are_named(tmp_path: Path, base: Path) 
         convert(source, tmp_path / "x", "native")
 
 
-def test_trap_vllm_takes_any_key_with_num_and_heads_for_the_number_of_heads(tmp_path: Path, base: Path) -> None:
+def test_trap_vllm_takes_any_key_with_num_and_heads_for_the_number_of_heads(
+    tmp_path: Path, base: Path
+) -> None:
     source = vllm_source(tmp_path, base, num_attention_heads=32)
     done = convert(source, tmp_path / "b", "vllm")
     assert done.config.num_heads == K and any("num_attention_heads" in note for note in done.notes)
@@ -341,7 +429,9 @@ def test_trap_fewer_drafts_than_heads_use_the_first_heads(tmp_path: Path, base: 
 
 def test_trap_the_vocabulary_must_be_the_models_own(tmp_path: Path, base: Path) -> None:
     """vLLM overwrites a vocab_size that differs; heads of another size are refused instead."""
-    module = torch.nn.ModuleList([torch.nn.Sequential(Residual(), torch.nn.Linear(D, V + 1, bias=False)) for _ in range(2)])
+    module = torch.nn.ModuleList(
+        [torch.nn.Sequential(Residual(), torch.nn.Linear(D, V + 1, bias=False)) for _ in range(2)]
+    )
     source = fasterdecoding(tmp_path / "a", module)
     with pytest.raises(CheckpointError, match="another model"):
         convert(source, tmp_path / "b", "vllm", str(base))
@@ -352,7 +442,12 @@ def test_trap_the_vocabulary_must_be_the_models_own(tmp_path: Path, base: Path) 
 
 def test_trap_token_maps(tmp_path: Path, base: Path) -> None:
     source = vllm_source(tmp_path, base, truncated_vocab_size=8)
-    edit(source, lambda t: t.update({"token_map": torch.arange(8), "lm_head.weight": t["lm_head.weight"][:8]}))
+    edit(
+        source,
+        lambda t: t.update(
+            {"token_map": torch.arange(8), "lm_head.weight": t["lm_head.weight"][:8]}
+        ),
+    )
     done = convert(source, tmp_path / "b", "native", str(base))
     assert any("draft_vocab" in note for note in done.notes) and done.config.vocab_size == V
     own = tmp_path / "own"
@@ -370,7 +465,9 @@ def test_trap_a_shared_lm_head_must_be_in_vllms_folder(tmp_path: Path, base: Pat
     with pytest.raises(ConfigError, match="--model"):
         convert(tmp_path / "a", tmp_path / "b", "vllm")
     convert(tmp_path / "a", tmp_path / "b", "vllm", str(base))
-    assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["lm_head.weight"], base_lm_head())
+    assert torch.equal(
+        load_file(tmp_path / "b" / "model.safetensors")["lm_head.weight"], base_lm_head()
+    )
 
 
 def test_trap_the_other_place_of_a_shared_lm_head(tmp_path: Path, base: Path) -> None:
@@ -391,8 +488,13 @@ def test_trap_vllm_reads_the_older_names_too(tmp_path: Path, base: Path) -> None
     for number, prefix in enumerate(("", "medusa_heads.")):
         folder = tmp_path / f"old{number}"
         folder.mkdir()
-        save_file({prefix + name: tensor.clone() for name, tensor in module.state_dict().items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({"model_type": "medusa", "num_heads": 2, "medusa_fc_bias": True}))
+        save_file(
+            {prefix + name: tensor.clone() for name, tensor in module.state_dict().items()},
+            folder / "model.safetensors",
+        )
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "medusa", "num_heads": 2, "medusa_fc_bias": True})
+        )
         assert convert(folder, tmp_path / f"new{number}", "vllm").source == "vllm"
         state = load_file(tmp_path / f"new{number}" / "model.safetensors")
         assert torch.equal(state["lm_heads.1.weight"], module[1][1].weight)
@@ -403,13 +505,17 @@ def test_trap_logit_scale_is_refused(tmp_path: Path, base: Path) -> None:
         convert(vllm_source(tmp_path, base, logit_scale=0.5), tmp_path / "x", "native")
 
 
-def test_trap_tgi_needs_biases_and_v2_knows_one_layer_and_no_own_lm_head(tmp_path: Path, base: Path) -> None:
+def test_trap_tgi_needs_biases_and_v2_knows_one_layer_and_no_own_lm_head(
+    tmp_path: Path, base: Path
+) -> None:
     convert(written(plain(), tmp_path, base), tmp_path / "v2", "tgi-v2", str(base))
     state = load_file(tmp_path / "v2" / "medusa_lm_head.safetensors")
     assert set(state) == {f"{k}.0.linear.{part}" for k in range(K) for part in ("weight", "bias")}
     assert json.loads((tmp_path / "v2" / "config.json").read_text())["version"] == "2"
     convert(tmp_path / "v2", tmp_path / "v1", "tgi-v1", str(base))
-    assert "0.1.weight" in load_file(tmp_path / "v1" / "medusa_lm_head.safetensors")  # TGI tries V1 by this name, and takes V2 otherwise.
+    assert "0.1.weight" in load_file(
+        tmp_path / "v1" / "medusa_lm_head.safetensors"
+    )  # TGI tries V1 by this name, and takes V2 otherwise.
     with pytest.raises(ConfigError, match="of its own"):
         convert(written(plain("own"), tmp_path / "o", base), tmp_path / "x", "tgi-v2", str(base))
     with pytest.raises(ConfigError, match="knows one"):
@@ -423,16 +529,28 @@ def test_trap_a_lone_model_file_hides_the_shard_with_the_heads(tmp_path: Path, b
     source = written(plain("own"), tmp_path, base)
     for name, prefix in (("medusa-1.0", "medusa_head."), ("modelopt", "medusa_heads.")):
         convert(source, tmp_path / name, name, str(base))
-        assert not (tmp_path / name / "model.safetensors").exists() and (tmp_path / name / "tokenizer.json").exists()
-        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())["weight_map"]
+        assert (
+            not (tmp_path / name / "model.safetensors").exists()
+            and (tmp_path / name / "tokenizer.json").exists()
+        )
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())[
+            "weight_map"
+        ]
         assert index[f"{prefix}0.1.weight"] != index["lm_head.weight"]
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert torch.equal(model.lm_head.weight, base_lm_head())
-    assert json.loads((tmp_path / "modelopt" / "config.json").read_text())["medusa"] == {"num_medusa_heads": K, "num_medusa_layers": 1}
-    assert json.loads((tmp_path / "medusa-1.0" / "config.json").read_text())["medusa_num_heads"] == K
+    assert json.loads((tmp_path / "modelopt" / "config.json").read_text())["medusa"] == {
+        "num_medusa_heads": K,
+        "num_medusa_layers": 1,
+    }
+    assert (
+        json.loads((tmp_path / "medusa-1.0" / "config.json").read_text())["medusa_num_heads"] == K
+    )
 
 
-def test_trap_copies_of_an_lm_head_are_shared_only_when_the_model_proves_it(tmp_path: Path, base: Path) -> None:
+def test_trap_copies_of_an_lm_head_are_shared_only_when_the_model_proves_it(
+    tmp_path: Path, base: Path
+) -> None:
     convert(written(plain(), tmp_path, base), tmp_path / "fd", "fasterdecoding", str(base))
     alone = convert(tmp_path / "fd", tmp_path / "x", "native")
     assert alone.config.lm_head == "own" and any("--model" in note for note in alone.notes)
@@ -444,12 +562,16 @@ def test_trap_a_stale_lm_head_is_told(tmp_path: Path, base: Path) -> None:
     save_heads(tmp_path / "a", heads, lm_head_VD=base_lm_head() + 1)
     done = convert(tmp_path / "a", tmp_path / "b", "vllm", str(base))
     assert any("not the model's" in note for note in done.notes)
-    assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["lm_head.weight"], base_lm_head())
+    assert torch.equal(
+        load_file(tmp_path / "b" / "model.safetensors")["lm_head.weight"], base_lm_head()
+    )
 
 
 @pytest.mark.parametrize("kind", ["markov", "hydra"])
 def test_the_kinds_that_need_our_plug_in_are_refused(kind: str, tmp_path: Path) -> None:
-    save_heads(tmp_path / "a", MedusaHeads(HeadsConfig(D, V, K, kind, rank=4)), lm_head_VD=base_lm_head())
+    save_heads(
+        tmp_path / "a", MedusaHeads(HeadsConfig(D, V, K, kind, rank=4)), lm_head_VD=base_lm_head()
+    )
     for name in FORMATS:
         with pytest.raises(ConfigError, match="need our vLLM plug-in"):
             convert(tmp_path / "a", tmp_path / "b", name)
@@ -460,8 +582,15 @@ def test_the_kinds_that_need_our_plug_in_are_refused(kind: str, tmp_path: Path) 
 
 def test_a_single_file_is_a_source(tmp_path: Path) -> None:
     source = fasterdecoding(tmp_path / "a", original_heads())
-    assert convert(source / "medusa_lm_head.pt", tmp_path / "b", "tgi-v1").source == "fasterdecoding"
-    assert convert(tmp_path / "b" / "medusa_lm_head.safetensors", tmp_path / "c", "fasterdecoding").source == "tgi-v1"
+    assert (
+        convert(source / "medusa_lm_head.pt", tmp_path / "b", "tgi-v1").source == "fasterdecoding"
+    )
+    assert (
+        convert(
+            tmp_path / "b" / "medusa_lm_head.safetensors", tmp_path / "c", "fasterdecoding"
+        ).source
+        == "tgi-v1"
+    )
 
 
 def test_a_target_that_is_there_is_left_alone(tmp_path: Path, base: Path) -> None:

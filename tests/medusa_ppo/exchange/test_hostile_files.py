@@ -55,7 +55,9 @@ def sound_state() -> dict[str, torch.Tensor]:
 
 
 def config(folder: Path, **values: Any) -> None:
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": K, "medusa_num_layers": 1} | values))
+    (folder / "config.json").write_text(
+        json.dumps({"medusa_num_heads": K, "medusa_num_layers": 1} | values)
+    )
 
 
 # ---- .pt ---------------------------------------------------------------------------------------------------------------------------
@@ -67,7 +69,11 @@ def saved(change: Callable[[dict[str, Any]], Any], **arguments: Any) -> Build:
     def build(folder: Path) -> None:
         state: dict[str, Any] = sound_state()
         replaced = change(state)
-        torch.save(replaced if isinstance(replaced, Harm) else state, folder / "medusa_lm_head.pt", **arguments)
+        torch.save(
+            replaced if isinstance(replaced, Harm) else state,
+            folder / "medusa_lm_head.pt",
+            **arguments,
+        )
 
     return build
 
@@ -83,7 +89,9 @@ def bytes_of(change: Callable[[bytes], bytes]) -> Build:
     return build
 
 
-def rezipped(change: Callable[[dict[str, bytes]], Any], compression: int = zipfile.ZIP_STORED) -> Build:
+def rezipped(
+    change: Callable[[dict[str, bytes]], Any], compression: int = zipfile.ZIP_STORED
+) -> Build:
     """A sound .pt file, unpacked, changed and packed again."""
 
     def build(folder: Path) -> None:
@@ -94,28 +102,50 @@ def rezipped(change: Callable[[dict[str, bytes]], Any], compression: int = zipfi
         change(entries)
         with zipfile.ZipFile(folder / "medusa_lm_head.pt", "w") as archive:
             for name, data in entries.items():
-                archive.writestr(name, data, compression if len(data) > 1 << 20 else zipfile.ZIP_STORED)
+                archive.writestr(
+                    name, data, compression if len(data) > 1 << 20 else zipfile.ZIP_STORED
+                )
 
     return build
 
 
 def described(data: bytes) -> Build:
     """A .pt file with a pickle of our own making."""
-    return rezipped(lambda entries: entries.update({next(n for n in entries if n.endswith("data.pkl")): data}))
+    return rezipped(
+        lambda entries: entries.update({next(n for n in entries if n.endswith("data.pkl")): data})
+    )
 
 
-def tensor_pickle(shape: str, stride: str, offset: str = "K\x00", key: str = "0", items: str = "M\x00\x01") -> bytes:
+def tensor_pickle(
+    shape: str, stride: str, offset: str = "K\x00", key: str = "0", items: str = "M\x00\x01"
+) -> bytes:
     """A dict with one tensor, its numbers as pickle instructions."""
     head = b"\x80\x02}X\x11\x00\x00\x000.0.linear.weightctorch._utils\n_rebuild_tensor_v2\n(("
-    storage = b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX" + struct.pack("<I", len(key)) + key.encode() + b"X\x03\x00\x00\x00cpu"
-    numbers = items.encode("latin1") + b"tQ" + offset.encode("latin1") + shape.encode("latin1") + stride.encode("latin1")
+    storage = (
+        b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX"
+        + struct.pack("<I", len(key))
+        + key.encode()
+        + b"X\x03\x00\x00\x00cpu"
+    )
+    numbers = (
+        items.encode("latin1")
+        + b"tQ"
+        + offset.encode("latin1")
+        + shape.encode("latin1")
+        + stride.encode("latin1")
+    )
     return head + storage + numbers + b"\x89ccollections\nOrderedDict\n)RtRs."
 
 
 def duplicate_entry(folder: Path) -> None:
     bytes_of(lambda data: data)(folder)
-    with zipfile.ZipFile(folder / "medusa_lm_head.pt", "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr(next(name for name in archive.namelist() if name.endswith("data.pkl")), b"x")
+    with (
+        zipfile.ZipFile(folder / "medusa_lm_head.pt", "a") as archive,
+        pytest.warns(UserWarning, match="Duplicate"),
+    ):
+        archive.writestr(
+            next(name for name in archive.namelist() if name.endswith("data.pkl")), b"x"
+        )
 
 
 def overlapping_entries(folder: Path) -> None:
@@ -166,35 +196,67 @@ PICKLES: dict[str, Build] = {
     "pt: not a zip": bytes_of(lambda data: b"\x7fELF" + data[4:-22] + bytes(22)),
     "pt: object that runs code": saved(lambda state: state.update({"0.0.linear.weight": Harm()})),
     "pt: object that runs code as the whole": saved(lambda state: Harm()),
-    "pt: eval": saved(lambda state: state.update(x=Harm(eval, "__import__('os').mkdir('harm-was-done')"))),
-    "pt: legacy file that runs code": lambda folder: (folder / "medusa_lm_head.pt").write_bytes(pickle.dumps(Harm())),
+    "pt: eval": saved(
+        lambda state: state.update(x=Harm(eval, "__import__('os').mkdir('harm-was-done')"))
+    ),
+    "pt: legacy file that runs code": lambda folder: (folder / "medusa_lm_head.pt").write_bytes(
+        pickle.dumps(Harm())
+    ),
     "pt: legacy file of torch 1.5": saved(lambda state: None, _use_new_zipfile_serialization=False),
     "pt: code by a call in the description": described(b"\x80\x02" + HARMFUL),
     "pt: code by protocol 4": described(b"\x80\x04\x8c\x05posix\x8c\x05mkdir\x93\x8c\x01x\x85R."),
-    "pt: a bytearray of 64 GiB": described(b"\x80\x02c__builtin__\nbytearray\n" + BIG.encode("latin1") + b"\x85R."),
-    "pt: a tensor constructor of 256 GiB": described(b"\x80\x02ctorch\nTensor\n" + BIG.encode("latin1") + b"\x85R."),
-    "pt: lists in lists without end": described(b"\x80\x02" + b"]q\x00(" + b"h\x00h\x00h\x00" * 150000 + b"e."),
-    "pt: tuples in tuples without end": described(b"\x80\x02}" + b")" + b"\x85" * 150000 + b"K\x01s."),
+    "pt: a bytearray of 64 GiB": described(
+        b"\x80\x02c__builtin__\nbytearray\n" + BIG.encode("latin1") + b"\x85R."
+    ),
+    "pt: a tensor constructor of 256 GiB": described(
+        b"\x80\x02ctorch\nTensor\n" + BIG.encode("latin1") + b"\x85R."
+    ),
+    "pt: lists in lists without end": described(
+        b"\x80\x02" + b"]q\x00(" + b"h\x00h\x00h\x00" * 150000 + b"e."
+    ),
+    "pt: tuples in tuples without end": described(
+        b"\x80\x02}" + b")" + b"\x85" * 150000 + b"K\x01s."
+    ),
     "pt: a million empty dicts": described(b"\x80\x02" + b"}" * 1000000 + b"."),
     "pt: pickle cut short": described(b"\x80\x02}X\xff\xff\xff\x7f"),
     "pt: description of 2 MiB": described(b"\x80\x02" + b"N0" * (1 << 20) + b"."),
-    "pt: an expanded tensor of 2^72 numbers": described(tensor_pickle(BIG + BIG + "\x86", "K\x00K\x00\x86")),
-    "pt: a tensor larger than its storage": described(tensor_pickle(BIG + BIG + "\x86", BIG + "K\x01\x86")),
-    "pt: negative offset": described(tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", offset="J\xff\xff\xff\xff")),
+    "pt: an expanded tensor of 2^72 numbers": described(
+        tensor_pickle(BIG + BIG + "\x86", "K\x00K\x00\x86")
+    ),
+    "pt: a tensor larger than its storage": described(
+        tensor_pickle(BIG + BIG + "\x86", BIG + "K\x01\x86")
+    ),
+    "pt: negative offset": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", offset="J\xff\xff\xff\xff")
+    ),
     "pt: negative stride": described(tensor_pickle("K\x10K\x10\x86", "J\xf0\xff\xff\xffK\x01\x86")),
-    "pt: storage named by a path": described(tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key="../../config.json")),
-    "pt: storage that is not as large as said": described(tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", items=BIG)),
-    "pt: a key twice": described(tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86")[:-1] + b"X\x01\x00\x00\x00aNsX\x01\x00\x00\x00aNs."),
-    "pt: zip bomb": rezipped(lambda e: e.update({next(iter(e)).split("/")[0] + "/data/0": bytes(256 << 20)}), zipfile.ZIP_DEFLATED),
+    "pt: storage named by a path": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key="../../config.json")
+    ),
+    "pt: storage that is not as large as said": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", items=BIG)
+    ),
+    "pt: a key twice": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86")[:-1]
+        + b"X\x01\x00\x00\x00aNsX\x01\x00\x00\x00aNs."
+    ),
+    "pt: zip bomb": rezipped(
+        lambda e: e.update({next(iter(e)).split("/")[0] + "/data/0": bytes(256 << 20)}),
+        zipfile.ZIP_DEFLATED,
+    ),
     "pt: entry outside the folder": rezipped(lambda e: e.update({"../../x": b"x"})),
     "pt: entry with an absolute path": rezipped(lambda e: e.update({"/etc/x": b"x"})),
     "pt: an entry twice": duplicate_entry,
     "pt: overlapping entries": overlapping_entries,
     "pt: directory of 4 GiB": huge_directory,
     "pt: zip64 directory of 7 GiB": huge_zip64_directory,
-    "pt: big-endian": rezipped(lambda e: e.update({next(n for n in e if n.endswith("byteorder")): b"big"})),
+    "pt: big-endian": rezipped(
+        lambda e: e.update({next(n for n in e if n.endswith("byteorder")): b"big"})
+    ),
     "pt: NaN": saved(lambda state: state["1.0.linear.weight"].fill_(float("nan"))),
-    "pt: whole numbers": saved(lambda state: state.update({"0.0.linear.weight": torch.zeros(D, D, dtype=torch.int64)})),
+    "pt: whole numbers": saved(
+        lambda state: state.update({"0.0.linear.weight": torch.zeros(D, D, dtype=torch.int64)})
+    ),
     "pt: no tensor": saved(lambda state: state.update({"0.0.linear.weight": 3})),
     "pt: a folder": lambda folder: (folder / "medusa_lm_head.pt").mkdir(),
     "pt: a pipe": lambda folder: os.mkfifo(folder / "medusa_lm_head.pt"),
@@ -254,12 +316,20 @@ SAFETENSORS: dict[str, Build] = {
     "safetensors: header of 15 MiB of small objects": long_header(b"{}", 15 << 20),
     "safetensors: header of 900 KiB of small lists": long_header(b"[[],[],[]]", 900 << 10),
     "safetensors: header nested without end": raw((200000).to_bytes(8, "little") + b"[" * 200000),
-    "safetensors: header with a number of 5,000 digits": header(lambda e: json.dumps(e).replace("[0,", f"[{'9' * 5000},", 1)),
-    "safetensors: a key twice": header(lambda e: json.dumps(e)[:-1] + ', "0.0.linear.weight": ' + json.dumps(first(e)) + "}"),
+    "safetensors: header with a number of 5,000 digits": header(
+        lambda e: json.dumps(e).replace("[0,", f"[{'9' * 5000},", 1)
+    ),
+    "safetensors: a key twice": header(
+        lambda e: json.dumps(e)[:-1] + ', "0.0.linear.weight": ' + json.dumps(first(e)) + "}"
+    ),
     "safetensors: negative offset": header(lambda e: first(e).update(data_offsets=[-4, 1020])),
     "safetensors: overlapping tensors": header(lambda e: first(e).update(data_offsets=[0, 1024])),
-    "safetensors: offsets beyond the file": header(lambda e: first(e).update(data_offsets=[0, 1 << 50])),
-    "safetensors: shape of huge numbers": header(lambda e: first(e).update(shape=[1 << 40, 1 << 40])),
+    "safetensors: offsets beyond the file": header(
+        lambda e: first(e).update(data_offsets=[0, 1 << 50])
+    ),
+    "safetensors: shape of huge numbers": header(
+        lambda e: first(e).update(shape=[1 << 40, 1 << 40])
+    ),
     "safetensors: shape that does not fit the bytes": header(boundary_moved),
     "safetensors: dtype that lies": header(lambda e: first(e).update(dtype="BF16")),
     "safetensors: unheard-of dtype": header(lambda e: first(e).update(dtype="F4")),
@@ -269,22 +339,43 @@ SAFETENSORS: dict[str, Build] = {
     ),
     "safetensors: NaN": tensors(lambda s: s["0.1.weight"].fill_(float("nan"))),
     "safetensors: infinity": tensors(lambda s: s["2.0.linear.bias"].fill_(float("inf"))),
-    "safetensors: a block of another size": tensors(lambda s: s.update({"1.0.linear.weight": torch.zeros(D, D + 1)})),
-    "safetensors: an lm_head of another size": tensors(lambda s: s.update({"1.1.weight": torch.zeros(V + 1, D)})),
-    "safetensors: half of the heads in half precision": tensors(lambda s: s.update({"1.1.weight": s["1.1.weight"].half()})),
-    "safetensors: a head number with a zero in front": tensors(lambda s: s.update({"00.0.linear.weight": torch.zeros(D, D)})),
-    "safetensors: head number 999": tensors(lambda s: s.update({"999.0.linear.weight": torch.zeros(D, D)})),
-    "safetensors: a head number without end": tensors(lambda s: s.update({"9" * 90 + ".0.linear.weight": torch.zeros(D, D)})),
-    "safetensors: a tensor named like a path": tensors(lambda s: s.update({"../../x": torch.zeros(1)})),
-    "safetensors: lm_heads before the layer": tensors(lambda s: [s.update({f"{k}.0.weight": s.pop(f"{k}.1.weight")}) for k in range(K)]),
+    "safetensors: a block of another size": tensors(
+        lambda s: s.update({"1.0.linear.weight": torch.zeros(D, D + 1)})
+    ),
+    "safetensors: an lm_head of another size": tensors(
+        lambda s: s.update({"1.1.weight": torch.zeros(V + 1, D)})
+    ),
+    "safetensors: half of the heads in half precision": tensors(
+        lambda s: s.update({"1.1.weight": s["1.1.weight"].half()})
+    ),
+    "safetensors: a head number with a zero in front": tensors(
+        lambda s: s.update({"00.0.linear.weight": torch.zeros(D, D)})
+    ),
+    "safetensors: head number 999": tensors(
+        lambda s: s.update({"999.0.linear.weight": torch.zeros(D, D)})
+    ),
+    "safetensors: a head number without end": tensors(
+        lambda s: s.update({"9" * 90 + ".0.linear.weight": torch.zeros(D, D)})
+    ),
+    "safetensors: a tensor named like a path": tensors(
+        lambda s: s.update({"../../x": torch.zeros(1)})
+    ),
+    "safetensors: lm_heads before the layer": tensors(
+        lambda s: [s.update({f"{k}.0.weight": s.pop(f"{k}.1.weight")}) for k in range(K)]
+    ),
     "safetensors: one bias missing": tensors(lambda s: s.pop("1.0.linear.bias")),
-    "safetensors: no heads": tensors(lambda s: [s.pop(name) for name in list(s)] and s.update({"x": torch.zeros(1)})),
+    "safetensors: no heads": tensors(
+        lambda s: [s.pop(name) for name in list(s)] and s.update({"x": torch.zeros(1)})
+    ),
     "safetensors: link that leads out": outside_link("medusa_lm_head.safetensors"),
 }
 
 
 def with_config(text: str) -> Build:
-    return lambda folder: (tensors(lambda s: None)(folder), (folder / "config.json").write_text(text))
+    return lambda folder: (
+        tensors(lambda s: None)(folder),
+        (folder / "config.json").write_text(text),
+    )
 
 
 def full_model(*files: dict[str, torch.Tensor]) -> Build:
@@ -307,8 +398,12 @@ FOLDERS: dict[str, Build] = {
     "config: a list": with_config("[]"),
     "model: a tensor in two files": full_model(HEAD, HEAD),
     "model: no heads": full_model({"model.norm.weight": torch.zeros(D)}),
-    "model: 1,001 files": lambda folder: [(folder / f"model-{n}.safetensors").touch() for n in range(1001)],
-    "model: a shard that is a link out": lambda folder: (folder / "model-0.safetensors").symlink_to("/etc/passwd"),
+    "model: 1,001 files": lambda folder: [
+        (folder / f"model-{n}.safetensors").touch() for n in range(1001)
+    ],
+    "model: a shard that is a link out": lambda folder: (folder / "model-0.safetensors").symlink_to(
+        "/etc/passwd"
+    ),
     "nothing at all": lambda folder: (folder / "config.json").unlink(),
 }
 
@@ -358,7 +453,9 @@ def native_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Build:
 
 
 def moved_out(name: str) -> Build:
-    return native(lambda f: ((f / name).rename(f.parent / "elsewhere"), (f / name).symlink_to("../elsewhere")))
+    return native(
+        lambda f: ((f / name).rename(f.parent / "elsewhere"), (f / name).symlink_to("../elsewhere"))
+    )
 
 
 BLOCK = "blocks.0.layers.0.weight"
@@ -366,26 +463,47 @@ SIZES = {"num_heads": 64, "hidden_size": 1 << 17, "vocab_size": 1 << 24}
 NATIVE: dict[str, Build] = {
     "native: truncated": native(lambda f: os.truncate(weights(f), 1500)),
     "native: empty": native(lambda f: weights(f).write_bytes(b"")),
-    "native: weights that are a pickle": native(lambda f: weights(f).write_bytes(pickle.dumps(Harm()))),
-    "native: weights that are a .pt file": native(lambda f: torch.save({"x": Harm()}, weights(f))),
-    "native: header of 4 EiB": native(lambda f: weights(f).write_bytes((1 << 62).to_bytes(8, "little") + bytes(99))),
-    "native: header of 15 MiB": native(
-        lambda f: long_header(b"{}", 15 << 20)(f) and os.replace(f / "medusa_lm_head.safetensors", weights(f))
+    "native: weights that are a pickle": native(
+        lambda f: weights(f).write_bytes(pickle.dumps(Harm()))
     ),
-    "native: a key twice": native_header(lambda e: json.dumps(e)[:-1] + f', "{BLOCK}": ' + json.dumps(e[BLOCK]) + "}"),
+    "native: weights that are a .pt file": native(lambda f: torch.save({"x": Harm()}, weights(f))),
+    "native: header of 4 EiB": native(
+        lambda f: weights(f).write_bytes((1 << 62).to_bytes(8, "little") + bytes(99))
+    ),
+    "native: header of 15 MiB": native(
+        lambda f: (
+            long_header(b"{}", 15 << 20)(f)
+            and os.replace(f / "medusa_lm_head.safetensors", weights(f))
+        )
+    ),
+    "native: a key twice": native_header(
+        lambda e: json.dumps(e)[:-1] + f', "{BLOCK}": ' + json.dumps(e[BLOCK]) + "}"
+    ),
     "native: negative offset": native_header(lambda e: e[BLOCK].update(data_offsets=[-4, 1020])),
-    "native: overlapping tensors": native_header(lambda e: e[BLOCK].update(data_offsets=e["lm_head.weight"]["data_offsets"])),
-    "native: shape of huge numbers": native_header(lambda e: e[BLOCK].update(shape=[1 << 40, 1 << 40])),
+    "native: overlapping tensors": native_header(
+        lambda e: e[BLOCK].update(data_offsets=e["lm_head.weight"]["data_offsets"])
+    ),
+    "native: shape of huge numbers": native_header(
+        lambda e: e[BLOCK].update(shape=[1 << 40, 1 << 40])
+    ),
     "native: dtype that lies": native_header(lambda e: e[BLOCK].update(dtype="F16")),
-    "native: sizes at the bounds": native_config(lambda c: (c.update(SIZES), c["medusa_ppo"]["heads"].update(SIZES))),
-    "native: sizes beyond the bounds": native_config(lambda c: c["medusa_ppo"]["heads"].update(num_heads=10**15)),
+    "native: sizes at the bounds": native_config(
+        lambda c: (c.update(SIZES), c["medusa_ppo"]["heads"].update(SIZES))
+    ),
+    "native: sizes beyond the bounds": native_config(
+        lambda c: c["medusa_ppo"]["heads"].update(num_heads=10**15)
+    ),
     "native: wrong shape": native_tensors(lambda s: s.update({BLOCK: torch.zeros(D, D + 1)})),
     "native: wrong dtype": native_tensors(lambda s: s.update({BLOCK: torch.zeros(D, D).half()})),
     "native: NaN": native_tensors(lambda s: s[BLOCK].fill_(float("nan"))),
-    "native: tensor named like a path": native_tensors(lambda s: s.update({"../../x": torch.zeros(1)})),
+    "native: tensor named like a path": native_tensors(
+        lambda s: s.update({"../../x": torch.zeros(1)})
+    ),
     "native: weights that link out": moved_out("model.safetensors"),
     "native: config that links out": moved_out("config.json"),
-    "native: config nested without end": native(lambda f: (f / "config.json").write_text('{"a":' * 100000)),
+    "native: config nested without end": native(
+        lambda f: (f / "config.json").write_text('{"a":' * 100000)
+    ),
 }
 FOREIGN = {**PICKLES, **SAFETENSORS, **FOLDERS}
 
@@ -413,10 +531,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         listed.append((name, "native" if "native" in name else "convert", str(source_of(folder))))
         if name in NATIVE:
             listed.append((f"{name}, by convert", "convert", str(source_of(folder))))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
     script = Path(__file__).with_name("read_hostile.py")
     command = [sys.executable, str(script), json.dumps(listed), str(root / "out")]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (root / SENTINEL).exists()
     shutil.rmtree(root, ignore_errors=True)
@@ -424,7 +548,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, *NATIVE, *(f"{name}, by convert" for name in NATIVE)])
-def test_a_clear_error_nothing_executed_nothing_allocated(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_clear_error_nothing_executed_nothing_allocated(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
     outcome = outcomes[name]
     assert outcome["error"] == "CheckpointError", outcome
     assert "given:" in outcome["message"] and "do this:" in outcome["message"]
@@ -460,7 +586,9 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_it_is_the_first_door_that_stays_shut(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_it_is_the_first_door_that_stays_shut(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
     assert WORDS[name] in outcomes[name]["message"]
 
 
@@ -495,7 +623,8 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             del out[at : at + rng.randrange(1, 9)]
         else:
             out[at:at] = bytes(
-                rng.choice(b'().}]tsuQRqehKJNbX0123456789"[]{},:\x85\x86\x87\x88\x89\x8a') for _ in range(rng.randrange(1, 4))
+                rng.choice(b'().}]tsuQRqehKJNbX0123456789"[]{},:\x85\x86\x87\x88\x89\x8a')
+                for _ in range(rng.randrange(1, 4))
             )
     return bytes(out)
 
@@ -506,7 +635,10 @@ def test_damage_at_random_is_refused_or_harmless(part: str, tmp_path: Path) -> N
     rng = random.Random(part)
     saved(lambda state: None)(tmp_path)
     tensors(lambda state: None)(tmp_path)
-    packed, plain = (tmp_path / "medusa_lm_head.pt").read_bytes(), (tmp_path / "medusa_lm_head.safetensors").read_bytes()
+    packed, plain = (
+        (tmp_path / "medusa_lm_head.pt").read_bytes(),
+        (tmp_path / "medusa_lm_head.safetensors").read_bytes(),
+    )
     with zipfile.ZipFile(tmp_path / "medusa_lm_head.pt") as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     description = next(name for name in entries if name.endswith("data.pkl"))
@@ -532,10 +664,20 @@ def test_damage_at_random_is_refused_or_harmless(part: str, tmp_path: Path) -> N
     assert refused > 40
 
 
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 0, True, 10**30, 0.5, [[]], {"num_medusa_heads": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, [], {}, "x", -1, 0, True, 10**30, 0.5, [[]], {"num_medusa_heads": "x"}], ids=str
+)
 def test_any_value_in_a_configuration(value: Any, tmp_path: Path) -> None:
     """Every key that is read, with a value that it should not have."""
-    keys = ["medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "text_config", "version", "base_model_name_or_path"]
+    keys = [
+        "medusa_num_heads",
+        "medusa_num_layers",
+        "hidden_size",
+        "vocab_size",
+        "text_config",
+        "version",
+        "base_model_name_or_path",
+    ]
     tensors(lambda state: None)(tmp_path)
     stock = tmp_path / "stock"
     convert(tmp_path, stock, "vllm")

@@ -93,15 +93,28 @@ def heads(tmp_path: Path) -> Path:
         "loss": "ce",
         "seed": 3,
     }
-    metadata = {"options": options, "replay_mean_acceptance_length": 1.4321, "trained_tokens": 90000}
-    save_heads(tmp_path / "heads", module, lm_head_VD=torch.ones(V, D), version=4, metadata=metadata)
+    metadata = {
+        "options": options,
+        "replay_mean_acceptance_length": 1.4321,
+        "trained_tokens": 90000,
+    }
+    save_heads(
+        tmp_path / "heads", module, lm_head_VD=torch.ones(V, D), version=4, metadata=metadata
+    )
     (tmp_path / "heads" / "train.jsonl").write_text("{}")
     (tmp_path / "heads" / ".env").write_text(TOKEN)
     return tmp_path / "heads"
 
 
 def eval_file(path: Path, **changes: Any) -> Path:
-    settings = {"engine": "vllm", "draft": "one-hot", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "data": "/home/someone/rows.jsonl"}
+    settings = {
+        "engine": "vllm",
+        "draft": "one-hot",
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "data": "/home/someone/rows.jsonl",
+    }
     figures = {
         "mean_acceptance_length": 1.4012,
         "acceptance_per_position": [0.3, 0.08, 0.0212],
@@ -126,12 +139,22 @@ def test_the_double_is_a_hub_like_the_real_one(hub: FolderHub) -> None:
 
 def test_what_is_pushed_comes_back_bit_for_bit(heads: Path, hub: FolderHub) -> None:
     assert push_heads(heads, "me/heads", private=True, hub=hub) == "https://hub/me/heads/commit/1"
-    assert sorted(path.name for path in (hub.root / "me" / "heads").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in (hub.root / "me" / "heads").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     assert hub.private == {"me/heads": True}
     before, first = load_heads(heads)
     after, second = load_heads(local_heads("hf://me/heads", hub))
-    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
-    assert (first.checksum, first.version, first.lm_head_checksum) == (second.checksum, second.version, second.lm_head_checksum)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)
+    )
+    assert (first.checksum, first.version, first.lm_head_checksum) == (
+        second.checksum,
+        second.version,
+        second.lm_head_checksum,
+    )
     assert load_lm_head(local_heads("hf://me/heads@v1", hub)) is not None
 
 
@@ -139,7 +162,11 @@ def test_nothing_of_this_machine_is_pushed(heads: Path, hub: FolderHub, tmp_path
     push_heads(heads, "me/heads", figures=[eval_file(tmp_path / "e.json")], hub=hub)
     for path in (hub.root / "me" / "heads").iterdir():
         data = path.read_bytes()
-        assert b"/home/" not in data and str(tmp_path).encode() not in data and TOKEN.encode() not in data
+        assert (
+            b"/home/" not in data
+            and str(tmp_path).encode() not in data
+            and TOKEN.encode() not in data
+        )
     options = load_heads(hub.root / "me" / "heads")[1].metadata["options"]
     assert (options["model"], options["data"]) == ("tiny", "rows.jsonl")
 
@@ -147,17 +174,36 @@ def test_nothing_of_this_machine_is_pushed(heads: Path, hub: FolderHub, tmp_path
 def test_the_card_says_what_was_measured_and_how(heads: Path, tmp_path: Path) -> None:
     card = model_card(heads, "me/heads", [eval_file(tmp_path / "e.json")])
     assert card.startswith("---\nlibrary_name: medusa-ppo\n")
-    for text in ("1.432 by replay", "90,000", "**1.401** (95 % interval 1.380 to 1.420)", "0.300, 0.080, 0.021", "vLLM's own counters"):
+    for text in (
+        "1.432 by replay",
+        "90,000",
+        "**1.401** (95 % interval 1.380 to 1.420)",
+        "0.300, 0.080, 0.021",
+        "vLLM's own counters",
+    ):
         assert text in card
-    for text in ("| loss | ce |", "| seed | 3 |", "| temperature | 1.0 |", "| heads | 3 |", "hf://me/heads", '"method": "medusa"'):
+    for text in (
+        "| loss | ce |",
+        "| seed | 3 |",
+        "| temperature | 1.0 |",
+        "| heads | 3 |",
+        "hf://me/heads",
+        '"method": "medusa"',
+    ):
         assert text in card
 
 
 def test_a_card_without_figures_says_so_and_names_no_invented_model(tmp_path: Path) -> None:
     save_heads(tmp_path / "h", MedusaHeads(HeadsConfig(D, V, K, "hydra")))
     card = model_card(tmp_path / "h", "me/heads")
-    assert "Nothing was measured" in card and "base_model" not in card and "need the vLLM plug-in" in card
-    save_heads(tmp_path / "h", MedusaHeads(HeadsConfig(D, V, K)), metadata={"base_model": "org/model"})
+    assert (
+        "Nothing was measured" in card
+        and "base_model" not in card
+        and "need the vLLM plug-in" in card
+    )
+    save_heads(
+        tmp_path / "h", MedusaHeads(HeadsConfig(D, V, K)), metadata={"base_model": "org/model"}
+    )
     card = model_card(tmp_path / "h", "me/heads")
     assert "base_model: org/model" in card and "--to vllm --model org/model" in card
 
@@ -180,9 +226,14 @@ def test_damaged_heads_are_not_pushed(heads: Path, hub: FolderHub) -> None:
     assert not hub.root.exists()
 
 
-@pytest.mark.parametrize("name", ["me", "me/", "../x", "me/..", "me/a/b", "-me/x", "me/x y", "http://x/y"])
+@pytest.mark.parametrize(
+    "name", ["me", "me/", "../x", "me/..", "me/a/b", "-me/x", "me/x y", "http://x/y"]
+)
 def test_names_that_are_no_repository(name: str, heads: Path, hub: FolderHub) -> None:
-    for attempt in (lambda: push_heads(heads, name, hub=hub), lambda: local_heads(f"hf://{name}", hub)):
+    for attempt in (
+        lambda: push_heads(heads, name, hub=hub),
+        lambda: local_heads(f"hf://{name}", hub),
+    ):
         with pytest.raises(ConfigError, match="owner/name"):
             attempt()
     with pytest.raises(ConfigError, match="revision"):
@@ -195,7 +246,9 @@ def test_without_the_prefix_a_name_is_a_folder(hub: FolderHub) -> None:
     assert not hub.root.exists()
 
 
-def test_tokens_are_never_shown(hub: FolderHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_never_shown(
+    hub: FolderHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not in the error, not in the traceback that --debug prints, not in a log."""
     monkeypatch.setenv("HF_TOKEN", "another-kind-of-secret")
     with caplog.at_level(logging.DEBUG), pytest.raises(HubError) as caught:
@@ -205,15 +258,26 @@ def test_tokens_are_never_shown(hub: FolderHub, monkeypatch: pytest.MonkeyPatch,
     assert scrubbed("x another-kind-of-secret y", ["another-kind-of-secret"]) == "x *** y"
 
 
-def test_convert_takes_a_hub_name(heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_takes_a_hub_name(
+    heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole command, with the double in the place of the real hub; and the same for heads of another format."""
     push_heads(heads, "me/heads", hub=hub)
     convert(heads, hub.root / "me" / "foreign", "tgi-v1")
     monkeypatch.setattr(hub_module, "_open", lambda given: given or hub)
-    for name, to, words in (("heads", "vllm", "native -> vllm"), ("foreign", "fasterdecoding", "tgi-v1 -> fasterdecoding")):
-        result = CliRunner().invoke(app, ["convert", f"hf://me/{name}", str(tmp_path / name / "out"), "--to", to])
-        assert result.exit_code == 0 and f"{words}: 3 heads of 1 layers" in result.output, result.output
-    result = CliRunner().invoke(app, ["convert", "hf://me/none", str(tmp_path / "x"), "--to", "vllm"])
+    for name, to, words in (
+        ("heads", "vllm", "native -> vllm"),
+        ("foreign", "fasterdecoding", "tgi-v1 -> fasterdecoding"),
+    ):
+        result = CliRunner().invoke(
+            app, ["convert", f"hf://me/{name}", str(tmp_path / name / "out"), "--to", to]
+        )
+        assert result.exit_code == 0 and f"{words}: 3 heads of 1 layers" in result.output, (
+            result.output
+        )
+    result = CliRunner().invoke(
+        app, ["convert", "hf://me/none", str(tmp_path / "x"), "--to", "vllm"]
+    )
     assert result.exit_code == 1 and "hf auth login" in result.output and TOKEN not in result.output
 
 
@@ -228,11 +292,20 @@ def test_eval_takes_a_hub_name(hub: FolderHub, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 2 and "no-data" in result.output, result.output
 
 
-def test_push_by_the_command(heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_by_the_command(
+    heads: Path, hub: FolderHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_module, "_open", lambda given: given or hub)
     figures = eval_file(tmp_path / "e.json")
-    shown = CliRunner().invoke(app, ["push", str(heads), "me/heads", "--dry-run", "--eval", str(figures)])
+    shown = CliRunner().invoke(
+        app, ["push", str(heads), "me/heads", "--dry-run", "--eval", str(figures)]
+    )
     assert shown.exit_code == 0 and "**1.401**" in shown.output and not hub.root.exists()
-    done = CliRunner().invoke(app, ["push", str(heads), "me/heads", "--private", "--eval", str(figures)])
+    done = CliRunner().invoke(
+        app, ["push", str(heads), "me/heads", "--private", "--eval", str(figures)]
+    )
     assert done.exit_code == 0 and "https://hub/me/heads/commit/1" in done.output.replace("\n", "")
-    assert "**1.401**" in (hub.root / "me" / "heads" / "README.md").read_text() and hub.private["me/heads"]
+    assert (
+        "**1.401**" in (hub.root / "me" / "heads" / "README.md").read_text()
+        and hub.private["me/heads"]
+    )

@@ -32,24 +32,69 @@ class Served:
         self.heads, self._folder, port = folder / "heads", folder, free_port()
         self._address = f"http://127.0.0.1:{port}"
         (folder / "heads.yaml").write_text("heads: {num_heads: 2}\n")
-        self._command = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "serve", "--model", str(actor)]
-        self._command += ["--heads", str(self.heads), "--medusa", str(folder / "heads.yaml"), "--port", str(port)]
-        self._command += ["--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager", "--max-logprobs", "-1"]
-        self._command += ["--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", str(64 * 1024**2)]
-        self.settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": self._address, "vllm_server_timeout": START_S}
+        self._command = [
+            sys.executable,
+            "-c",
+            "from medusa_ppo.cli import main; main()",
+            "serve",
+            "--model",
+            str(actor),
+        ]
+        self._command += [
+            "--heads",
+            str(self.heads),
+            "--medusa",
+            str(folder / "heads.yaml"),
+            "--port",
+            str(port),
+        ]
+        self._command += [
+            "--max-model-len",
+            "128",
+            "--max-num-seqs",
+            "16",
+            "--enforce-eager",
+            "--max-logprobs",
+            "-1",
+        ]
+        self._command += [
+            "--distributed-executor-backend",
+            "uni",
+            "--kv-cache-memory-bytes",
+            str(64 * 1024**2),
+        ]
+        self.settings = {
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_base_url": self._address,
+            "vllm_server_timeout": START_S,
+        }
         self.start()
 
     def start(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "PYTHONPATH": str(ROOT),
+        }
         with open(self._folder / "server.log", "ab") as log:
-            self._process = subprocess.Popen(self._command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait(self) -> None:
         """Until it answers."""
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._process.poll() is None:
             try:
-                if httpx.get(f"{self._address}/health", trust_env=False).status_code == httpx.codes.OK:
+                if (
+                    httpx.get(f"{self._address}/health", trust_env=False).status_code
+                    == httpx.codes.OK
+                ):
                     return
             except httpx.TransportError:
                 time.sleep(0.5)

@@ -49,7 +49,11 @@ def without_hooks(text: str) -> str:
     text = re.sub(r"with plugin\.actor_forward\(.*\):.*", "if True:", text)
     text = re.sub(r"heads = MedusaPlugin\.prepare_heads\(.*", "heads = None", text)
     text = text.replace("plugin.metrics() | ", "")
-    kept = [line for line in text.splitlines() if not re.match(r"\s*(plugin\b|from medusa_ppo import MedusaPlugin)", line)]
+    kept = [
+        line
+        for line in text.splitlines()
+        if not re.match(r"\s*(plugin\b|from medusa_ppo import MedusaPlugin)", line)
+    ]
     bare = "\n".join(kept)
     assert "plugin." not in bare and "MedusaPlugin." not in bare
     return bare
@@ -75,17 +79,34 @@ def test_switched_off_the_loop_is_the_loop_without_it_to_the_bit(chain_actor: Pa
     (tmp_path / "with.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
     (tmp_path / "without.py").write_text(without_hooks(EXAMPLE.read_text(encoding="utf-8")))
     engine = '"engine": {"max_num_seqs": 32, "threads": 1, "num_drafts": 0}'
-    settings = {"with": f'{{"companion": {{"enabled": false}}, {engine}}}', "without": f"{{{engine}}}"}
+    settings = {
+        "with": f'{{"companion": {{"enabled": false}}, {engine}}}',
+        "without": f"{{{engine}}}",
+    }
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     said = {}
     for arm, given in settings.items():
-        command = [sys.executable, "-c", RUN, str(tmp_path / f"{arm}.py"), str(chain_actor), given, str(tmp_path / f"{arm}.safetensors")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        command = [
+            sys.executable,
+            "-c",
+            RUN,
+            str(tmp_path / f"{arm}.py"),
+            str(chain_actor),
+            given,
+            str(tmp_path / f"{arm}.safetensors"),
+        ]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=400, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         said[arm] = done.stdout[done.stdout.index("REWARDS") :]
 
     learned = {arm: load_file(tmp_path / f"{arm}.safetensors") for arm in settings}
     start = load_file(chain_actor / "model.safetensors")
     assert said["with"] == said["without"]
-    assert all(torch.equal(learned["with"][name], value) for name, value in learned["without"].items())
-    assert not all(torch.equal(start[name], value) for name, value in learned["with"].items() if name in start), "nothing was learned"
+    assert all(
+        torch.equal(learned["with"][name], value) for name, value in learned["without"].items()
+    )
+    assert not all(
+        torch.equal(start[name], value) for name, value in learned["with"].items() if name in start
+    ), "nothing was learned"

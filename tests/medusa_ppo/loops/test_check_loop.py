@@ -16,11 +16,29 @@ from heads.errors import ConfigError
 from medusa_ppo.loops.check_loop import check_loop, judge
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = ["one plug-in", "order of hooks", "log-probs", "rows", "states", "versions", "tables", "newest heads", "drafts"]
+NAMES = [
+    "one plug-in",
+    "order of hooks",
+    "log-probs",
+    "rows",
+    "states",
+    "versions",
+    "tables",
+    "newest heads",
+    "drafts",
+]
 SEEN = {
     "calls": ["start", *["before_generation", "rollout_ready", "policy_updated"] * 4, "close"],
     "batches": [
-        {"responses": 8, "known": 8, "tokens": 80, "policy": step, "heads": step, "drafts": 40, "length": 1.1 + 0.2 * step}
+        {
+            "responses": 8,
+            "known": 8,
+            "tokens": 80,
+            "policy": step,
+            "heads": step,
+            "drafts": 40,
+            "length": 1.1 + 0.2 * step,
+        }
         for step in range(4)
     ],
     "versions": [1, 2, 3, 4],
@@ -66,7 +84,9 @@ def test_what_can_not_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="names no function"):
         list(check_loop("my_module"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_loop.py").write_text("def make_trainer(medusa):\n    raise OSError('no disk')\n")
+    (tmp_path / "my_loop.py").write_text(
+        "def make_trainer(medusa):\n    raise OSError('no disk')\n"
+    )
     with pytest.raises(ConfigError, match="no disk"):
         list(check_loop("my_loop:make_trainer"))
 
@@ -118,12 +138,33 @@ def make_trainer(medusa):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("fault", "failing"), [("", set()), ("rows", {"rows", "states", "newest heads", "drafts"})])
+@pytest.mark.parametrize(
+    ("fault", "failing"), [("", set()), ("rows", {"rows", "states", "newest heads", "drafts"})]
+)
 def test_a_loop_of_somebodys_own(fault: str, failing: set[str], chain_actor: Path, tmp_path: Path):
     (tmp_path / "my_loop.py").write_text(LOOP)
-    environment = os.environ | {"ACTOR": str(chain_actor), "FORGETS": fault, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "check-loop", "my_loop:make_trainer"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    environment = os.environ | {
+        "ACTOR": str(chain_actor),
+        "FORGETS": fault,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "from medusa_ppo.cli import main; main()",
+        "check-loop",
+        "my_loop:make_trainer",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAIL"))]
     assert len(lines) == 10, done.stdout + done.stderr[-3000:]
     assert {line[5:27].strip() for line in lines if line.startswith("FAIL")} == failing

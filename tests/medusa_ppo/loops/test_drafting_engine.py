@@ -20,7 +20,20 @@ from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.processes import local_ray
 from medusa_ppo.types import Rollouts, Sampling, SwapReceipt
 
-PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13], [14, 15], [16], [17, 18, 19], [20, 21], [22], [23, 24], [25], [26, 27]]
+PROMPTS = [
+    [5, 6, 7],
+    [8, 9],
+    [10, 11, 12],
+    [13],
+    [14, 15],
+    [16],
+    [17, 18, 19],
+    [20, 21],
+    [22],
+    [23, 24],
+    [25],
+    [26, 27],
+]
 """A dozen: of two batches the gate has the six held-out prompts that it asks for."""
 ENGINE = {"max_num_seqs": 32, "threads": 1, "enforce_eager": True}
 
@@ -29,7 +42,9 @@ def scored(actor: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
     """The loop's own pass: log-probs of all tokens, and which of them are the responses'."""
     rows = [(*rollouts.prompts[r.prompt_index], *r.token_ids) for r in rollouts.responses]
     width = max(map(len, rows))
-    ids_BT, attention_BT, mask_BT = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    ids_BT, attention_BT, mask_BT = (
+        torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3)
+    )
     for row, (tokens, response) in enumerate(zip(rows, rollouts.responses, strict=True)):
         ids_BT[row, : len(tokens)] = torch.tensor(tokens)
         attention_BT[row, : len(tokens)] = 1
@@ -43,15 +58,25 @@ def loop(engine: Any, actor: Any, steps: int) -> list[dict[str, Any]]:
     optimizer, figures = torch.optim.AdamW(actor.parameters(), lr=1e-4), []
     with ActorSync(engine) as sync:
         for step in range(steps):
-            rollouts = engine.generate(PROMPTS, Sampling(max_new_tokens=24, responses_per_prompt=8, seed=step))
+            rollouts = engine.generate(
+                PROMPTS, Sampling(max_new_tokens=24, responses_per_prompt=8, seed=step)
+            )
             logprobs_BT, mask_BT = scored(actor, rollouts)
-            rewards_B = torch.tensor([float(len(r.token_ids) % 2) + r.token_ids[0] % 3 for r in rollouts.responses])
-            loss = -((rewards_B - rewards_B.mean())[:, None] * logprobs_BT * mask_BT).sum() / mask_BT.sum()
+            rewards_B = torch.tensor(
+                [float(len(r.token_ids) % 2) + r.token_ids[0] % 3 for r in rollouts.responses]
+            )
+            loss = (
+                -((rewards_B - rewards_B.mean())[:, None] * logprobs_BT * mask_BT).sum()
+                / mask_BT.sum()
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             sync(actor, step + 1)
-            figures.append({"reward": rewards_B.mean().item()} | (engine.metrics() if hasattr(engine, "metrics") else {}))
+            figures.append(
+                {"reward": rewards_B.mean().item()}
+                | (engine.metrics() if hasattr(engine, "metrics") else {})
+            )
     return figures
 
 
@@ -63,7 +88,9 @@ def test_heads_are_fed_while_the_loop_runs(chain_actor: Path, tmp_path: Path, ra
     with DraftingEngine(config, load_actor(chain_actor), chain_actor, tmp_path / "run") as engine:
         figures = loop(engine, engine._actor, 5)
 
-    assert figures[0][names.HEADS_VERSION] == 0 and figures[-1][names.HEADS_VERSION] >= 1, "a second one would have to be surely better"
+    assert figures[0][names.HEADS_VERSION] == 0 and figures[-1][names.HEADS_VERSION] >= 1, (
+        "a second one would have to be surely better"
+    )
     assert figures[-1][names.MAL_SERVING] > figures[0][names.MAL_SERVING] + 0.2
     saved, metadata = load_heads(tmp_path / "run" / "heads-final")
     assert saved.config.num_heads == 2 and metadata.version >= 1
@@ -72,7 +99,9 @@ def test_heads_are_fed_while_the_loop_runs(chain_actor: Path, tmp_path: Path, ra
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_switched_off_it_is_the_plain_engine_to_the_bit(chain_actor: Path, tmp_path: Path, ray_session: None):
+def test_switched_off_it_is_the_plain_engine_to_the_bit(
+    chain_actor: Path, tmp_path: Path, ray_session: None
+):
     config = build_config({"companion": {"enabled": False}, "engine": {**ENGINE, "num_drafts": 0}})
     learned, rewards = [], []
     for arm in ("off", "plain"):
@@ -89,7 +118,9 @@ def test_switched_off_it_is_the_plain_engine_to_the_bit(chain_actor: Path, tmp_p
     start = load_actor(chain_actor).state_dict()
     assert rewards[0] == rewards[1]
     assert all(torch.equal(value, learned[1][name]) for name, value in learned[0].items())
-    assert not all(torch.equal(value, learned[0][name]) for name, value in start.items()), "nothing was learned"
+    assert not all(torch.equal(value, learned[0][name]) for name, value in start.items()), (
+        "nothing was learned"
+    )
 
 
 class Pool(BroadcastPool):

@@ -16,7 +16,13 @@ ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes, attn_implementation="sdpa")).eval()
 
 
@@ -28,11 +34,15 @@ def reference(model: LlamaForCausalLM) -> tuple[torch.Tensor, list[torch.Tensor]
         with torch.no_grad():
             hidden = model.model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
         states.append(hidden)
-        logprobs.append(model.lm_head(hidden).log_softmax(-1).detach()[range(len(answer)), list(answer)])
+        logprobs.append(
+            model.lm_head(hidden).log_softmax(-1).detach()[range(len(answer)), list(answer)]
+        )
     return torch.cat(states), logprobs
 
 
-def check(batch: RolloutBatch | None, states_MD: torch.Tensor, logprobs: list[torch.Tensor]) -> None:
+def check(
+    batch: RolloutBatch | None, states_MD: torch.Tensor, logprobs: list[torch.Tensor]
+) -> None:
     assert batch is not None
     torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.logprobs_M, torch.cat(logprobs))
@@ -41,8 +51,13 @@ def check(batch: RolloutBatch | None, states_MD: torch.Tensor, logprobs: list[to
     assert batch.prompts_S is not None and batch.prompts_S.tolist() == [0, 1, 0]
 
 
-def padded(rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, attention = torch.zeros(len(rows), 6, dtype=torch.int64), torch.zeros(len(rows), 6, dtype=torch.int64)
+def padded(
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, attention = (
+        torch.zeros(len(rows), 6, dtype=torch.int64),
+        torch.zeros(len(rows), 6, dtype=torch.int64),
+    )
     for row, (prompt, answer) in enumerate(rows):
         first = 3 - len(prompt)
         ids[row, first : 3 + len(answer)] = torch.tensor([*prompt, *answer])
@@ -69,7 +84,9 @@ def test_packed_rows(model: LlamaForCausalLM):
     states_MD, logprobs = reference(model)
     tap = PassTap(model, Sampling(), 2**20)
     ids = torch.tensor([[token for prompt, answer in ROWS for token in (*prompt, *answer)]])
-    positions = torch.tensor([[i for prompt, answer in ROWS for i in range(len(prompt) + len(answer))]])
+    positions = torch.tensor(
+        [[i for prompt, answer in ROWS for i in range(len(prompt) + len(answer))]]
+    )
     with tap.watch(ROWS):
         model(input_ids=ids, attention_mask=None, position_ids=positions, use_cache=False)
     tap.add_logprobs(logprobs)
@@ -88,7 +105,9 @@ def test_a_batch_may_come_in_several_passes_and_stops_at_its_bytes(model: LlamaF
             tap.add_logprobs([values])
         batch = tap.take(5)
         assert batch is not None and batch.lengths_S.numel() == rows
-        torch.testing.assert_close(batch.hidden_MD, states_MD[: batch.hidden_MD.shape[0]], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            batch.hidden_MD, states_MD[: batch.hidden_MD.shape[0]], rtol=1e-4, atol=1e-5
+        )
 
 
 @torch.no_grad()

@@ -57,7 +57,12 @@ class ByValue:
 
 
 def _rank(rank: int, size: int, port: int, work: Work, box: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     began = time.monotonic()
@@ -66,7 +71,9 @@ def _rank(rank: int, size: int, port: int, work: Work, box: Any) -> None:
     except MedusaError as error:
         box.put((rank, error, time.monotonic() - began))
     except Exception as error:  # torch's own RuntimeError, when another process is gone
-        box.put((rank, RuntimeError(f"{error}\n{traceback.format_exc()}"), time.monotonic() - began))
+        box.put(
+            (rank, RuntimeError(f"{error}\n{traceback.format_exc()}"), time.monotonic() - began)
+        )
     box.close()
     box.join_thread()
     os._exit(0)
@@ -80,7 +87,9 @@ def _answer(box: Any, started: list[Any]) -> Any:
         try:
             return box.get(timeout=1)
         except queue.Empty:
-            assert None in gone or time.monotonic() > until, f"all processes are gone: exit codes {gone}"
+            assert None in gone or time.monotonic() > until, (
+                f"all processes are gone: exit codes {gone}"
+            )
     raise TimeoutError("no answer in 300 s")
 
 
@@ -90,7 +99,12 @@ def together(work: Work, size: int = 2, answers: int | None = None) -> dict[int,
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     box = STARTS.Queue()
-    started = [STARTS.Process(target=operator.call, args=(ByValue(_rank), rank, size, port, ByValue(work), box)) for rank in range(size)]
+    started = [
+        STARTS.Process(
+            target=operator.call, args=(ByValue(_rank), rank, size, port, ByValue(work), box)
+        )
+        for rank in range(size)
+    ]
     for process in started:
         process.start()
     try:
@@ -111,8 +125,17 @@ def test_the_first_process_calls_all_and_gets_every_answer():
             calls.append((method, *arguments))
             return [rank * 10 + arguments[0]]
 
-        answer = ranks.led(lambda: [ranks.call("swap", (1,), serve), ranks.call("swap", (2,), serve)], serve)
-        return answer, calls, ranks.share(rank), ranks.all(rank), ranks.first_gets(rank), ranks.leads
+        answer = ranks.led(
+            lambda: [ranks.call("swap", (1,), serve), ranks.call("swap", (2,), serve)], serve
+        )
+        return (
+            answer,
+            calls,
+            ranks.share(rank),
+            ranks.all(rank),
+            ranks.first_gets(rank),
+            ranks.leads,
+        )
 
     found = together(work)
     calls = [("swap", 1), ("swap", 2)]
@@ -123,7 +146,9 @@ def test_the_first_process_calls_all_and_gets_every_answer():
 def test_other_settings_in_one_process_are_told_to_all():
     found = together(lambda rank: Ranks.here(None if rank else {"heads": 2}))
     for answer, _ in found.values():
-        assert isinstance(answer, ConfigError) and "do not have the same medusa settings" in str(answer)
+        assert isinstance(answer, ConfigError) and "do not have the same medusa settings" in str(
+            answer
+        )
 
 
 def test_a_process_that_never_comes_is_waited_for_in_vain_but_not_long():
@@ -156,7 +181,9 @@ def test_a_failure_on_either_side_ends_both():
         return work
 
     first = together(fails(0))
-    assert "companion is gone" in str(first[0][0]) and "first process of the training failed" in str(first[1][0])
+    assert "companion is gone" in str(
+        first[0][0]
+    ) and "first process of the training failed" in str(first[1][0])
     second = together(fails(1))
     assert "process 1: EngineError: The engine is gone" in str(second[0][0])
 
@@ -183,13 +210,33 @@ class Engine:
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         if method == "medusa_swap_heads":
             self.version, self.heads = int(args[1]), checksum(load_state(args[0]))
-        facts = {"kind": "medusa", "drafter": "MedusaProposer", "max_drafts": 2, "rows": [], "seconds": 0.0}
-        return [facts | {"heads_version": self.version, "version": self.version, "checksum": self.heads}]
+        facts = {
+            "kind": "medusa",
+            "drafter": "MedusaProposer",
+            "max_drafts": 2,
+            "rows": [],
+            "seconds": 0.0,
+        }
+        return [
+            facts | {"heads_version": self.version, "version": self.version, "checksum": self.heads}
+        ]
 
     def get_metrics(self) -> list[Any]:
-        values = {"drafts": self.drafts, "draft_tokens": 2 * self.drafts, "accepted_tokens": self.drafts}
-        found = [SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value) for name, value in values.items()]
-        return [*found, SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[self.drafts, 0])]
+        values = {
+            "drafts": self.drafts,
+            "draft_tokens": 2 * self.drafts,
+            "accepted_tokens": self.drafts,
+        }
+        found = [
+            SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value)
+            for name, value in values.items()
+        ]
+        return [
+            *found,
+            SimpleNamespace(
+                name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[self.drafts, 0]
+            ),
+        ]
 
     def reset_prefix_cache(self) -> bool:
         return True
@@ -200,7 +247,9 @@ class Companion(RecordingCompanion):
 
     made: ClassVar[list[Companion]] = []
 
-    def __init__(self, heads: Any, *args: Any, initial_state: dict[str, torch.Tensor], **kwargs: Any) -> None:
+    def __init__(
+        self, heads: Any, *args: Any, initial_state: dict[str, torch.Tensor], **kwargs: Any
+    ) -> None:
         super().__init__()
         self.state, self.made_tables, self.shared = initial_state, 0, False
         Companion.made.append(self)
@@ -243,11 +292,17 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         answers = [[10 + rank, 11 + step, 12, 13], [14, 15 + step]]
         with attachment.generation(Sampling()) as generated:
             engine.drafts += 3 + rank
-            generated.append(Generated(prompts, answers, [[-0.5] * len(answer) for answer in answers]))
-        seen.append((engine.version, attachment._rollouts.counters.drafts if attachment._rollouts else -1))
+            generated.append(
+                Generated(prompts, answers, [[-0.5] * len(answer) for answer in answers])
+            )
+        seen.append(
+            (engine.version, attachment._rollouts.counters.drafts if attachment._rollouts else -1)
+        )
         ids = torch.tensor([[*prompts[0], *answers[0]], [*prompts[1], *answers[1], 0, 0]])
         with torch.no_grad():
-            wrapped(input_ids=ids, attention_mask=(ids > 0).long())  # Once more than it must: no row counts twice.
+            wrapped(
+                input_ids=ids, attention_mask=(ids > 0).long()
+            )  # Once more than it must: no row counts twice.
         wrapped(input_ids=ids, attention_mask=(ids > 0).long()).logits.float().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -267,23 +322,35 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["ddp", "fsdp2"])
-def test_one_companion_learns_from_all_rows_and_feeds_all_engines(form: str, chain_actor: Path, tmp_path: Path):
+def test_one_companion_learns_from_all_rows_and_feeds_all_engines(
+    form: str, chain_actor: Path, tmp_path: Path
+):
     found = together(lambda rank: _train(rank, str(chain_actor), tmp_path, form))
     first, second = found[0][0], found[1][0]
     assert isinstance(first, dict) and isinstance(second, dict), (first, second)
     assert (first["companions"], second["companions"]) == (1, 0)
     assert [sorted(lengths) for lengths in first["batches"]] == [[2, 2, 4, 4]] * 2
-    assert [version for version, _ in first["seen"]] == [version for version, _ in second["seen"]] == [0, 1]
-    assert first["seen"][0][1] == 7 and first["seen"][1][1] == 7, "the counters of both engines, of this call only"
+    assert (
+        [version for version, _ in first["seen"]]
+        == [version for version, _ in second["seen"]]
+        == [0, 1]
+    )
+    assert first["seen"][0][1] == 7 and first["seen"][1][1] == 7, (
+        "the counters of both engines, of this call only"
+    )
     assert first["heads"] == second["heads"] != ""
-    assert first["figures"]["medusa/table_bytes"] == (2 * first["table"] if form == "fsdp2" else 0), "lm_head and the embedding"
+    assert first["figures"]["medusa/table_bytes"] == (
+        2 * first["table"] if form == "fsdp2" else 0
+    ), "lm_head and the embedding"
     assert not second["figures"]
     load_heads(tmp_path / "medusa" / "heads-final")
 
 
 def test_one_process_needs_no_group_and_an_engine_for_one_is_refused_in_several():
     alone = Ranks.here({})
-    assert alone.led(lambda: alone.call("swap", (3,), lambda _, arguments: [arguments[0]]), lambda *_: []) == [[3]]
+    assert alone.led(
+        lambda: alone.call("swap", (3,), lambda _, arguments: [arguments[0]]), lambda *_: []
+    ) == [[3]]
     assert (alone.share(1), alone.all(1), alone.first_gets(1)) == (1, [1], [1])
     Ranks.refuse_several("DraftingEngine")
     found = together(lambda rank: Ranks.refuse_several("DraftingEngine"))

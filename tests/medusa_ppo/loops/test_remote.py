@@ -54,7 +54,13 @@ def rows_of(actor: Any, count: int) -> list[tuple[list[int], list[int]]]:
     """Responses of the actor's own, to prompts of one token."""
     torch.manual_seed(1)
     prompts = torch.randint(1, 400, (count, 1))
-    answers = actor.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, min_new_tokens=24, do_sample=True)
+    answers = actor.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=24,
+        min_new_tokens=24,
+        do_sample=True,
+    )
     return [(row[:1].tolist(), row[1:].tolist()) for row in answers]
 
 
@@ -64,7 +70,10 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     config = build_config({"heads": {"num_heads": 2}, "companion": settings})
     attachment = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
     arguments = attachment.arguments("some.Worker")
-    assert arguments["worker_extension_cls"] == "some.Worker" and arguments["logprobs_mode"] == "processed_logprobs"
+    assert (
+        arguments["worker_extension_cls"] == "some.Worker"
+        and arguments["logprobs_mode"] == "processed_logprobs"
+    )
     load_heads(arguments["speculative_config"]["model"])
 
     actor, workers = load_actor(chain_actor), Workers()
@@ -76,7 +85,12 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
         with torch.no_grad(), tap.watch(rows):
             ids = torch.tensor([prompt + answer for prompt, answer in rows])
             logits = actor(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        tap.add_logprobs([v[[*range(24)], answer] for v, (_, answer) in zip(logits[:, :-1].log_softmax(-1), rows, strict=True)])
+        tap.add_logprobs(
+            [
+                v[[*range(24)], answer]
+                for v, (_, answer) in zip(logits[:, :-1].log_softmax(-1), rows, strict=True)
+            ]
+        )
         attachment.scored(tap.take(step), Sampling())
         attachment.tables_changed(read_tables(str(chain_actor)), step + 1)
         attachment.synced(lost_heads=True)
@@ -84,10 +98,15 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
 
     assert workers.version >= 1
     saved, metadata = load_heads(tmp_path / "medusa" / "heads-final")
-    assert metadata.version == workers.version and checksum(saved.trainable_state()) == workers.heads
+    assert (
+        metadata.version == workers.version and checksum(saved.trainable_state()) == workers.heads
+    )
     run = read_run(tmp_path / "medusa")
     assert [step[names.POLICY_VERSION] for step in run.steps] == [0, 1]
-    assert [step[names.MAL_SERVING] for step in run.steps] == [1.5, 2.0]  # of the differences of the totals
+    assert [step[names.MAL_SERVING] for step in run.steps] == [
+        1.5,
+        2.0,
+    ]  # of the differences of the totals
     assert run.steps[-1][names.COMPANION_TRAINED_TOKENS] > 1000
     assert workers.calls.count("medusa_target_changed") == 2
 
@@ -95,22 +114,37 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_are_read_from_the_files_and_are_those_of_the_model(tied: bool, tmp_path: Path):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path)
     lm_head, embedding = read_tables(str(tmp_path))
-    assert torch.equal(lm_head, model.lm_head.weight) and torch.equal(embedding, model.model.embed_tokens.weight)
+    assert torch.equal(lm_head, model.lm_head.weight) and torch.equal(
+        embedding, model.model.embed_tokens.weight
+    )
     assert torch.equal(lm_head, embedding) == tied
 
 
 def test_tables_of_other_names_are_the_models_own(tmp_path: Path):
     """A Pythia's lm_head is `embed_out` in its files; it was its input embedding for us once."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=32, **sizes))
     model.save_pretrained(tmp_path)
     lm_head, embedding = read_tables(str(tmp_path))
-    assert torch.equal(lm_head, model.get_output_embeddings().weight) and torch.equal(embedding, model.gpt_neox.embed_in.weight)
+    assert torch.equal(lm_head, model.get_output_embeddings().weight) and torch.equal(
+        embedding, model.gpt_neox.embed_in.weight
+    )
     assert not torch.equal(lm_head, embedding)
 
 
@@ -121,32 +155,75 @@ def test_settings_are_refused_by_name():
     assert "--two, --three" in str(error.value) and "--one" not in str(error.value)
 
 
-def test_a_server_is_started_with_heads_that_are_made_once(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_is_started_with_heads_that_are_made_once(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     started: list[list[str]] = []
-    monkeypatch.setattr(os, "execvpe", lambda file, arguments, environment: started.append(arguments))
-    serve(str(chain_actor), str(tmp_path / "heads"), build_config({"heads": {"num_heads": 2}}), "127.0.0.1", ["--port", "8000"])
+    monkeypatch.setattr(
+        os, "execvpe", lambda file, arguments, environment: started.append(arguments)
+    )
+    serve(
+        str(chain_actor),
+        str(tmp_path / "heads"),
+        build_config({"heads": {"num_heads": 2}}),
+        "127.0.0.1",
+        ["--port", "8000"],
+    )
     heads, metadata = load_heads(tmp_path / "heads")
     assert heads.config.num_heads == 2
 
     serve(
-        str(chain_actor), str(tmp_path / "heads"), build_config({"heads": {"num_heads": 4}, "engine": {"num_drafts": 2}}), "localhost", []
+        str(chain_actor),
+        str(tmp_path / "heads"),
+        build_config({"heads": {"num_heads": 4}, "engine": {"num_drafts": 2}}),
+        "localhost",
+        [],
     )
-    assert load_heads(tmp_path / "heads")[1].checksum == metadata.checksum, "heads that are there are left alone"
+    assert load_heads(tmp_path / "heads")[1].checksum == metadata.checksum, (
+        "heads that are there are left alone"
+    )
 
     flags = started[0][3:]
     named = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert json.loads(named["--speculative-config"]) == {"method": "medusa", "model": str(tmp_path / "heads"), "num_speculative_tokens": 2}
-    assert named["--worker-extension-cls"].endswith("MedusaWorker") and named["--logprobs-mode"] == "processed_logprobs"
+    assert json.loads(named["--speculative-config"]) == {
+        "method": "medusa",
+        "model": str(tmp_path / "heads"),
+        "num_speculative_tokens": 2,
+    }
+    assert (
+        named["--worker-extension-cls"].endswith("MedusaWorker")
+        and named["--logprobs-mode"] == "processed_logprobs"
+    )
     assert "--disable-log-stats" not in named and named["--port"] == "8000"
     assert named["--host"] == "127.0.0.1" and named["--middleware"].endswith("ControlGuard")
 
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ConfigError, match=TOKEN):
-        serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "0.0.0.0", [])
+        serve(
+            str(chain_actor),
+            str(tmp_path / "heads"),
+            build_config({"engine": {"num_drafts": 2}}),
+            "0.0.0.0",
+            [],
+        )
     monkeypatch.setenv(TOKEN, "secret")
-    serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "0.0.0.0", [])
+    serve(
+        str(chain_actor),
+        str(tmp_path / "heads"),
+        build_config({"engine": {"num_drafts": 2}}),
+        "0.0.0.0",
+        [],
+    )
     assert started[-1][-2:] == ["--host", "0.0.0.0"] and len(started) == 3
     monkeypatch.delenv(TOKEN)
     more = ["--", "--host", "0.0.0.0", "--hos=0.0.0.0"]
-    serve(str(chain_actor), str(tmp_path / "heads"), build_config({"engine": {"num_drafts": 2}}), "127.0.0.1", more)
-    assert started[-1][-2:] == ["--host", "127.0.0.1"] and "--" not in started[-1], "of several vLLM takes the last"
+    serve(
+        str(chain_actor),
+        str(tmp_path / "heads"),
+        build_config({"engine": {"num_drafts": 2}}),
+        "127.0.0.1",
+        more,
+    )
+    assert started[-1][-2:] == ["--host", "127.0.0.1"] and "--" not in started[-1], (
+        "of several vLLM takes the last"
+    )

@@ -20,7 +20,9 @@ ANSWERS = ((0, (1, 2)), (0, (1, 2)), (1, (3,)), (1, (4, 4, 4)))
 
 
 def rollouts() -> Rollouts:
-    responses = tuple(Response(prompt, tokens, (-1.0,) * len(tokens), "stop") for prompt, tokens in ANSWERS)
+    responses = tuple(
+        Response(prompt, tokens, (-1.0,) * len(tokens), "stop") for prompt, tokens in ANSWERS
+    )
     return Rollouts(PROMPTS, responses, Counters(), 1.0, Sampling())
 
 
@@ -68,7 +70,9 @@ class Recorder:
         self.passes = 0
 
     @contextlib.contextmanager
-    def actor_forward(self, model: torch.nn.Module, mask: torch.Tensor, found: list[int | None]) -> Iterator[None]:
+    def actor_forward(
+        self, model: torch.nn.Module, mask: torch.Tensor, found: list[int | None]
+    ) -> Iterator[None]:
         self.passes += 1
         with HiddenTap(model) as tap:
             yield
@@ -79,7 +83,14 @@ class Recorder:
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
     ).eval()
 
 
@@ -91,7 +102,9 @@ def test_the_tap_collects_what_lm_head_reads_and_changes_nothing(model: LlamaFor
     tap = ForwardTap(model, recorder)  # type: ignore[arg-type]
     tap.expect(given)
 
-    tapped = [model(input_ids=ids[i : i + 2], attention_mask=attention[i : i + 2]).logits for i in (0, 2)]
+    tapped = [
+        model(input_ids=ids[i : i + 2], attention_mask=attention[i : i + 2]).logits for i in (0, 2)
+    ]
     model(input_ids=ids, attention_mask=attention)  # all are taken: passed over
 
     assert recorder.passes == 2 and recorder.collector.complete
@@ -126,7 +139,9 @@ def test_a_pass_that_fails_leaves_no_tap_open(model: LlamaForCausalLM):
 
 def test_a_pass_with_the_adapter_off_is_the_reference_policys(model: LlamaForCausalLM):
     peft = pytest.importorskip("peft")  # In the environments of make test-contracts.
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
     given = rollouts()
     ids, attention = padded([2, 0, 3, 1], random.Random(1))
     recorder = Recorder(given)

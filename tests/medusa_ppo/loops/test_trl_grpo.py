@@ -60,7 +60,14 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
 
 
 def train(
-    kind: str, actor: Path, out: Path, medusa: Any, *, environment: dict[str, str] | None = None, processes: int = 1, **settings: Any
+    kind: str,
+    actor: Path,
+    out: Path,
+    medusa: Any,
+    *,
+    environment: dict[str, str] | None = None,
+    processes: int = 1,
+    **settings: Any,
 ) -> list[dict[str, float]]:
     """A training in a process of its own (two engines of TRL don't fit into one); its log."""
     out.mkdir(parents=True)
@@ -74,9 +81,24 @@ def train(
         **(environment or {}),
     }
     (out / "train.py").write_text(SCRIPT)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
-    command = [sys.executable, *launch, str(out / "train.py"), kind, str(actor), str(out), json.dumps(medusa), json.dumps(settings)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        if processes > 1
+        else []
+    )
+    command = [
+        sys.executable,
+        *launch,
+        str(out / "train.py"),
+        kind,
+        str(actor),
+        str(out),
+        json.dumps(medusa),
+        json.dumps(settings),
+    ]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "log.json").read_text())
 
@@ -88,32 +110,58 @@ def final_weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_heads_are_fed_while_the_trainer_runs(kind: str, chain_actor: Path, tmp_path: Path):
-    log = train(kind, chain_actor, tmp_path / "run", {"heads": {"num_heads": 2}, "companion": COMPANION}, max_steps=8, **VLLM)
+    log = train(
+        kind,
+        chain_actor,
+        tmp_path / "run",
+        {"heads": {"num_heads": 2}, "companion": COMPANION},
+        max_steps=8,
+        **VLLM,
+    )
 
     steps = [row for row in log if f"medusa/{names.MAL_SERVING}" in row]
     run = read_run(tmp_path / "run" / "medusa")
     assert len(steps) == len(run.steps) == 8
     versions = [step[names.HEADS_VERSION] for step in run.steps]
-    assert versions[0] == 0 and versions == sorted(versions) and versions[-1] >= 1  # The gate decides by 6 held-out prompts, 2 of a batch
+    assert (
+        versions[0] == 0 and versions == sorted(versions) and versions[-1] >= 1
+    )  # The gate decides by 6 held-out prompts, 2 of a batch
     assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(8))
     assert run.steps[-1][names.MAL_SERVING] > run.steps[0][names.MAL_SERVING] + 0.2
     load_heads(tmp_path / "run" / "medusa" / "heads-final")
-    if kind == "grpo":  # The engine samples from the policy that the trainer scores: the sync and the CPU mend work.
+    if (
+        kind == "grpo"
+    ):  # The engine samples from the policy that the trainer scores: the sync and the CPU mend work.
         assert all(abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 0.02 for row in steps)
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(chain_actor: Path, tmp_path: Path):
-    greedy = {"generation_kwargs": {"temperature": 0.0}, "vllm_importance_sampling_correction": False, "max_steps": 8, **VLLM}
-    with_heads = train("grpo", chain_actor, tmp_path / "with", {"heads": {"num_heads": 2}, "companion": COMPANION}, **greedy)
+def test_the_actor_learns_the_same_to_the_bit_with_drafts_and_without(
+    chain_actor: Path, tmp_path: Path
+):
+    greedy = {
+        "generation_kwargs": {"temperature": 0.0},
+        "vllm_importance_sampling_correction": False,
+        "max_steps": 8,
+        **VLLM,
+    }
+    with_heads = train(
+        "grpo",
+        chain_actor,
+        tmp_path / "with",
+        {"heads": {"num_heads": 2}, "companion": COMPANION},
+        **greedy,
+    )
     train("grpo", chain_actor, tmp_path / "without", None, **greedy)
 
     assert any(row.get(f"medusa/{names.ACCEPTED}", 0) > 0 for row in with_heads)
@@ -128,9 +176,19 @@ def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Pat
     """Sampled at temperature 1. The other arm is TRL's trainer, imports nothing of ours, and its vLLM does not load our plug-in."""
     off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
     switched_off = train("grpo", chain_actor, tmp_path / "off", off, max_steps=3, **VLLM)
-    plain = train("plain-grpo", chain_actor, tmp_path / "plain", None, environment={"VLLM_PLUGINS": ""}, max_steps=3, **VLLM)
+    plain = train(
+        "plain-grpo",
+        chain_actor,
+        tmp_path / "plain",
+        None,
+        environment={"VLLM_PLUGINS": ""},
+        max_steps=3,
+        **VLLM,
+    )
 
-    assert not same_bits(final_weights(tmp_path / "off"), final_weights_of(chain_actor)), "nothing was learned"
+    assert not same_bits(final_weights(tmp_path / "off"), final_weights_of(chain_actor)), (
+        "nothing was learned"
+    )
     assert same_bits(final_weights(tmp_path / "off"), final_weights(tmp_path / "plain"))
     assert [row.get("reward") for row in switched_off] == [row.get("reward") for row in plain]
     assert not (tmp_path / "off" / "medusa").exists()
@@ -138,7 +196,9 @@ def test_switched_off_it_is_trls_own_trainer_on_vllm_to_the_bit(chain_actor: Pat
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_server_mode_feeds_a_server_that_was_started_before(served: Served, chain_actor: Path, tmp_path: Path):
+def test_server_mode_feeds_a_server_that_was_started_before(
+    served: Served, chain_actor: Path, tmp_path: Path
+):
     medusa = {"heads": {"num_heads": 2, "path": str(served.heads)}, "companion": COMPANION}
     log = train("grpo", chain_actor, tmp_path / "run", medusa, max_steps=8, **served.settings)
 
@@ -194,7 +254,9 @@ def test_without_medusa_the_trainer_is_trls_to_the_bit(chain_actor: Path, tmp_pa
     ):
         trainer = small_trainer(trainer_class, chain_actor, tmp_path / name, **extra)
         trainer.train()
-        weights.append({key: value.detach().clone() for key, value in trainer.model.state_dict().items()})
+        weights.append(
+            {key: value.detach().clone() for key, value in trainer.model.state_dict().items()}
+        )
     assert not same_bits(weights[0], final_weights_of(chain_actor))
     assert same_bits(weights[0], weights[1]) and same_bits(weights[0], weights[2])
 
@@ -203,7 +265,9 @@ def test_what_the_heads_cannot_learn_from_is_refused(chain_actor: Path, tmp_path
     from medusa_ppo.loops.trl import MedusaGRPOTrainer
 
     with pytest.raises(ConfigError, match="rollout_func"):
-        small_trainer(MedusaGRPOTrainer, chain_actor, tmp_path / "a", medusa={}, rollout_func=lambda *_: {})
+        small_trainer(
+            MedusaGRPOTrainer, chain_actor, tmp_path / "a", medusa={}, rollout_func=lambda *_: {}
+        )
     with pytest.raises(ConfigError, match="need vLLM"):
         small_trainer(MedusaGRPOTrainer, chain_actor, tmp_path / "b", medusa={})
     with pytest.raises(ConfigError, match="Unknown configuration key"):

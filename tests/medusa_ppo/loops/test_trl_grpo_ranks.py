@@ -101,7 +101,13 @@ COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length":
 
 
 def launch(
-    form: str, actor: Path, out: Path, steps: int, event: str = "", settings: dict[str, Any] = COLOCATED, heads: Path | None = None
+    form: str,
+    actor: Path,
+    out: Path,
+    steps: int,
+    event: str = "",
+    settings: dict[str, Any] = COLOCATED,
+    heads: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """A training of two processes, until it ends; nothing of it is left then."""
     out.mkdir(parents=True)
@@ -115,9 +121,19 @@ def launch(
         "HEADS": str(heads or ""),
         OF_THIS_TRAINING: str(out),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(out / "train.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(out / "train.py"),
+    ]
     command += [form, str(actor), str(out), str(steps), event, json.dumps(settings)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=580, check=False
+    )
     until = time.monotonic() + 60
     while (left := processes_of(out)) and time.monotonic() < until:
         time.sleep(0.5)
@@ -130,7 +146,10 @@ def processes_of(out: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(OF_THIS_TRAINING) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get(OF_THIS_TRAINING) == str(out)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(" ".join(process.cmdline())[:80])
     return found
 
@@ -138,7 +157,9 @@ def processes_of(out: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("form", ["ddp", "fsdp2"])
-def test_two_processes_have_one_companion_and_both_are_fed(form: str, chain_actor: Path, tmp_path: Path):
+def test_two_processes_have_one_companion_and_both_are_fed(
+    form: str, chain_actor: Path, tmp_path: Path
+):
     out = tmp_path / "run"
     done = launch(form, chain_actor, out, 8)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -150,7 +171,9 @@ def test_two_processes_have_one_companion_and_both_are_fed(form: str, chain_acto
     # 16 responses a step, 8 of each process, a quarter of the prompts held out: one process's alone would be less than 0.4.
     tokens = sum(step[names.RESPONSE_LENGTH] * 16 for step in run.steps[:-1])
     assert last[names.COMPANION_TRAINED_TOKENS] > 0.55 * tokens
-    ranks: list[dict[str, Any]] = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks: list[dict[str, Any]] = [
+        json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)
+    ]
     assert ranks[1]["alone"] and not ranks[0]["alone"]
     assert f"medusa/{names.MAL_SERVING}" in str(ranks[0]["log"])
     table = 2 * 4 * table_numbers(chain_actor)  # lm_head and the embedding, in float32
@@ -171,7 +194,11 @@ def test_a_companion_that_dies_ends_nothing(chain_actor: Path, tmp_path: Path):
     done = launch("ddp", chain_actor, tmp_path / "run", 6, "companion dies")
     assert done.returncode == 0, done.stderr[-4000:]
     steps = read_run(tmp_path / "run" / "medusa").steps
-    assert len(steps) == 6 and max(later - sooner for sooner, later in pairwise(step[names.WALL_S] for step in steps)) < PATIENCE_S
+    assert (
+        len(steps) == 6
+        and max(later - sooner for sooner, later in pairwise(step[names.WALL_S] for step in steps))
+        < PATIENCE_S
+    )
 
 
 @pytest.mark.slow
@@ -185,10 +212,14 @@ def test_a_process_that_dies_ends_the_training_within_a_minute(chain_actor: Path
     assert "exitcode  : 3" in done.stderr, done.stderr[-4000:]  # torchrun names who began it.
 
 
-def train_with_a_server(served: Served, actor: Path, out: Path, steps: int, *, again: bool) -> tuple[Any, float]:
+def train_with_a_server(
+    served: Served, actor: Path, out: Path, steps: int, *, again: bool
+) -> tuple[Any, float]:
     """A training whose server is killed between two steps, and started again or not; and its seconds from then on."""
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(launch, "ddp", actor, out, steps, "server", served.settings, served.heads)
+        training = pool.submit(
+            launch, "ddp", actor, out, steps, "server", served.settings, served.heads
+        )
         while not (out / "waits").exists() and not training.done():
             time.sleep(0.2)
         served.end(signal.SIGKILL)
@@ -202,20 +233,26 @@ def train_with_a_server(served: Served, actor: Path, out: Path, steps: int, *, a
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_server_that_is_started_again_gets_actor_and_heads_again(served: Served, chain_actor: Path, tmp_path: Path):
+def test_a_server_that_is_started_again_gets_actor_and_heads_again(
+    served: Served, chain_actor: Path, tmp_path: Path
+):
     done, _ = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "The vLLM server was started again" in done.stderr
     steps = read_run(tmp_path / "run" / "medusa").steps
     assert len(steps) == 8 and steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
     log = json.loads((tmp_path / "run" / "rank0.json").read_text())["log"]
-    ratios = [row[RATIO] for row in log if RATIO in row]  # 1 where who writes is the policy that is trained.
+    ratios = [
+        row[RATIO] for row in log if RATIO in row
+    ]  # 1 where who writes is the policy that is trained.
     assert len(ratios) == 8 and all(abs(ratio - 1) < 0.02 for ratio in ratios)
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_a_server_that_dies_ends_the_training_with_one_clear_error(served: Served, chain_actor: Path, tmp_path: Path):
+def test_a_server_that_dies_ends_the_training_with_one_clear_error(
+    served: Served, chain_actor: Path, tmp_path: Path
+):
     done, seconds = train_with_a_server(served, chain_actor, tmp_path / "run", 8, again=False)
     assert done.returncode != 0 and seconds < PATIENCE_S
     assert "The vLLM server can't be reached" in done.stderr, done.stderr[-4000:]

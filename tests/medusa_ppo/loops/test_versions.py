@@ -24,7 +24,11 @@ def test_an_unknown_version_is_refused(name: str, version: str, monkeypatch: pyt
     monkeypatch.setattr(metadata, "version", lambda _: version)
     with pytest.raises(UnsupportedVersionError, match="never checked") as error:
         require_loop(name)
-    assert version in str(error.value) and CHECKED[name][-1] in str(error.value) and "pip install" in str(error.value)
+    assert (
+        version in str(error.value)
+        and CHECKED[name][-1] in str(error.value)
+        and "pip install" in str(error.value)
+    )
 
 
 def test_a_missing_loop_is_named():

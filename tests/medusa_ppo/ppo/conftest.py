@@ -28,7 +28,9 @@ VOCAB = 16
 END = 0
 
 
-def _tiny_actor(seed: int = 0, vocab: int = VOCAB, hidden: int = 32, layers: int = 1, tied: bool = False) -> LlamaForCausalLM:
+def _tiny_actor(
+    seed: int = 0, vocab: int = VOCAB, hidden: int = 32, layers: int = 1, tied: bool = False
+) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -50,7 +52,11 @@ class SamplingEngine(RolloutEngine):
     """Samples token by token from its own copy of the actor, which only `sync_actor` changes."""
 
     def __init__(self, actor: LlamaForCausalLM) -> None:
-        self.actor = _tiny_actor(vocab=actor.config.vocab_size, hidden=actor.config.hidden_size, tied=actor.config.tie_word_embeddings)
+        self.actor = _tiny_actor(
+            vocab=actor.config.vocab_size,
+            hidden=actor.config.hidden_size,
+            tied=actor.config.tie_word_embeddings,
+        )
         self.actor.load_state_dict(actor.state_dict())
         self.drafts: list[int] = []
         self.num_drafts = 0
@@ -68,11 +74,15 @@ class SamplingEngine(RolloutEngine):
             for _ in range(sampling.responses_per_prompt):
                 ids, logprobs = list(prompt), []
                 while len(logprobs) < sampling.max_new_tokens and (not logprobs or ids[-1] != END):
-                    distribution = (self.actor(torch.tensor([ids])).logits[0, -1] / sampling.temperature).log_softmax(-1)
+                    distribution = (
+                        self.actor(torch.tensor([ids])).logits[0, -1] / sampling.temperature
+                    ).log_softmax(-1)
                     ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
                     logprobs.append(float(distribution[ids[-1]]))
                 reason = "stop" if ids[-1] == END else "length"
-                responses.append(Response(index, tuple(ids[len(prompt) :]), tuple(logprobs), reason))
+                responses.append(
+                    Response(index, tuple(ids[len(prompt) :]), tuple(logprobs), reason)
+                )
         return Rollouts(
             tuple(map(tuple, prompts)),
             tuple(responses),
@@ -85,27 +95,48 @@ class SamplingEngine(RolloutEngine):
         )
 
     @torch.no_grad()
-    def generate_partly(self, prompts: Sequence[Sequence[int]], sampling: Sampling, partly: Partly) -> Rollouts:
+    def generate_partly(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, partly: Partly
+    ) -> Rollouts:
         """A token for each that has not ended, until enough have, as vLLM's steps are."""
         assert not self.asleep, "nobody asks a sleeping engine"
-        repeat, generator = sampling.responses_per_prompt, torch.Generator().manual_seed(sampling.seed or 0)
+        repeat, generator = (
+            sampling.responses_per_prompt,
+            torch.Generator().manual_seed(sampling.seed or 0),
+        )
         found = list(partly.begun)
 
         def unfinished() -> dict[int, int]:
-            return {i: sum(r.finish_reason == UNFINISHED for r in found[i * repeat :][:repeat]) for i in range(len(prompts))}
+            return {
+                i: sum(r.finish_reason == UNFINISHED for r in found[i * repeat :][:repeat])
+                for i in range(len(prompts))
+            }
 
         while not partly.over(unfinished()):
             for place, was in enumerate(found):
                 if was.finish_reason == UNFINISHED:
                     ids = torch.tensor([[*prompts[place // repeat], *was.token_ids]])
-                    distribution = (self.actor(ids).logits[0, -1] / sampling.temperature).log_softmax(-1)
+                    distribution = (
+                        self.actor(ids).logits[0, -1] / sampling.temperature
+                    ).log_softmax(-1)
                     token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
                     longest = len(was.token_ids) + 1 == sampling.max_new_tokens
                     reason = "stop" if token == END else "length" if longest else UNFINISHED
-                    tokens, logprobs = (*was.token_ids, token), (*was.logprobs, float(distribution[token]))
+                    tokens, logprobs = (
+                        (*was.token_ids, token),
+                        (*was.logprobs, float(distribution[token])),
+                    )
                     found[place] = Response(place // repeat, tokens, logprobs, reason)
         written = sum(len(r.token_ids) for r in found) - sum(len(r.token_ids) for r in partly.begun)
-        rollouts = Rollouts(tuple(map(tuple, prompts)), tuple(found), Counters(), 0.01, sampling, self.policy_version, self.heads_version)
+        rollouts = Rollouts(
+            tuple(map(tuple, prompts)),
+            tuple(found),
+            Counters(),
+            0.01,
+            sampling,
+            self.policy_version,
+            self.heads_version,
+        )
         return replace(rollouts, num_drafts=self.num_drafts, written_tokens=written)
 
     def sleep(self, level: int) -> None:
@@ -208,5 +239,7 @@ def _save_judge(folder: Path, labels: int = 1, by_steps: bool = False, hidden: i
         num_labels=labels,
         pad_token_id=0,
     )
-    (LlamaForTokenClassification if by_steps else LlamaForSequenceClassification)(config).save_pretrained(folder)
+    (LlamaForTokenClassification if by_steps else LlamaForSequenceClassification)(
+        config
+    ).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="[PAD]").save_pretrained(folder)

@@ -37,7 +37,12 @@ def tiny_actor(folder: Path, tokenizer: Any) -> Path:
     }
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), **sizes, bos_token_id=None, eos_token_id=end, pad_token_id=end, tie_word_embeddings=True
+        vocab_size=len(tokenizer),
+        **sizes,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=end,
+        tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -57,16 +62,31 @@ def main(folder: Path, target: Path) -> None:
         "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
         "heads": {"num_heads": 2, "kind": "medusa"},
         "companion": {"wait": True, "checkpoint_every": 1, "replay_versions": 1},
-        "ppo": {"steps": 2, "prompts_per_step": 4, "actor_learning_rate": 1e-4, "checkpoint_every": 1, "threads": 1},
+        "ppo": {
+            "steps": 2,
+            "prompts_per_step": 4,
+            "actor_learning_rate": 1e-4,
+            "checkpoint_every": 1,
+            "threads": 1,
+        },
         "report": {"speed_every": 0},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", str(folder / "run.yaml")]
+    command = [
+        sys.executable,
+        "-c",
+        "from medusa_ppo.cli import main; main()",
+        "ppo",
+        "--config",
+        str(folder / "run.yaml"),
+    ]
     subprocess.run(command, check=True, env=os.environ)
     for path in (folder / "run").rglob("*"):
         if path.suffix in (".json", ".yaml", ".jsonl", ".md", ".csv"):
             text = path.read_text(encoding="utf-8")
-            path.write_text(text.replace(str(actor), "ACTOR").replace(str(folder), "OUT"), encoding="utf-8")
+            path.write_text(
+                text.replace(str(actor), "ACTOR").replace(str(folder), "OUT"), encoding="utf-8"
+            )
     with tarfile.open(target, "w:gz") as archive:
         for path in sorted((folder / "run").iterdir()):
             if path.name not in LEFT_OUT:

@@ -21,7 +21,9 @@ def test_names_are_those_of_a_checkpoint(tiny_actor, tmp_path: Path, tied: bool)
         assert actor_state(actor).keys() == set(file.keys())
         for name, tensor in actor_state(actor).items():
             torch.testing.assert_close(file.get_tensor(name), tensor, rtol=0, atol=0)
-    assert all(dtype == torch.bfloat16 for dtype, _ in actor_stream(actor, torch.bfloat16).entries.values())
+    assert all(
+        dtype == torch.bfloat16 for dtype, _ in actor_stream(actor, torch.bfloat16).entries.values()
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -34,14 +36,18 @@ def test_the_engine_gets_the_weights_and_the_version(tiny_actor, sampling_engine
     with ActorSync(engine) as sync:
         assert sync(actor, 7).version == 7
         folder = sync._folder.path
-        assert folder.is_dir() and not list(folder.glob("*.safetensors")), "the file goes as soon as the engine has read it"
+        assert folder.is_dir() and not list(folder.glob("*.safetensors")), (
+            "the file goes as soon as the engine has read it"
+        )
     assert not folder.exists()
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(engine.actor(ids).logits, actor(ids).logits, rtol=0, atol=0)
     assert engine.policy_version == 7
 
 
-def test_a_failing_engine_leaves_no_file(tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_engine_leaves_no_file(
+    tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch
+):
     engine = sampling_engine(tiny_actor())
 
     def refuse(path, version):

@@ -14,7 +14,10 @@ from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
 def rollouts() -> Rollouts:
     prompts = ((5, 6, 7), (8,))
-    responses = (Response(0, (1, 2), (-0.1, -0.2), "stop"), Response(1, (3, 4, 9), (-0.3, -0.4, -0.5), "length"))
+    responses = (
+        Response(0, (1, 2), (-0.1, -0.2), "stop"),
+        Response(1, (3, 4, 9), (-0.3, -0.4, -0.5), "length"),
+    )
     return Rollouts(prompts, responses, Counters(), 1.0, Sampling())
 
 
@@ -23,7 +26,9 @@ def test_a_micro_batch_by_hand():
     assert micro.sequences == (1, 0), "the shorter one comes first"
     assert micro.input_ids_BT.tolist() == [[8, 3, 4, 9, 0], [5, 6, 7, 1, 2]]
     assert micro.response_mask_BT.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 0, 1, 1]]
-    assert micro.predict_mask_BT.int().tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 0]], "the output before a token predicts it"
+    assert micro.predict_mask_BT.int().tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 0]], (
+        "the output before a token predicts it"
+    )
     assert micro.response_ids_M.tolist() == [3, 4, 9, 1, 2]
     assert micro.first_predicting == 0
 
@@ -31,7 +36,9 @@ def test_a_micro_batch_by_hand():
 def test_response_coordinates():
     batch = PPOBatch(rollouts())
     assert batch.mask_SR.tolist() == [[True, True, False], [True, True, True]]
-    torch.testing.assert_close(batch.behaviour_SR, torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.5]]))
+    torch.testing.assert_close(
+        batch.behaviour_SR, torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.5]])
+    )
     assert int(batch.lengths_S.sum()) == 5
 
 
@@ -51,7 +58,9 @@ def test_packed_order_is_the_models_order(make_rollouts):
     for micro in batch.micro_batches(list(range(6)), 4):
         batch.unpack(micro.response_ids_M.float(), micro, ids)
         torch.testing.assert_close(batch.pack(ids, micro).long(), micro.response_ids_M)
-        torch.testing.assert_close(micro.input_ids_BT[:, 1:][micro.predict_mask_BT[:, :-1]], micro.response_ids_M)
+        torch.testing.assert_close(
+            micro.input_ids_BT[:, 1:][micro.predict_mask_BT[:, :-1]], micro.response_ids_M
+        )
 
 
 def test_sorting_saves_padding(make_rollouts):
@@ -66,14 +75,18 @@ def _without(change: str) -> Rollouts:
     first = good.responses[0]
     changes = {
         "no responses": {"responses": ()},
-        "an empty response": {"responses": (dataclasses.replace(first, token_ids=(), logprobs=()),)},
+        "an empty response": {
+            "responses": (dataclasses.replace(first, token_ids=(), logprobs=()),)
+        },
         "a log-prob too few": {"responses": (dataclasses.replace(first, logprobs=(-1.0,)),)},
         "an empty prompt": {"prompts": ((), (8,))},
     }
     return dataclasses.replace(good, **changes[change])
 
 
-@pytest.mark.parametrize("change", ["no responses", "an empty response", "a log-prob too few", "an empty prompt"])
+@pytest.mark.parametrize(
+    "change", ["no responses", "an empty response", "a log-prob too few", "an empty prompt"]
+)
 def test_unusable_rollouts_are_refused(change: str):
     with pytest.raises(DataError):
         PPOBatch(_without(change))
@@ -84,7 +97,9 @@ def test_micro_batches_by_tokens_hold_no_more_than_asked_for(make_rollouts):
     for most in (1, 12, 30, 1000):
         micros = list(batch.micro_batches(list(range(24)), 6, most))
         assert sorted(s for micro in micros for s in micro.sequences) == list(range(24))
-        assert all(micro.input_ids_BT.numel() <= most or len(micro.sequences) == 1 for micro in micros)
+        assert all(
+            micro.input_ids_BT.numel() <= most or len(micro.sequences) == 1 for micro in micros
+        )
         assert all(len(micro.sequences) <= 6 for micro in micros)
     assert len(list(batch.micro_batches(list(range(24)), 6, 1))) == 24
     rows = [micro.sequences for micro in batch.micro_batches(list(range(24)), 6, 1000)]

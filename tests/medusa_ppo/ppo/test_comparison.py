@@ -74,14 +74,30 @@ def scene() -> tuple[Comparison, list[str]]:
     return Comparison(build_config({"ppo": {"prompts_per_step": 6}}), ours, plain), diary
 
 
-def test_rollouts_are_timed_in_turn_after_a_warm_up_and_with_nothing_beside(scene: tuple[Comparison, list[str]]) -> None:
+def test_rollouts_are_timed_in_turn_after_a_warm_up_and_with_nothing_beside(
+    scene: tuple[Comparison, list[str]],
+) -> None:
     comparison, diary = scene
     pairs = comparison.rollouts(2)
-    assert diary == ["drain", "swap", "plain gets 14", "ours 4", "plain 4", "plain 6", "ours 6", "ours 6", "plain 6"]
-    assert [pair[names.PAIR_SPEEDUP] for pair in pairs] == [1.5, 1.5] and pairs[0][names.PAIR_PLAIN_TOKENS_PER_S] == 100.0
+    assert diary == [
+        "drain",
+        "swap",
+        "plain gets 14",
+        "ours 4",
+        "plain 4",
+        "plain 6",
+        "ours 6",
+        "ours 6",
+        "plain 6",
+    ]
+    assert [pair[names.PAIR_SPEEDUP] for pair in pairs] == [1.5, 1.5] and pairs[0][
+        names.PAIR_PLAIN_TOKENS_PER_S
+    ] == 100.0
 
 
-def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(scene: tuple[Comparison, list[str]]) -> None:
+def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(
+    scene: tuple[Comparison, list[str]],
+) -> None:
     comparison, diary = scene
     pairs = comparison.steps(3)
     assert diary == [
@@ -93,4 +109,6 @@ def test_steps_alternate_and_each_finds_what_steps_of_its_kind_leave(scene: tupl
         "drain", "swap", "plain gets 21", "plain step 16",
     ]  # fmt: skip
     assert len(pairs) == 3 and all(set(pair) == {"with", "without"} for pair in pairs)
-    assert pairs[0]["with"][names.UPDATE_S] == 3.0 and 0 < pairs[0]["without"][STEP_S] < 1.0, "the whole step by our own clock"
+    assert pairs[0]["with"][names.UPDATE_S] == 3.0 and 0 < pairs[0]["without"][STEP_S] < 1.0, (
+        "the whole step by our own clock"
+    )

@@ -69,8 +69,16 @@ ROWS: dict[str, Row] = {
     "actor.pipeline_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
     "actor.context_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
     "actor.data_parallel": (2, "plan", {"actor": {"backend": "megatron"}}),
-    "actor.sequence_parallel": (True, "cut", {"actor": {"backend": "megatron", "tensor_parallel": 2}}),
-    "actor.distributed_optimizer": (True, "plan", {"actor": {"backend": "megatron", "data_parallel": 2}}),
+    "actor.sequence_parallel": (
+        True,
+        "cut",
+        {"actor": {"backend": "megatron", "tensor_parallel": 2}},
+    ),
+    "actor.distributed_optimizer": (
+        True,
+        "plan",
+        {"actor": {"backend": "megatron", "data_parallel": 2}},
+    ),
     "actor.resource": ("near", "plan", {"actor": {"backend": "megatron"}}),
     "actor.imports": ("json", "rank", {}),
     "data.path": ("other.jsonl", "prompts", {}),
@@ -81,7 +89,11 @@ ROWS: dict[str, Row] = {
     "data.max_prompt_tokens": (5, "prompts", {}),
     "data.eval_path": ("third.jsonl", "streams", EVALUATED),
     "data.eval_split": ("train[:2]", "streams", EVALUATED),
-    "data.ptx_path": ("rows.txt", "streams", {"ppo": {"ptx_coefficient": 0.5}, "data": {"ptx_path": "other.txt"}}),
+    "data.ptx_path": (
+        "rows.txt",
+        "streams",
+        {"ppo": {"ptx_coefficient": 0.5}, "data": {"ptx_path": "other.txt"}},
+    ),
     "sampling.temperature": (0.7, "sampling", {}),
     "sampling.top_p": (0.9, "sampling", {}),
     "sampling.top_k": (20, "sampling", {}),
@@ -122,7 +134,11 @@ ROWS: dict[str, Row] = {
     "companion.queue_bytes": (2**28, "plan", {}),
     "companion.wait": (True, "learned", REPLAYED),
     "companion.replay_versions": (2, "learned", {}),
-    "companion.gate_confidence": (0.51, "learned", {"companion": {"learning_rate": 3e-3, "loss": "ce_tv"}}),
+    "companion.gate_confidence": (
+        0.51,
+        "learned",
+        {"companion": {"learning_rate": 3e-3, "loss": "ce_tv"}},
+    ),
     "companion.upper_mark_every": (1, "learned", {}),
     "companion.cores": ([0], "process", {}),
     "companion.num_gpus": (1.0, "plan", {}),
@@ -130,8 +146,16 @@ ROWS: dict[str, Row] = {
     "companion.resource": ("near", "ray_room", {}),
     "ppo.steps": (3, "loop", {}),
     "ppo.prompts_per_step": (8, "plan", {}),
-    "ppo.staleness": (2, "written_ahead", {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}}),
-    "ppo.carry_after": (0.5, "written_ahead", {"ppo": {"staleness": 1, "importance_bound": 2.0}, "companion": {"enabled": False}}),
+    "ppo.staleness": (
+        2,
+        "written_ahead",
+        {"ppo": {"importance_bound": 2.0}, "companion": {"enabled": False}},
+    ),
+    "ppo.carry_after": (
+        0.5,
+        "written_ahead",
+        {"ppo": {"staleness": 1, "importance_bound": 2.0}, "companion": {"enabled": False}},
+    ),
     "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
     "ppo.side_by_side": (True, "beside", {}),
@@ -140,7 +164,11 @@ ROWS: dict[str, Row] = {
     "ppo.micro_batch_size": (8, "plan", {}),
     "ppo.micro_batch_tokens": (20, "passes", {}),
     "ppo.recompute": (True, "passes", {}),
-    "ppo.reference_dtype": ("bfloat16", "updated", {"ppo": {"kl_coefficient": 0.5, "actor_learning_rate": 1e-2}}),
+    "ppo.reference_dtype": (
+        "bfloat16",
+        "updated",
+        {"ppo": {"kl_coefficient": 0.5, "actor_learning_rate": 1e-2}},
+    ),
     "ppo.actor_learning_rate": (3e-3, "updated", {}),
     "ppo.critic_learning_rate": (3e-3, "updated", {}),
     "ppo.learning_rate_schedule": ("linear", "updated", {}),
@@ -162,7 +190,11 @@ ROWS: dict[str, Row] = {
     "ppo.scale_rewards": (True, "updated", {}),
     "ppo.length_penalty": (0.1, "updated", {}),
     "ppo.cut_responses": ("mask", "updated", {}),
-    "ppo.ptx_coefficient": (0.7, "updated", {"ppo": {"ptx_coefficient": 0.1}, "data": {"ptx_path": "other.txt"}}),
+    "ppo.ptx_coefficient": (
+        0.7,
+        "updated",
+        {"ppo": {"ptx_coefficient": 0.1}, "data": {"ptx_path": "other.txt"}},
+    ),
     "ppo.reward": ("long_responses:longer", "reward", {}),
     "ppo.reward_processes": (2, "reward_processes", {}),
     "ppo.reward_timeout_s": (0.01, "reward_processes", {"ppo": {"reward_processes": 1}}),
@@ -219,8 +251,19 @@ class _Enough(Exception):
 class Places:
     """What is looked at. Every method takes a configuration and gives something that can be compared."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, tiny_actor: Callable[..., Any], rollouts: Rollouts) -> None:
-        self._folder, self._patch, self._tiny_actor, self._rollouts = folder, patch, tiny_actor, rollouts
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        tiny_actor: Callable[..., Any],
+        rollouts: Rollouts,
+    ) -> None:
+        self._folder, self._patch, self._tiny_actor, self._rollouts = (
+            folder,
+            patch,
+            tiny_actor,
+            rollouts,
+        )
         patch.chdir(folder)
 
     def config(self, more: dict[str, Any], key: str = "", value: Any = None) -> RunConfig:
@@ -245,7 +288,9 @@ class Places:
         return process_environment(config.engine, has_gpu=False)
 
     def ray_room(self, config: RunConfig) -> Any:
-        return bundle(0, config.engine.resource), client_file.actor_options(config.companion, None, 0)["resources"]
+        return bundle(0, config.engine.resource), client_file.actor_options(
+            config.companion, None, 0
+        )["resources"]
 
     def rank(self, config: RunConfig) -> Any:
         imported: list[str] = []
@@ -257,11 +302,15 @@ class Places:
 
     def cut(self, config: RunConfig) -> Any:
         """How Megatron builds the actor."""
-        settings = megatron_model._settings(SIZES, config.actor, torch.float32, config.ppo.recompute)
+        settings = megatron_model._settings(
+            SIZES, config.actor, torch.float32, config.ppo.recompute
+        )
         return settings.sequence_parallel
 
     def prompts(self, config: RunConfig) -> Any:
-        reader: Any = SimpleNamespace(prompts=lambda texts, images: [(len(files[0]),) for files in images])
+        reader: Any = SimpleNamespace(
+            prompts=lambda texts, images: [(len(files[0]),) for files in images]
+        )
         found = PromptStream.load(config.data, letters, seed=0, reader=reader)  # type: ignore[arg-type]
         return [(prompt.text, prompt.row["answer"], prompt.token_ids) for prompt in found.prompts]
 
@@ -274,7 +323,10 @@ class Places:
 
     def plugin(self, config: RunConfig) -> Any:
         started: list[Any] = []
-        self._patch.setattr("medusa_ppo.plugin.CompanionClient", lambda *a, **k: started.append(a) or SimpleNamespace(shared=True))
+        self._patch.setattr(
+            "medusa_ppo.plugin.CompanionClient",
+            lambda *a, **k: started.append(a) or SimpleNamespace(shared=True),
+        )
         heads, table = initial_heads(config, self._tiny_actor()), torch.zeros(16, 32)
         engine: Any = SimpleNamespace(swap_heads=lambda *a: 1 / 0)
         plugin = MedusaPlugin.start_from_tables(config, heads, (table, table), engine, self._folder)
@@ -282,7 +334,9 @@ class Places:
 
     def learned(self, config: RunConfig) -> Any:
         """The companion's whole state after some batches."""
-        section = config.companion.model_copy(update={"batch_positions": min(64, config.companion.batch_positions)})
+        section = config.companion.model_copy(
+            update={"batch_positions": min(64, config.companion.batch_positions)}
+        )
         cycle = Cycle(HeadsConfig(STATE, CHAIN, 2), section, TABLE_VD, seed=0)
         for version in range(4):
             cycle.run(chain_batch(version))
@@ -291,21 +345,34 @@ class Places:
     def process(self, config: RunConfig) -> Any:
         seen: list[Any] = []
         for owner, name in ((torch, "set_num_threads"), (os, "sched_setaffinity"), (os, "nice")):
-            self._patch.setattr(owner, name, lambda *values, name=name: seen.append((name, *values)))
+            self._patch.setattr(
+                owner, name, lambda *values, name=name: seen.append((name, *values))
+            )
         settle(config.companion)
         return seen
 
     def updated(self, config: RunConfig) -> Any:
         """Weights of actor and critic after two updates from the same rollouts."""
         actor = self._tiny_actor()
-        learner = Learner(actor, Critic(actor) if config.ppo.advantages == "gae" else None, config.ppo, seed=config.seed)
+        learner = Learner(
+            actor,
+            Critic(actor) if config.ppo.advantages == "gae" else None,
+            config.ppo,
+            seed=config.seed,
+        )
         batch = PPOBatch(self._rollouts)
-        texts = None if config.ppo.ptx_coefficient is None else text_batch([(1, 2, 3)], learner.device, 0)
+        texts = (
+            None
+            if config.ppo.ptx_coefficient is None
+            else text_batch([(1, 2, 3)], learner.device, 0)
+        )
         rewards_S = torch.arange(len(self._rollouts.responses)) / 4
         for step in range(2):
             scores, _ = learner.score(batch, rewards_S, Sampling())
             learner.update(batch, scores, Sampling(), step, texts)
-        return checksum(learner.actor.state_dict()), learner.critic and checksum(dict(learner.critic.named_parameters()))
+        return checksum(learner.actor.state_dict()), learner.critic and checksum(
+            dict(learner.critic.named_parameters())
+        )
 
     def passes(self, config: RunConfig) -> Any:
         """How many layers the actor goes through in an update, and on how many rows."""
@@ -313,7 +380,9 @@ class Places:
         learner = Learner(actor, Critic(actor), config.ppo)
         batch = PPOBatch(self._rollouts)
         scores, _ = learner.score(batch, torch.arange(len(batch)) / 4, Sampling())
-        actor.model.layers[0].input_layernorm.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+        actor.model.layers[0].input_layernorm.register_forward_hook(
+            lambda module, inputs, output: rows.append(len(output))
+        )
         learner.update(batch, scores, Sampling(), 0)
         return rows
 
@@ -322,18 +391,29 @@ class Places:
         actor, found = self._tiny_actor(), set[bool]()
         learner = Learner(actor, Critic(actor), config.ppo)
         here = threading.current_thread()
-        learner.reference.model.register_forward_hook(lambda *_: found.add(threading.current_thread() is here))
-        learner.score(PPOBatch(self._rollouts), torch.zeros(len(self._rollouts.responses)), Sampling())
+        learner.reference.model.register_forward_hook(
+            lambda *_: found.add(threading.current_thread() is here)
+        )
+        learner.score(
+            PPOBatch(self._rollouts), torch.zeros(len(self._rollouts.responses)), Sampling()
+        )
         return found
 
     def streams(self, config: RunConfig) -> Any:
         """What is evaluated on, and what is learned by heart."""
         session = session_file.RunSession(config, ProgressSink())
-        return [stream and [prompt.text for prompt in stream.prompts] for stream in session._streams(letters)[1:]]  # type: ignore[arg-type]
+        return [
+            stream and [prompt.text for prompt in stream.prompts]
+            for stream in session._streams(letters)[1:]
+        ]  # type: ignore[arg-type]
 
     def judged(self, config: RunConfig) -> Any:
         """What the loop asks a reward model."""
-        source = make_reward(config.ppo.model_copy(update={"reward": "steps" if config.ppo.step_separator else "judge"}))
+        source = make_reward(
+            config.ppo.model_copy(
+                update={"reward": "steps" if config.ppo.step_separator else "judge"}
+            )
+        )
         one: Any = SimpleNamespace(
             config=config,
             reward=source,
@@ -345,7 +425,10 @@ class Places:
 
     def evaluated(self, config: RunConfig) -> Any:
         """Whether there is something to evaluate on."""
-        session = session_file.RunSession(config.model_copy(update={"data": build_config({"data": {"path": "demo"}}).data}), ProgressSink())
+        session = session_file.RunSession(
+            config.model_copy(update={"data": build_config({"data": {"path": "demo"}}).data}),
+            ProgressSink(),
+        )
         return session._streams(letters)[1] is not None  # type: ignore[arg-type]
 
     def kept(self, config: RunConfig) -> Any:
@@ -363,15 +446,29 @@ class Places:
             turns=Turns(),
             begin_batch=lambda sampling: None,
             measure=lambda batch, *rest: (
-                measured.append(len(batch)) or Measured(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
+                measured.append(len(batch))
+                or Measured(PolicyScores.zeros(batch), torch.zeros(batch.mask_SR.shape))
             ),
             conclude=lambda *rest: (None, {}),
         )
         one: Any = SimpleNamespace(
-            **dict.fromkeys(("prompts", "tokenizer", "sync", "plugin", "evaluation", "texts", "reward", "remembered")),
+            **dict.fromkeys(
+                (
+                    "prompts",
+                    "tokenizer",
+                    "sync",
+                    "plugin",
+                    "evaluation",
+                    "texts",
+                    "reward",
+                    "remembered",
+                )
+            ),
             trackers=trackers.TrackerGroup(),
             learner=learner,
-            engine=SimpleNamespace(generate_as_finished=self._finish, generate=lambda *_: self._rollouts),
+            engine=SimpleNamespace(
+                generate_as_finished=self._finish, generate=lambda *_: self._rollouts
+            ),
         )
         loop = loop_file.PPOLoop(config, one, ProgressSink())
         loop.maker._rewards = lambda rollouts, prompts: torch.zeros(len(rollouts.responses))
@@ -388,7 +485,10 @@ class Places:
 
         def partly(prompts: Any, sampling: Sampling, partly: Partly) -> Rollouts:
             asked.append(partly.enough)
-            ended = (replace(begun, token_ids=(1,), logprobs=(-1.0,), finish_reason="stop") for begun in partly.begun)
+            ended = (
+                replace(begun, token_ids=(1,), logprobs=(-1.0,), finish_reason="stop")
+                for begun in partly.begun
+            )
             return replace(self._rollouts, responses=tuple(ended))
 
         engine: Any = SimpleNamespace(
@@ -399,7 +499,9 @@ class Places:
         prompts: Any = [SimpleNamespace(token_ids=ids) for ids in self._rollouts.prompts]
         stream: Any = SimpleNamespace(batch=lambda step, size: prompts)
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(("tokenizer", "sync", "plugin", "evaluation", "texts", "reward", "remembered")),
+            **dict.fromkeys(
+                ("tokenizer", "sync", "plugin", "evaluation", "texts", "reward", "remembered")
+            ),
             trackers=trackers.TrackerGroup(),
             learner=learner,
             engine=engine,
@@ -436,10 +538,25 @@ class Places:
 
     def loop(self, config: RunConfig) -> Any:
         saved: list[int] = []
-        self._patch.setattr(loop_file, "try_save", lambda folder, learner, position, *_: saved.append(position.next_step))
+        self._patch.setattr(
+            loop_file,
+            "try_save",
+            lambda folder, learner, position, *_: saved.append(position.next_step),
+        )
         self._patch.setattr(loop_file.PPOLoop, "step", lambda self, step: {})
         parts: Any = SimpleNamespace(
-            **dict.fromkeys(("prompts", "tokenizer", "reward", "sync", "plugin", "engine", "evaluation", "texts")),
+            **dict.fromkeys(
+                (
+                    "prompts",
+                    "tokenizer",
+                    "reward",
+                    "sync",
+                    "plugin",
+                    "engine",
+                    "evaluation",
+                    "texts",
+                )
+            ),
             remembered=dict,
             learner=SimpleNamespace(turns=Turns()),
             trackers=trackers.TrackerGroup(),
@@ -459,7 +576,8 @@ class Places:
     def pairs(self, config: RunConfig) -> Any:
         asked: list[int] = []
         engine: Any = SimpleNamespace(
-            generate=lambda prompts, sampling: asked.append(len(prompts)) or self._rollouts, configure=lambda **settings: None
+            generate=lambda prompts, sampling: asked.append(len(prompts)) or self._rollouts,
+            configure=lambda **settings: None,
         )
         pairs = SpeedPairs(engine, config)
         for step in range(4):
@@ -491,7 +609,11 @@ class Places:
 
     def tracked(self, config: RunConfig) -> Any:
         told: list[str] = []
-        self._patch.setitem(trackers.STARTS, "wandb", lambda config, _: told.append(config.report.project) or trackers.TrackerGroup())
+        self._patch.setitem(
+            trackers.STARTS,
+            "wandb",
+            lambda config, _: told.append(config.report.project) or trackers.TrackerGroup(),
+        )
         trackers.start_trackers(config, 0)
         return told
 
@@ -511,9 +633,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> 
     for name, hidden in (("actor", 32), ("larger", 64)):
         tiny_actor(hidden=hidden).save_pretrained(folder / name)
     torch.manual_seed(1)
-    save_heads(folder / "heads", MedusaHeads(HeadsConfig(32, 16, 4, "hydra")), lm_head_VD=tiny_actor().lm_head.weight.detach())
+    save_heads(
+        folder / "heads",
+        MedusaHeads(HeadsConfig(32, 16, 4, "hydra")),
+        lm_head_VD=tiny_actor().lm_head.weight.detach(),
+    )
     for name, mark in (("rows", "a"), ("other", "b"), ("third", "c")):
-        rows = [{"prompt": mark * n, "answer": str(n), "solution": str(n + 1), "files": "long_responses.py"} for n in (3, 5, 8)]
+        rows = [
+            {
+                "prompt": mark * n,
+                "answer": str(n),
+                "solution": str(n + 1),
+                "files": "long_responses.py",
+            }
+            for n in (3, 5, 8)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.txt").write_text(f"one {mark}\ntwo {mark}\n")
     save_judge(folder / "judge")
@@ -525,7 +659,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> 
 def places(folder: Path, monkeypatch: pytest.MonkeyPatch, tiny_actor, make_rollouts) -> Places:
     rollouts: Rollouts = make_rollouts(8)
     ends = ("stop", "length", "stop", "stop")
-    responses = (replace(response, finish_reason=end) for response, end in zip(rollouts.responses, ends * 2, strict=True))
+    responses = (
+        replace(response, finish_reason=end)
+        for response, end in zip(rollouts.responses, ends * 2, strict=True)
+    )
     return Places(folder, monkeypatch, tiny_actor, replace(rollouts, responses=tuple(responses)))
 
 
@@ -547,7 +684,15 @@ def chain_batch(version: int) -> RolloutBatch:
     generator = torch.Generator().manual_seed(version)
     lengths_S = torch.randint(2, 16, (24,), generator=generator)
     starts = torch.randint(CHAIN, (24,), generator=generator).tolist()
-    ids_M = torch.cat([(start + torch.arange(int(n))) % CHAIN for start, n in zip(starts, lengths_S, strict=True)])
-    ids_M = torch.where(torch.rand(ids_M.shape, generator=generator) < 0.4, torch.randint(CHAIN, ids_M.shape, generator=generator), ids_M)
+    ids_M = torch.cat(
+        [(start + torch.arange(int(n))) % CHAIN for start, n in zip(starts, lengths_S, strict=True)]
+    )
+    ids_M = torch.where(
+        torch.rand(ids_M.shape, generator=generator) < 0.4,
+        torch.randint(CHAIN, ids_M.shape, generator=generator),
+        ids_M,
+    )
     states_M = (ids_M - 1) % CHAIN
-    return RolloutBatch(4.0 * FRAME[states_M], ids_M, torch.full(ids_M.shape, -0.1), lengths_S, version)
+    return RolloutBatch(
+        4.0 * FRAME[states_M], ids_M, torch.full(ids_M.shape, -0.1), lengths_S, version
+    )

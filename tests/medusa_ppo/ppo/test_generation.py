@@ -31,7 +31,9 @@ class Letters:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"q": "x" * n, "solution": str(n)}) + "\n" for n in (2, 9, 3)))
+    path.write_text(
+        "".join(json.dumps({"q": "x" * n, "solution": str(n)}) + "\n" for n in (2, 9, 3))
+    )
     return path
 
 
@@ -50,36 +52,60 @@ def test_a_batch_may_cross_passes_and_be_larger_than_the_data():
 def test_order_is_the_seeds_alone():
     assert texts(stream(50).batch(3, 8)) == texts(stream(50).batch(3, 8))
     assert texts(stream(50).batch(3, 8)) != texts(stream(50, seed=1).batch(3, 8))
-    assert texts(stream(8).batch(0, 8)) != texts(stream(8).batch(1, 8)), "each pass has an order of its own"
+    assert texts(stream(8).batch(0, 8)) != texts(stream(8).batch(1, 8)), (
+        "each pass has an order of its own"
+    )
 
 
 def test_long_prompts_are_left_out_and_counted(file: Path):
-    found = PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="solution", max_prompt_tokens=4), Letters(), seed=0)
+    found = PromptStream.load(
+        DataConfig(path=str(file), template="{q}", answer_column="solution", max_prompt_tokens=4),
+        Letters(),
+        seed=0,
+    )
     assert found.left_out == 1
     assert [(p.text, p.row["answer"]) for p in found.prompts] == [("xx", "2"), ("xxx", "3")]
 
 
 def test_nothing_usable_is_an_error(file: Path):
     with pytest.raises(DataError, match="No prompt is usable"):
-        PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column=None, max_prompt_tokens=1), Letters(), seed=0)
+        PromptStream.load(
+            DataConfig(path=str(file), template="{q}", answer_column=None, max_prompt_tokens=1),
+            Letters(),
+            seed=0,
+        )
 
 
 def test_missing_answer_column_is_named(file: Path):
     with pytest.raises(DataError, match="solution"):
-        PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="answer"), Letters(), seed=0)
+        PromptStream.load(
+            DataConfig(path=str(file), template="{q}", answer_column="answer"), Letters(), seed=0
+        )
 
 
 def test_no_answer_is_asked_for_where_a_reward_model_judges(file: Path):
-    found = PromptStream.load(DataConfig(path=str(file), template="{q}"), Letters(), seed=0, needs_answer=False)
+    found = PromptStream.load(
+        DataConfig(path=str(file), template="{q}"), Letters(), seed=0, needs_answer=False
+    )
     assert len(found.prompts) == 3
-    named = PromptStream.load(DataConfig(path=str(file), template="{q}", answer_column="solution"), Letters(), seed=0, needs_answer=False)
+    named = PromptStream.load(
+        DataConfig(path=str(file), template="{q}", answer_column="solution"),
+        Letters(),
+        seed=0,
+        needs_answer=False,
+    )
     assert named.prompts[0].row["answer"], "one that is there is read"
 
 
 def test_the_evaluation_has_other_prompts(file: Path):
     with pytest.raises(DataError, match="no splits"):
-        PromptStream.load_evaluation(DataConfig(path=str(file), template="{q}", answer_column="solution"), Letters())
-    both = [PromptStream.load(DataConfig(), Letters(), seed=0), PromptStream.load_evaluation(DataConfig(), Letters())]
+        PromptStream.load_evaluation(
+            DataConfig(path=str(file), template="{q}", answer_column="solution"), Letters()
+        )
+    both = [
+        PromptStream.load(DataConfig(), Letters(), seed=0),
+        PromptStream.load_evaluation(DataConfig(), Letters()),
+    ]
     train, evaluation = ({prompt.text for prompt in stream.prompts} for stream in both)
     assert evaluation and not train & evaluation
 
@@ -98,9 +124,15 @@ def test_the_demo_task_needs_no_file():
     assert len(found.prompts) == 5 and all(p.row["answer"] for p in found.prompts)
 
 
-def config(every: int | None = 2, prompts: int | None = None, drafts: int | None = None) -> RunConfig:
+def config(
+    every: int | None = 2, prompts: int | None = None, drafts: int | None = None
+) -> RunConfig:
     sampling = {"max_new_tokens": 3, "responses_per_prompt": 1}
-    values = {"report": {"speed_every": every, "speed_prompts": prompts}, "engine": {"num_drafts": drafts}, "sampling": sampling}
+    values = {
+        "report": {"speed_every": every, "speed_prompts": prompts},
+        "engine": {"num_drafts": drafts},
+        "sampling": sampling,
+    }
     return build_config(values)
 
 
@@ -118,12 +150,16 @@ def test_order_alternates_and_the_run_keeps_the_drafting_rollouts(engine):
     settings = config(every=2)
     pairs = SpeedPairs(engine, settings)
     kept = [pairs.generate(PROMPTS, sampling_of(settings, step), step) for step in range(4)]
-    assert engine.drafts == [4, 0, 4, 4, 4, 0], "steps 0 and 2 alone, step 1 plain first, step 3 plain last"
+    assert engine.drafts == [4, 0, 4, 4, 4, 0], (
+        "steps 0 and 2 alone, step 1 plain first, step 3 plain last"
+    )
     assert [rollouts.num_drafts for rollouts, _ in kept] == [4] * 4
     assert [bool(figures) for _, figures in kept] == [False, True, False, True]
     assert engine.num_drafts == 4
     figures = kept[1][1]
-    assert figures[names.PAIR_SPEEDUP] == pytest.approx(figures[names.PAIR_DRAFTING_TOKENS_PER_S] / figures[names.PAIR_PLAIN_TOKENS_PER_S])
+    assert figures[names.PAIR_SPEEDUP] == pytest.approx(
+        figures[names.PAIR_DRAFTING_TOKENS_PER_S] / figures[names.PAIR_PLAIN_TOKENS_PER_S]
+    )
 
 
 def test_fewer_prompts_in_a_pair(engine):
@@ -156,4 +192,8 @@ def test_sampling_seed_is_the_runs_and_the_steps():
 
 
 def test_number_of_drafts():
-    assert (num_drafts(config()), num_drafts(config(drafts=0)), num_drafts(config(drafts=2))) == (4, 0, 2)
+    assert (num_drafts(config()), num_drafts(config(drafts=0)), num_drafts(config(drafts=2))) == (
+        4,
+        0,
+        2,
+    )

@@ -31,13 +31,17 @@ NEW_TOKENS = 24
 def carrying(tmp_path: Path, staleness: int, share: float = 0.5, **ppo: Any) -> RunConfig:
     """Responses that end by chance, so that there is a tail."""
     config = settings(tmp_path, importance_bound=2.0, actor_learning_rate=1e-2, **ppo)
-    sampling = config.sampling.model_copy(update={"max_new_tokens": NEW_TOKENS, "responses_per_prompt": 2})
+    sampling = config.sampling.model_copy(
+        update={"max_new_tokens": NEW_TOKENS, "responses_per_prompt": 2}
+    )
     ppo_section = config.ppo.model_copy(update={"staleness": staleness, "carry_after": share})
     return config.model_copy(update={"ppo": ppo_section, "sampling": sampling})
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_every_token_is_of_its_version_and_every_prompt_is_learned_from_once(tmp_path: Path, tiny_actor, sampling_engine, staleness: int):
+def test_every_token_is_of_its_version_and_every_prompt_is_learned_from_once(
+    tmp_path: Path, tiny_actor, sampling_engine, staleness: int
+):
     """With 2 and more the engine writes ahead as well."""
     scene = Snapshots(carrying(tmp_path, staleness, steps=7), tiny_actor(), sampling_engine)
     steps = scene.run()
@@ -45,7 +49,9 @@ def test_every_token_is_of_its_version_and_every_prompt_is_learned_from_once(tmp
     for line, (batch, scores, learner_state) in zip(steps, scene.learned, strict=True):
         rollouts = batch.rollouts
         versions_SR = torch.full(batch.mask_SR.shape, -1)
-        versions_SR[batch.mask_SR] = torch.tensor([version for response in rollouts.responses for version in response.versions])
+        versions_SR[batch.mask_SR] = torch.tensor(
+            [version for response in rollouts.responses for version in response.versions]
+        )
         written_SR = torch.zeros(batch.mask_SR.shape)
         for version in versions_SR[batch.mask_SR].unique().tolist():
             by_SR = logprobs_by(scene.learner.actor, scene.versions[version], batch)
@@ -53,22 +59,37 @@ def test_every_token_is_of_its_version_and_every_prompt_is_learned_from_once(tmp
         torch.testing.assert_close(written_SR, batch.behaviour_SR, rtol=1e-4, atol=1e-5)
         now_SR = logprobs_by(scene.learner.actor, learner_state, batch)
         torch.testing.assert_close(scores.logprobs_SR, now_SR, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(scores.weights_SR, (now_SR - written_SR).exp().clamp(max=2.0), rtol=1e-4, atol=1e-4)
-        assert all(list(response.versions) == sorted(response.versions) for response in rollouts.responses)
+        torch.testing.assert_close(
+            scores.weights_SR, (now_SR - written_SR).exp().clamp(max=2.0), rtol=1e-4, atol=1e-4
+        )
+        assert all(
+            list(response.versions) == sorted(response.versions) for response in rollouts.responses
+        )
         several += sum(len(set(response.versions)) > 1 for response in rollouts.responses)
-        assert Counter(batch.prompts_S.tolist()) == dict.fromkeys(range(len(rollouts.prompts)), 2), "siblings come together"
+        assert Counter(batch.prompts_S.tolist()) == dict.fromkeys(
+            range(len(rollouts.prompts)), 2
+        ), "siblings come together"
         learned.update(prompt[0] for prompt in rollouts.prompts)
         oldest = line[names.STEP] - int(versions_SR[batch.mask_SR].min())
-        assert line[names.POLICY_LAG_MAX] == oldest <= staleness and 0 <= line[names.POLICY_LAG] <= oldest
+        assert (
+            line[names.POLICY_LAG_MAX] == oldest <= staleness
+            and 0 <= line[names.POLICY_LAG] <= oldest
+        )
     assert learned == dict.fromkeys(LETTERS, 7), "all four prompts of each of the seven steps"
     carried = [line[names.PROMPTS_CARRIED] for line in steps]
     assert max(carried[:-1]) >= 1 and carried[-1] == 0 and several > 3, (carried, several)
-    assert len({len(batch) for batch, _, _ in scene.learned}) > 1, "batches have as many responses as have ended"
+    assert len({len(batch) for batch, _, _ in scene.learned}) > 1, (
+        "batches have as many responses as have ended"
+    )
     assert scene.engine.policy_version == 7
 
 
-def test_the_pit_of_each_token_is_uniform_by_its_writer_and_by_no_other(tmp_path: Path, tiny_actor, sampling_engine):
-    scene = Snapshots(carrying(tmp_path, 2, steps=14, prompts_per_step=8), tiny_actor(), sampling_engine)
+def test_the_pit_of_each_token_is_uniform_by_its_writer_and_by_no_other(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
+    scene = Snapshots(
+        carrying(tmp_path, 2, steps=14, prompts_per_step=8), tiny_actor(), sampling_engine
+    )
     scene.run()
     right, wrong = Uniformity(), Uniformity()
     writer = tiny_actor()
@@ -77,20 +98,28 @@ def test_the_pit_of_each_token_is_uniform_by_its_writer_and_by_no_other(tmp_path
             prompt = batch.rollouts.prompts[response.prompt_index]
             for version in sorted(set(response.versions)):
                 first, count = response.versions.index(version), response.versions.count(version)
-                part = Response(0, response.token_ids[first : first + count], (0.0,) * count, "stop")
+                part = Response(
+                    0, response.token_ids[first : first + count], (0.0,) * count, "stop"
+                )
                 for test, by in ((right, version), (wrong, max(0, version - 3))):
                     writer.load_state_dict(scene.versions[by])
-                    add_response(test, writer, (*prompt, *response.token_ids[:first]), part, Sampling())
+                    add_response(
+                        test, writer, (*prompt, *response.token_ids[:first]), part, Sampling()
+                    )
     assert right.honest and right.tokens > 1500, right.figures()
     assert not wrong.honest, "a version that is three updates off is seen"
 
 
 def test_carried_over_the_run_repeats_itself(tmp_path: Path, tiny_actor, sampling_engine):
-    found = [run(carrying(tmp_path / name, 1, steps=4), tiny_actor(), sampling_engine) for name in "ab"]
+    found = [
+        run(carrying(tmp_path / name, 1, steps=4), tiny_actor(), sampling_engine) for name in "ab"
+    ]
     same(*found)
     assert any(line[names.PROMPTS_CARRIED] for line in found[0][0])
     for batch in found[0][2]:
-        assert len(batch.hidden_MD) == len(batch.logprobs_M) == int(batch.lengths_S.sum()), "heads learn whole responses"
+        assert len(batch.hidden_MD) == len(batch.logprobs_M) == int(batch.lengths_S.sum()), (
+            "heads learn whole responses"
+        )
 
 
 class Stops(ProgressSink):
@@ -112,21 +141,34 @@ class Cut(Scene):
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_a_resumed_run_is_to_the_bit_the_run_that_never_stopped(tmp_path: Path, tiny_actor, sampling_engine, staleness: int):
+def test_a_resumed_run_is_to_the_bit_the_run_that_never_stopped(
+    tmp_path: Path, tiny_actor, sampling_engine, staleness: int
+):
     """With 2 one step is written ahead: it is written again, and by the actor of the checkpoint."""
-    whole = Scene(carrying(tmp_path / "whole", staleness, steps=5, checkpoint_every=2), tiny_actor(), sampling_engine)
+    whole = Scene(
+        carrying(tmp_path / "whole", staleness, steps=5, checkpoint_every=2),
+        tiny_actor(),
+        sampling_engine,
+    )
     expected = whole.run()
     config = carrying(tmp_path / "cut", staleness, steps=5, checkpoint_every=2)
     Cut(config, tiny_actor(), sampling_engine).run_until_stopped()
     position = read_position(config.run_dir, config)
-    assert position.next_step == 2 and len(position.carried) == expected[1][names.PROMPTS_CARRIED] > 0
+    assert (
+        position.next_step == 2 and len(position.carried) == expected[1][names.PROMPTS_CARRIED] > 0
+    )
     rest = Scene(config, tiny_actor(), sampling_engine)
     rest.learner.load(saved_folder(config.run_dir))
     rest.sync(rest.learner.actor, position.policy_version)
     found = rest.run(position, resume_step=position.next_step)
     assert [s[names.STEP] for s in found] == [0, 1, 2, 3, 4] and found[2][names.POLICY_LAG_MAX] > 0
     if staleness == 1:
-        for name in (names.REWARD_MEAN, names.POLICY_LAG, names.PROMPTS_CARRIED, names.RESPONSE_LENGTH):
+        for name in (
+            names.REWARD_MEAN,
+            names.POLICY_LAG,
+            names.PROMPTS_CARRIED,
+            names.RESPONSE_LENGTH,
+        ):
             assert [s[name] for s in found] == [s[name] for s in expected], name
         assert torch.equal(rest.weights(), whole.weights())
 
@@ -135,16 +177,30 @@ def test_it_goes_with_an_engine_that_sleeps(tmp_path: Path, tiny_actor, sampling
     found = []
     for name, level in (("awake", None), ("asleep", 2)):
         config = carrying(tmp_path / name, 1, steps=4)
-        config = config.model_copy(update={"engine": config.engine.model_copy(update={"sleep_level": level})})
+        config = config.model_copy(
+            update={"engine": config.engine.model_copy(update={"sleep_level": level})}
+        )
         scene = Scene(config, tiny_actor(), sampling_engine)
         found.append(([line[names.REWARD_MEAN] for line in scene.run()], scene.weights()))
-    assert scene.engine.slept == [2] * 4 and found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert (
+        scene.engine.slept == [2] * 4
+        and found[0][0] == found[1][0]
+        and torch.equal(found[0][1], found[1][1])
+    )
 
 
 def test_it_learns(tmp_path: Path, tiny_actor, sampling_engine):
     config = carrying(tmp_path, 1, share=0.6, steps=30, epochs=4)
-    config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_new_tokens": 4, "responses_per_prompt": 4})})
-    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"actor_learning_rate": 3e-3})})
+    config = config.model_copy(
+        update={
+            "sampling": config.sampling.model_copy(
+                update={"max_new_tokens": 4, "responses_per_prompt": 4}
+            )
+        }
+    )
+    config = config.model_copy(
+        update={"ppo": config.ppo.model_copy(update={"actor_learning_rate": 3e-3})}
+    )
     steps = Scene(config, tiny_actor(), sampling_engine).run()
     rewards = [step[names.REWARD_MEAN] for step in steps]
     assert rewards[0] < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
@@ -153,7 +209,15 @@ def test_it_learns(tmp_path: Path, tiny_actor, sampling_engine):
 # ---- files, and what is refused ----------------------------------------------------------------------------------------------------
 
 
-CARRIED = Carried(3, 1, (4, 5), (Response(0, (7, 8), (-0.1, -1 / 3), UNFINISHED, (2, 3)), Response(0, (9,), (-2e-9,), "stop", (3,))))
+CARRIED = Carried(
+    3,
+    1,
+    (4, 5),
+    (
+        Response(0, (7, 8), (-0.1, -1 / 3), UNFINISHED, (2, 3)),
+        Response(0, (9,), (-2e-9,), "stop", (3,)),
+    ),
+)
 
 
 def test_what_is_carried_over_is_the_same_on_disk(tmp_path: Path):
@@ -186,18 +250,28 @@ def test_hostile_files_are_checkpoint_errors(tmp_path: Path):
 
 
 @pytest.mark.parametrize("changed", ["prompt", "place", "responses", "length"])
-def test_what_is_not_of_this_run_is_refused_before_the_engine_is_asked(tmp_path: Path, tiny_actor, sampling_engine, changed: str):
+def test_what_is_not_of_this_run_is_refused_before_the_engine_is_asked(
+    tmp_path: Path, tiny_actor, sampling_engine, changed: str
+):
     scene = Scene(carrying(tmp_path, 1), tiny_actor(), sampling_engine)
-    stream, sampling = scene.parts.prompts, Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0)
+    stream, sampling = (
+        scene.parts.prompts,
+        Sampling(max_new_tokens=8, responses_per_prompt=2, seed=0),
+    )
     sound = replace(CARRIED, prompt_ids=stream.batch(3, 4)[1].token_ids)
 
     def write(carried: Carried, given: Sampling) -> int:
-        tail = LongTail(scene.engine, lambda step: stream.batch(step, 4), 1.0, 4, 4, carried=(4, [carried]))
+        tail = LongTail(
+            scene.engine, lambda step: stream.batch(step, 4), 1.0, 4, 4, carried=(4, [carried])
+        )
         return len(tail.write(4, stream.batch(4, 4), given)[0])
 
     assert write(sound, sampling) == 5
     carried = {"prompt": CARRIED, "place": replace(sound, place=9)}.get(changed, sound)
-    given = {"responses": replace(sampling, responses_per_prompt=3), "length": replace(sampling, max_new_tokens=2)}.get(changed, sampling)
+    given = {
+        "responses": replace(sampling, responses_per_prompt=3),
+        "length": replace(sampling, max_new_tokens=2),
+    }.get(changed, sampling)
     scene.engine.generate_partly = None
     with pytest.raises(CheckpointError, match="of step 3"):
         write(carried, given)

@@ -73,10 +73,20 @@ class Scene:
         self.sync = ActorSync(self.engine)
         self.plugin = plugin_of(self.engine) if plugin_of else None
         prompts = PromptStream([Prompt(str(i), (i,), {}) for i in LETTERS], seed=config.seed)
-        self.parts = Parts(prompts, Numbers(), self.learner, CallableReward(identity, "identity"), self.engine, self.sync, self.plugin)
+        self.parts = Parts(
+            prompts,
+            Numbers(),
+            self.learner,
+            CallableReward(identity, "identity"),
+            self.engine,
+            self.sync,
+            self.plugin,
+        )
 
     def run(self, position=None, resume_step: int | None = None, cls=PPOLoop) -> list[dict]:
-        writer = RunWriter(self.config.run_dir, self.config.model_dump(mode="json"), resume_step=resume_step)
+        writer = RunWriter(
+            self.config.run_dir, self.config.model_dump(mode="json"), resume_step=resume_step
+        )
         cls(self.config, self.parts, ProgressSink(), position).run(writer)
         writer.close()
         self.sync.close()
@@ -96,7 +106,10 @@ def test_same_seed_same_numbers(tmp_path: Path, tiny_actor, sampling_engine):
     found = []
     for name in ("a", "b"):
         scene = Scene(settings(tmp_path / name), tiny_actor(), sampling_engine)
-        steps = [{k: v for k, v in step.items() if not k.endswith(("_s", "idle_frac", "_gib"))} for step in scene.run()]
+        steps = [
+            {k: v for k, v in step.items() if not k.endswith(("_s", "idle_frac", "_gib"))}
+            for step in scene.run()
+        ]
         found.append((steps, scene.weights()))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
@@ -104,7 +117,15 @@ def test_same_seed_same_numbers(tmp_path: Path, tiny_actor, sampling_engine):
 def test_a_step_reports_what_the_metrics_file_names(tmp_path: Path, tiny_actor, sampling_engine):
     step = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()[0]
     assert set(step) <= set(names.describe())
-    for name in (names.STEP, names.WALL_S, names.POLICY_VERSION, names.REWARD_MEAN, names.CORRECT_FRAC, names.KL_REFERENCE, names.ENTROPY):
+    for name in (
+        names.STEP,
+        names.WALL_S,
+        names.POLICY_VERSION,
+        names.REWARD_MEAN,
+        names.CORRECT_FRAC,
+        names.KL_REFERENCE,
+        names.ENTROPY,
+    ):
         assert name in step
     assert step[names.LOGPROB_GAP] < 1e-5, "engine and learner compute the same log-probs here"
     assert 1 <= step[names.RESPONSE_LENGTH] <= 3 and 0 <= step[names.TRUNCATED_FRAC] <= 1
@@ -113,15 +134,25 @@ def test_a_step_reports_what_the_metrics_file_names(tmp_path: Path, tiny_actor, 
 def test_the_engine_gets_every_update(tmp_path: Path, tiny_actor, sampling_engine):
     scene = Scene(settings(tmp_path), tiny_actor(), sampling_engine)
     steps = scene.run()
-    assert [step[names.POLICY_VERSION] for step in steps] == [0, 1, 2] and scene.engine.policy_version == 3
-    assert all(step[names.LOGPROB_GAP] < 1e-5 for step in steps), "a sync that misses weights would show here"
-    torch.testing.assert_close(scene.engine.actor.lm_head.weight, scene.learner.actor.lm_head.weight, rtol=0, atol=0)
+    assert [step[names.POLICY_VERSION] for step in steps] == [
+        0,
+        1,
+        2,
+    ] and scene.engine.policy_version == 3
+    assert all(step[names.LOGPROB_GAP] < 1e-5 for step in steps), (
+        "a sync that misses weights would show here"
+    )
+    torch.testing.assert_close(
+        scene.engine.actor.lm_head.weight, scene.learner.actor.lm_head.weight, rtol=0, atol=0
+    )
 
 
 def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, sampling_engine):
     whole = Scene(settings(tmp_path / "whole", steps=4), tiny_actor(), sampling_engine)
     expected = whole.run()
-    Scene(settings(tmp_path / "cut", steps=3, checkpoint_every=2), tiny_actor(), sampling_engine).run()
+    Scene(
+        settings(tmp_path / "cut", steps=3, checkpoint_every=2), tiny_actor(), sampling_engine
+    ).run()
     config = settings(tmp_path / "cut", steps=4, checkpoint_every=2)
     rest = Scene(config, tiny_actor(), sampling_engine)
     position = read_position(config.run_dir, config, ["ppo.steps"])
@@ -137,7 +168,12 @@ def test_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, tiny_actor, s
 def test_the_plugin_changes_no_bit_of_the_policy(tmp_path: Path, tiny_actor, sampling_engine):
     recorder = RecordingCompanion()
     plain = Scene(settings(tmp_path / "plain"), tiny_actor(), sampling_engine)
-    tapped = Scene(settings(tmp_path / "tapped"), tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, recorder))
+    tapped = Scene(
+        settings(tmp_path / "tapped"),
+        tiny_actor(),
+        sampling_engine,
+        lambda engine: MedusaPlugin(engine, recorder),
+    )
     expected, found = plain.run(), tapped.run()
     assert torch.equal(plain.weights(), tapped.weights())
     assert [s[names.ACTOR_GRAD_NORM] for s in expected] == [s[names.ACTOR_GRAD_NORM] for s in found]
@@ -154,28 +190,46 @@ def forward_calls(tmp_path: Path, actor, engine_class, plugin_of) -> int:
     return len(calls)
 
 
-def test_the_loop_makes_as_many_passes_over_the_actor_with_the_plugin_as_without(tmp_path: Path, tiny_actor, sampling_engine):
+def test_the_loop_makes_as_many_passes_over_the_actor_with_the_plugin_as_without(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     recorder = RecordingCompanion()
     without = forward_calls(tmp_path / "without", tiny_actor(), sampling_engine, None)
-    with_plugin = forward_calls(tmp_path / "with", tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, recorder))
+    with_plugin = forward_calls(
+        tmp_path / "with",
+        tiny_actor(),
+        sampling_engine,
+        lambda engine: MedusaPlugin(engine, recorder),
+    )
     assert with_plugin == without > 0 and len(recorder.batches) == 3
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_heads(tmp_path: Path, tiny_actor, sampling_engine, level):
+def test_an_engine_that_sleeps_through_every_update_changes_nothing_but_its_heads(
+    tmp_path: Path, tiny_actor, sampling_engine, level
+):
     """It sleeps from the rollouts to the sync of each step; what a deep sleep threw away is there again when it generates."""
     awake = Scene(settings(tmp_path / "awake"), tiny_actor(), sampling_engine)
     expected = awake.run()
     config = settings(tmp_path / "asleep")
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"sleep_level": level})})
+    config = config.model_copy(
+        update={"engine": config.engine.model_copy(update={"sleep_level": level})}
+    )
     heads = initial_heads(config, tiny_actor())
-    asleep = Scene(config, tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, RecordingCompanion(), heads=heads))
+    asleep = Scene(
+        config,
+        tiny_actor(),
+        sampling_engine,
+        lambda engine: MedusaPlugin(engine, RecordingCompanion(), heads=heads),
+    )
     found = asleep.run()
     assert asleep.engine.slept == [level] * 3 and not asleep.engine.asleep
     assert [s[names.REWARD_MEAN] for s in found] == [s[names.REWARD_MEAN] for s in expected]
     assert torch.equal(asleep.weights(), awake.weights())
     assert [s[names.HEADS_VERSION] for s in found] == [0, 0, 0], "fed again before each generation"
-    assert asleep.engine.heads_version == (-1 if level == 2 else 0), "until the next one it knows that it has none"
+    assert asleep.engine.heads_version == (-1 if level == 2 else 0), (
+        "until the next one it knows that it has none"
+    )
 
 
 def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, sampling_engine):
@@ -194,14 +248,23 @@ def test_removing_the_plugin_is_deleting_its_lines(tmp_path: Path, tiny_actor, s
     assert torch.equal(*found)
 
 
-def test_gradients_with_and_without_the_plugin_are_the_same_bits(tmp_path: Path, tiny_actor, sampling_engine, monkeypatch):
+def test_gradients_with_and_without_the_plugin_are_the_same_bits(
+    tmp_path: Path, tiny_actor, sampling_engine, monkeypatch
+):
     found = []
     for plugin_of in (None, lambda engine: MedusaPlugin(engine, RecordingCompanion())):
-        scene = Scene(settings(tmp_path / str(len(found)), steps=1, epochs=1, minibatch_size=16), tiny_actor(), sampling_engine, plugin_of)
+        scene = Scene(
+            settings(tmp_path / str(len(found)), steps=1, epochs=1, minibatch_size=16),
+            tiny_actor(),
+            sampling_engine,
+            plugin_of,
+        )
         gradients: list[torch.Tensor] = []
         actor = scene.learner.actor
         monkeypatch.setattr(
-            scene.learner.actor_optimizer, "step", lambda a=actor, g=gradients: g.extend(p.grad.clone() for p in a.parameters())
+            scene.learner.actor_optimizer,
+            "step",
+            lambda a=actor, g=gradients: g.extend(p.grad.clone() for p in a.parameters()),
         )
         scene.run()
         found.append(gradients)
@@ -211,17 +274,24 @@ def test_gradients_with_and_without_the_plugin_are_the_same_bits(tmp_path: Path,
 
 def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor, sampling_engine):
     config = settings(tmp_path)
-    config = config.model_copy(update={"report": config.report.model_copy(update={"keep_rollouts": 2})})
+    config = config.model_copy(
+        update={"report": config.report.model_copy(update={"keep_rollouts": 2})}
+    )
     steps = Scene(config, tiny_actor(), sampling_engine).run()
     files = sorted((config.run_dir / "rollouts").iterdir())
     assert [file.name for file in files] == ["step-000001.jsonl", "step-000002.jsonl"]
     rows = [json.loads(line) for line in files[1].read_text().splitlines()]
     assert {row["policy_version"] for row in rows} == {2} and len(rows) == 16
     assert sum(len(row["response_ids"]) for row in rows) / 16 == steps[2][names.RESPONSE_LENGTH]
-    assert all(len(row["logprobs"]) == len(row["response_ids"]) and len(row["prompt_ids"]) == 1 for row in rows)
+    assert all(
+        len(row["logprobs"]) == len(row["response_ids"]) and len(row["prompt_ids"]) == 1
+        for row in rows
+    )
     Scene(config, tiny_actor(), sampling_engine).run()
     (earlier,) = (config.run_dir / "earlier").iterdir()
-    assert len(list((earlier / "rollouts").iterdir())) == 2, "an earlier run's rollouts are not mixed with this one's"
+    assert len(list((earlier / "rollouts").iterdir())) == 2, (
+        "an earlier run's rollouts are not mixed with this one's"
+    )
 
 
 def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engine):
@@ -240,20 +310,28 @@ def best(config: RunConfig) -> dict:
     return json.loads((config.run_dir / "best" / "evaluation.json").read_text())
 
 
-def test_evaluations_change_no_bit_and_the_best_actor_is_kept(tmp_path: Path, tiny_actor, sampling_engine):
+def test_evaluations_change_no_bit_and_the_best_actor_is_kept(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     found = []
     for every in (None, 2):
         config = settings(tmp_path / str(every), steps=6, epochs=4, eval_every=every)
         scene = Scene(config, tiny_actor(), sampling_engine)
         scene.parts.tokenizer = Saved()
         if every:
-            scene.parts.evaluation = PromptStream([Prompt(str(i), (i,), {}) for i in range(5, 13)], seed=0)
+            scene.parts.evaluation = PromptStream(
+                [Prompt(str(i), (i,), {}) for i in range(5, 13)], seed=0
+            )
         found.append((scene.run(), scene.weights()))
     (plain, before), (steps, after) = found
     assert torch.equal(before, after) and not any(names.EVAL_REWARD in step for step in plain)
-    evaluated = {step[names.STEP]: step[names.EVAL_REWARD] for step in steps if names.EVAL_REWARD in step}
+    evaluated = {
+        step[names.STEP]: step[names.EVAL_REWARD] for step in steps if names.EVAL_REWARD in step
+    }
     assert list(evaluated) == [1, 3, 5]
-    assert best(config)[names.STEP] == max(evaluated, key=evaluated.get) and best(config)[names.EVAL_REWARD] == max(evaluated.values())
+    assert best(config)[names.STEP] == max(evaluated, key=evaluated.get) and best(config)[
+        names.EVAL_REWARD
+    ] == max(evaluated.values())
     kept = load_actor(config.run_dir / "best")
     if best(config)[names.STEP] == 5:
         assert torch.equal(torch.cat([p.detach().flatten() for p in kept.parameters()]), after)
@@ -265,8 +343,14 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path, tiny_actor, sampling_engi
     kept = sorted((config.run_dir / "checkpoints").iterdir())
     assert [folder.name for folder in kept] == ["step-000003", "step-000004"]
     for name in ("actor", "actor_optimizer", "critic"):
-        last, newest = (folder / f"{name}.safetensors" for folder in (kept[1], config.run_dir / "checkpoint"))
-        assert last.read_bytes() == newest.read_bytes() != (kept[0] / f"{name}.safetensors").read_bytes()
+        last, newest = (
+            folder / f"{name}.safetensors" for folder in (kept[1], config.run_dir / "checkpoint")
+        )
+        assert (
+            last.read_bytes()
+            == newest.read_bytes()
+            != (kept[0] / f"{name}.safetensors").read_bytes()
+        )
 
 
 @pytest.mark.parametrize("kind", ["gae", "grpo", "rloo"])
@@ -279,20 +363,26 @@ def test_each_kind_of_advantages_learns(tmp_path: Path, tiny_actor, sampling_eng
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
 
-def test_an_adaptive_coefficient_follows_the_kl_of_the_steps(tmp_path: Path, tiny_actor, sampling_engine):
+def test_an_adaptive_coefficient_follows_the_kl_of_the_steps(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     config = settings(tmp_path, steps=6, epochs=4, kl_coefficient=0.1, kl_goal=0.02)
     steps = Scene(config, tiny_actor(), sampling_engine).run()
     assert steps[-1][names.KL_COEFFICIENT] != 0.1
     for before, after in itertools.pairwise(steps):
         change = 0.1 * max(-1.0, min(1.0, before[names.KL_REFERENCE] / 0.02 - 1))
-        assert after[names.KL_COEFFICIENT] == pytest.approx(before[names.KL_COEFFICIENT] * (1 + change))
+        assert after[names.KL_COEFFICIENT] == pytest.approx(
+            before[names.KL_COEFFICIENT] * (1 + change)
+        )
 
 
 def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor, sampling_engine):
     """Each token is a step here; a 3 as the second one is all that is paid for, and is learned."""
 
     class Steps(Numbers):
-        def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        def batch_decode(
+            self, ids: list[list[int]], skip_special_tokens: bool = False
+        ) -> list[str]:
             return [f"{row[0]}|" if row[0] else "" for row in ids]
 
     def second(prompt: str, response: str, row: dict) -> list[float]:

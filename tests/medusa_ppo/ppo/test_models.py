@@ -36,17 +36,23 @@ def one_by_one(actor, batch: PPOBatch, temperature: float) -> torch.Tensor:
 
 def gpt2():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    ).eval()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @torch.no_grad()
-def test_logprobs_do_not_depend_on_padding_or_company(make_rollouts, tiny_actor, family: str, temperature: float):
+def test_logprobs_do_not_depend_on_padding_or_company(
+    make_rollouts, tiny_actor, family: str, temperature: float
+):
     actor, batch = tiny_actor() if family == "llama" else gpt2(), PPOBatch(make_rollouts(8))
     found = torch.zeros(batch.mask_SR.shape)
     for micro in batch.micro_batches(list(range(8)), 3):
-        batch.unpack(token_stats(actor, micro, Sampling(temperature=temperature)).logprobs_M, micro, found)
+        batch.unpack(
+            token_stats(actor, micro, Sampling(temperature=temperature)).logprobs_M, micro, found
+        )
     torch.testing.assert_close(found, one_by_one(actor, batch, temperature), rtol=1e-5, atol=1e-5)
 
 
@@ -68,7 +74,9 @@ def kept_by_hand(p: list[float], top_k: int, top_p: float) -> float:
     return sum(taken)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (2, 1.0), (0, 0.6), (0, 0.85), (3, 0.7), (1, 0.1)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (2, 1.0), (0, 0.6), (0, 0.85), (3, 0.7), (1, 0.1)]
+)
 def test_what_a_cut_leaves_against_a_loop(top_k: int, top_p: float):
     """The likeliest token was sampled, so nothing else is kept than what the cut leaves."""
     p = torch.tensor([0.4, 0.3, 0.17, 0.08, 0.05])
@@ -83,8 +91,14 @@ def test_critic_starts_at_zero_and_shares_nothing(make_rollouts, tiny_actor):
     critic = Critic(actor)
     (micro,) = PPOBatch(make_rollouts(4)).micro_batches([0, 1, 2, 3], 4)
     values = critic(micro)
-    assert values.shape == micro.response_ids_M.shape and values.dtype == torch.float32 and not values.any()
-    assert not {p.data_ptr() for p in actor.parameters()} & {p.data_ptr() for p in critic.parameters()}
+    assert (
+        values.shape == micro.response_ids_M.shape
+        and values.dtype == torch.float32
+        and not values.any()
+    )
+    assert not {p.data_ptr() for p in actor.parameters()} & {
+        p.data_ptr() for p in critic.parameters()
+    }
     assert all(p.requires_grad for p in critic.parameters())
 
 
@@ -95,7 +109,11 @@ def test_critic_reads_the_state_before_the_token(make_rollouts, tiny_actor):
     last = micro.input_ids_BT.clone()
     last[0, -1] = (last[0, -1] + 1) % VOCAB
     changed = type(micro)(micro.sequences, last, micro.response_mask_BT)
-    torch.testing.assert_close(critic(micro), critic(changed), msg="V must not see the token that it judges the state before")
+    torch.testing.assert_close(
+        critic(micro),
+        critic(changed),
+        msg="V must not see the token that it judges the state before",
+    )
 
 
 def test_reference_never_moves(tiny_actor):
@@ -116,17 +134,30 @@ def test_bfloat16_products_stay_close_and_weights_float32(make_rollouts, tiny_ac
     torch.testing.assert_close(rough, exact, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.6)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.6)]
+)
 @pytest.mark.parametrize("rows", [1, 3, 7])
-def test_logits_in_chunks_are_the_whole_ones(make_rollouts, tiny_actor, sampling: Sampling, rows: int):
+def test_logits_in_chunks_are_the_whole_ones(
+    make_rollouts, tiny_actor, sampling: Sampling, rows: int
+):
     """Values and gradients of log-probs and entropy, against all rows at once."""
     found = []
     for chunk_rows in (1000, rows):
-        actor, batch, support, values = tiny_actor(), PPOBatch(make_rollouts(8)), Support(sampling), []
+        actor, batch, support, values = (
+            tiny_actor(),
+            PPOBatch(make_rollouts(8)),
+            Support(sampling),
+            [],
+        )
         for micro in batch.micro_batches(list(range(8)), 3):
             with torch.no_grad():  # The first to ask decides what is kept, in chunks too.
-                token_stats(actor, micro, sampling, entropy=True, support=support, chunk_rows=chunk_rows)
-            stats = token_stats(actor, micro, sampling, entropy=True, support=support, chunk_rows=chunk_rows)
+                token_stats(
+                    actor, micro, sampling, entropy=True, support=support, chunk_rows=chunk_rows
+                )
+            stats = token_stats(
+                actor, micro, sampling, entropy=True, support=support, chunk_rows=chunk_rows
+            )
             (stats.logprobs_M.sum() + 0.3 * stats.entropy_M.sum()).backward()
             values += [stats.logprobs_M.detach(), stats.entropy_M.detach()]
         found.append([*values, *(parameter.grad for parameter in actor.parameters())])
@@ -136,8 +167,16 @@ def test_logits_in_chunks_are_the_whole_ones(make_rollouts, tiny_actor, sampling
 @torch.no_grad()
 def test_a_soft_cap_stays_the_models_own(make_rollouts):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    capped = Gemma2ForCausalLM(Gemma2Config(vocab_size=VOCAB, head_dim=16, final_logit_softcapping=0.5, **sizes)).eval()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    capped = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=VOCAB, head_dim=16, final_logit_softcapping=0.5, **sizes)
+    ).eval()
     capped.lm_head.weight.mul_(50)
     batch = PPOBatch(make_rollouts(4))
     found = torch.zeros(batch.mask_SR.shape)
@@ -183,12 +222,22 @@ def test_scoring_with_a_large_vocabulary_takes_little_more_than_the_model(tiny_a
     """V = 152k: logits of these 192 tokens alone would be 111 MiB, the log-softmax as much again."""
     actor = tiny_actor(vocab=152_000, hidden=256, layers=2)
     ids = tuple(range(1, 25))
-    rollouts = Rollouts((ids[:8],), tuple(Response(0, ids, (-1.0,) * 24, "stop") for _ in range(8)), Counters(), 1.0, Sampling())
+    rollouts = Rollouts(
+        (ids[:8],),
+        tuple(Response(0, ids, (-1.0,) * 24, "stop") for _ in range(8)),
+        Counters(),
+        1.0,
+        Sampling(),
+    )
     (micro,) = PPOBatch(rollouts).micro_batches(list(range(8)), 8)
     with torch.no_grad():
-        own = peak_bytes(lambda: actor.base_model(input_ids=micro.input_ids_BT, use_cache=False), actor)
+        own = peak_bytes(
+            lambda: actor.base_model(input_ids=micro.input_ids_BT, use_cache=False), actor
+        )
         scored = peak_bytes(lambda: token_stats(actor, micro, Sampling(), entropy=True), actor)
-        whole = peak_bytes(lambda: token_stats(actor, micro, Sampling(), entropy=True, chunk_rows=1000), actor)
+        whole = peak_bytes(
+            lambda: token_stats(actor, micro, Sampling(), entropy=True, chunk_rows=1000), actor
+        )
     assert scored < 1.3 * own < whole
 
 
@@ -203,9 +252,19 @@ def test_recomputation_works_in_eval_mode_and_changes_no_bit(make_rollouts, tiny
         stats = token_stats(actor, micro, Sampling())
         stats.logprobs_M.sum().backward()
         (critic(micro) - 1).square().sum().backward()
-        found.append([stats.logprobs_M.detach(), *(p.grad for p in (*actor.parameters(), *critic.parameters()))])
+        found.append(
+            [
+                stats.logprobs_M.detach(),
+                *(p.grad for p in (*actor.parameters(), *critic.parameters())),
+            ]
+        )
         actor.zero_grad()
-        peak = peak_bytes(lambda a=actor: token_stats(a, micro, Sampling()).logprobs_M.sum().backward(), actor) - weights
+        peak = (
+            peak_bytes(
+                lambda a=actor: token_stats(a, micro, Sampling()).logprobs_M.sum().backward(), actor
+            )
+            - weights
+        )
         found.append(peak)
         assert not actor.training
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
@@ -233,7 +292,9 @@ def test_score_lands_on_the_last_real_token_and_kl_on_every_token():
     logprobs = torch.tensor([[-1.0, -2.0, 7.0], [-0.5, -0.5, -0.5]])
     reference = torch.tensor([[-2.0, -1.0, -7.0], [-0.5, -1.5, -0.5]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    rewards = losses.token_rewards(torch.tensor([5.0, -1.0]), logprobs, reference, mask, kl_coefficient=0.1)
+    rewards = losses.token_rewards(
+        torch.tensor([5.0, -1.0]), logprobs, reference, mask, kl_coefficient=0.1
+    )
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 5.1, 0.0], [0.0, -0.1, -1.0]]))
 
 
@@ -253,7 +314,9 @@ def test_gae_does_not_see_what_stands_behind_the_last_token():
     rewards, values = torch.randn(2, 6), torch.randn(2, 6)
     mask = torch.arange(6)[None] < torch.tensor([[4], [6]])
     advantages, returns = losses.generalized_advantages(rewards, values, mask, gamma=0.99, lam=0.95)
-    short, _ = losses.generalized_advantages(rewards[:1, :4], values[:1, :4], mask[:1, :4], gamma=0.99, lam=0.95)
+    short, _ = losses.generalized_advantages(
+        rewards[:1, :4], values[:1, :4], mask[:1, :4], gamma=0.99, lam=0.95
+    )
     torch.testing.assert_close(advantages[:1, :4], short)
     assert not advantages[~mask].any() and not returns[~mask].any()
 
@@ -282,15 +345,25 @@ def test_whitening_equal_values_gives_zeros_not_nan():
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected", "clipped"),
-    [(1.5, 1.0, -1.2, 1), (1.5, -1.0, 1.5, 0), (0.5, 1.0, -0.5, 0), (0.5, -1.0, 0.8, 1), (1.1, 2.0, -2.2, 0)],
+    [
+        (1.5, 1.0, -1.2, 1),
+        (1.5, -1.0, 1.5, 0),
+        (0.5, 1.0, -0.5, 0),
+        (0.5, -1.0, 0.8, 1),
+        (1.1, 2.0, -2.2, 0),
+    ],
 )
-def test_clipped_surrogate_takes_the_worse_of_the_two(ratio: float, advantage: float, expected: float, clipped: int):
+def test_clipped_surrogate_takes_the_worse_of_the_two(
+    ratio: float, advantage: float, expected: float, clipped: int
+):
     new = torch.tensor([math.log(ratio)], requires_grad=True)
     terms = losses.clipped_surrogate(new, torch.zeros(1), torch.tensor([advantage]), 0.2)
     assert terms.loss.item() == pytest.approx(expected, rel=1e-5)
     assert terms.clipped.item() == clipped
     terms.loss.backward()
-    assert (new.grad.item() == 0) == bool(clipped), "a clipped token must not push the policy, every other one must"
+    assert (new.grad.item() == 0) == bool(clipped), (
+        "a clipped token must not push the policy, every other one must"
+    )
 
 
 def test_first_pass_gradient_is_the_policy_gradient():
@@ -322,29 +395,44 @@ def test_the_three_estimates_by_hand_and_on_average():
     new, old = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
     assert losses.kl_estimates(new, old, "k1").tolist() == [1.0, -1.0]
     assert losses.kl_estimates(new, old, "k2").tolist() == [0.5, 0.5]
-    torch.testing.assert_close(losses.kl_estimates(new, old, "k3"), torch.tensor([1 / math.e, math.e - 2]))
+    torch.testing.assert_close(
+        losses.kl_estimates(new, old, "k3"), torch.tensor([1 / math.e, math.e - 2])
+    )
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
     exact = (p * (p / q).log()).sum()
     for estimator in ("k1", "k3"):
-        torch.testing.assert_close((p * losses.kl_estimates(p.log(), q.log(), estimator)).sum(), exact)
+        torch.testing.assert_close(
+            (p * losses.kl_estimates(p.log(), q.log(), estimator)).sum(), exact
+        )
 
 
 def test_k2_as_a_loss_has_the_gradient_of_the_kl():
     logits, q = torch.tensor([0.3, -0.2, 0.5], requires_grad=True), torch.tensor([0.5, 0.3, 0.2])
     logp = logits.log_softmax(0)
-    (wanted,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
-    (found,) = torch.autograd.grad((logp.exp().detach() * losses.kl_estimates(logp, q.log(), "k2")).sum(), logits)
+    (wanted,) = torch.autograd.grad(
+        (logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True
+    )
+    (found,) = torch.autograd.grad(
+        (logp.exp().detach() * losses.kl_estimates(logp, q.log(), "k2")).sum(), logits
+    )
     torch.testing.assert_close(found, wanted)
 
 
 def test_group_advantages_by_hand():
-    rewards, prompts = torch.tensor([1.0, 0.0, 5.0, 2.0, 9.0, 3.0]), torch.tensor([0, 0, 1, 1, 1, 2])
+    rewards, prompts = (
+        torch.tensor([1.0, 0.0, 5.0, 2.0, 9.0, 3.0]),
+        torch.tensor([0, 0, 1, 1, 1, 2]),
+    )
     trained = torch.tensor([True, True, True, True, False, True])
     found = losses.group_advantages(rewards, prompts, trained, "rloo")
     torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 3.0, -3.0, 0.0, 0.0]))
     found = losses.group_advantages(rewards, prompts, trained, "grpo")
-    torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0]), rtol=1e-3, atol=0)
-    assert not losses.group_advantages(torch.ones(4), torch.zeros(4, dtype=torch.int64), trained[:4], "grpo").any()
+    torch.testing.assert_close(
+        found, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0]), rtol=1e-3, atol=0
+    )
+    assert not losses.group_advantages(
+        torch.ones(4), torch.zeros(4, dtype=torch.int64), trained[:4], "grpo"
+    ).any()
 
 
 def test_rewards_of_steps_stand_where_they_were_earned():
@@ -356,18 +444,26 @@ def test_rewards_of_steps_stand_where_they_were_earned():
 
 
 def test_a_value_clip_that_never_binds_is_none():
-    values, old, returns = (torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    values, old, returns = (
+        torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    )
     found = [losses.clipped_value_loss(values, old, returns, clip) for clip in (1e9, None)]
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
 
 
 def test_importance_weights_by_hand():
     gap = torch.tensor([0.0, math.log(1.5), math.log(5.0), -math.log(2.0)])
-    torch.testing.assert_close(losses.importance_weights(gap, 2.0), torch.tensor([1.0, 1.5, 2.0, 0.5]))
+    torch.testing.assert_close(
+        losses.importance_weights(gap, 2.0), torch.tensor([1.0, 1.5, 2.0, 0.5])
+    )
     logprobs, old, advantages = torch.zeros(4), torch.zeros(4), torch.arange(4.0)
     plain = losses.clipped_surrogate(logprobs, old, advantages, 0.2).loss
-    assert torch.equal(losses.clipped_surrogate(logprobs, old, advantages, 0.2, torch.ones(4)).loss, plain)
-    weighted = losses.clipped_surrogate(logprobs, old, advantages, 0.2, torch.tensor([9.0, 2.0, 0.0, 1.0])).loss
+    assert torch.equal(
+        losses.clipped_surrogate(logprobs, old, advantages, 0.2, torch.ones(4)).loss, plain
+    )
+    weighted = losses.clipped_surrogate(
+        logprobs, old, advantages, 0.2, torch.tensor([9.0, 2.0, 0.0, 1.0])
+    ).loss
     assert weighted.item() == -5.0
 
 
@@ -379,7 +475,9 @@ def test_support_is_of_the_actor_that_sampled(tiny_actor, make_rollouts):
     (micro,) = batch.micro_batches(list(range(4)), 4)
     whole = token_stats(other, micro, Sampling(), entropy=True)
     same = token_stats(other, micro, Sampling(), entropy=True, support=Support(Sampling()))
-    assert torch.equal(whole.logprobs_M, same.logprobs_M) and torch.equal(whole.entropy_M, same.entropy_M)
+    assert torch.equal(whole.logprobs_M, same.logprobs_M) and torch.equal(
+        whole.entropy_M, same.entropy_M
+    )
     sampling = Sampling(top_k=3)
     support = Support(sampling)
     mine = token_stats(actor, micro, sampling, entropy=True, support=support)
@@ -387,14 +485,31 @@ def test_support_is_of_the_actor_that_sampled(tiny_actor, make_rollouts):
     for row, s in enumerate(micro.sequences):  # Slowly, from the definition.
         (alone,) = batch.micro_batches([s], 1)
         ids_MV = alone.response_ids_M
-        logits = {m: m(alone.input_ids_BT).logits[0, alone.first_predicting : -1].detach() for m in (actor, other)}
-        kept = torch.zeros_like(logits[actor]).scatter_(1, logits[actor].topk(3).indices, 1.0).scatter_(1, ids_MV[:, None], 1.0).bool()
+        logits = {
+            m: m(alone.input_ids_BT).logits[0, alone.first_predicting : -1].detach()
+            for m in (actor, other)
+        }
+        kept = (
+            torch.zeros_like(logits[actor])
+            .scatter_(1, logits[actor].topk(3).indices, 1.0)
+            .scatter_(1, ids_MV[:, None], 1.0)
+            .bool()
+        )
         place = slice(sum(int(batch.lengths_S[x]) for x in micro.sequences[:row]), None)
         for stats, model in ((mine, actor), (theirs, other)):
-            p = (logits[model].softmax(-1) * kept) / (logits[model].softmax(-1) * kept).sum(-1, keepdim=True)
+            p = (logits[model].softmax(-1) * kept) / (logits[model].softmax(-1) * kept).sum(
+                -1, keepdim=True
+            )
             count = len(ids_MV)
-            torch.testing.assert_close(stats.logprobs_M[place][:count].exp(), p.gather(1, ids_MV[:, None])[:, 0], rtol=1e-3, atol=1e-6)
-            torch.testing.assert_close(stats.entropy_M[place][:count], torch.special.entr(p).sum(-1), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                stats.logprobs_M[place][:count].exp(),
+                p.gather(1, ids_MV[:, None])[:, 0],
+                rtol=1e-3,
+                atol=1e-6,
+            )
+            torch.testing.assert_close(
+                stats.entropy_M[place][:count], torch.special.entr(p).sum(-1), rtol=1e-3, atol=1e-4
+            )
 
 
 def test_a_cut_leaves_gradients_finite(tiny_actor, make_rollouts):

@@ -40,7 +40,9 @@ def old_run(tmp_path: Path) -> Path:
         archive.extractall(run_dir, filter="data")
     for path in run_dir.rglob("*.*"):
         if path.suffix in (".json", ".yaml", ".jsonl"):
-            path.write_text(path.read_text().replace("ACTOR", str(actor)).replace("OUT", str(tmp_path)))
+            path.write_text(
+                path.read_text().replace("ACTOR", str(actor)).replace("OUT", str(tmp_path))
+            )
     return run_dir
 
 
@@ -56,7 +58,13 @@ def config(old_run: Path) -> RunConfig:
         "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
         "heads": {"num_heads": 2, "kind": "medusa"},
         "companion": {"wait": True, "replay_versions": 1},
-        "ppo": {"steps": 4, "prompts_per_step": 4, "actor_learning_rate": 1e-4, "checkpoint_every": 1, "threads": 1},
+        "ppo": {
+            "steps": 4,
+            "prompts_per_step": 4,
+            "actor_learning_rate": 1e-4,
+            "checkpoint_every": 1,
+            "threads": 1,
+        },
     }
     (old_run.parent / "run.yaml").write_text(yaml.safe_dump(settings))
     return load_config(old_run.parent / "run.yaml")
@@ -74,7 +82,10 @@ def test_its_checkpoint_is_read(old_run: Path, config: RunConfig) -> None:
     position = read_position(old_run, settled(config))
     assert (position.next_step, position.policy_version) == (2, 2) and position.wall_s > 0
     actor = load_actor(config.model.path)
-    learner, saved = Learner(actor, Critic(actor), PPOConfig()), load_state(saved_folder(old_run) / "actor.safetensors")
+    learner, saved = (
+        Learner(actor, Critic(actor), PPOConfig()),
+        load_state(saved_folder(old_run) / "actor.safetensors"),
+    )
     with torch.no_grad():
         actor.lm_head.weight.zero_()
     learner.load(saved_folder(old_run))
@@ -85,10 +96,15 @@ def test_its_checkpoint_is_read(old_run: Path, config: RunConfig) -> None:
 def test_its_companions_state_is_taken_over(old_run: Path, config: RunConfig) -> None:
     state = load_state(saved_folder(old_run) / "companion" / "companion.safetensors")
     lm_head_VD = lm_head_weight(load_actor(config.model.path)).detach()
-    cycle = Cycle(config.heads.sizes(*reversed(lm_head_VD.shape)), config.companion, lm_head_VD, seed=0)
+    cycle = Cycle(
+        config.heads.sizes(*reversed(lm_head_VD.shape)), config.companion, lm_head_VD, seed=0
+    )
     cycle.load_state_dict(state)
     assert (cycle.version, cycle.batches_seen, cycle.judged, cycle.trainer.rate) == (2, 2, 0, 1.0)
-    assert torch.equal(cycle.serving.trainable_state()["blocks.0.layers.0.weight"], state["serving.blocks.0.layers.0.weight"])
+    assert torch.equal(
+        cycle.serving.trainable_state()["blocks.0.layers.0.weight"],
+        state["serving.blocks.0.layers.0.weight"],
+    )
 
 
 def test_its_own_configuration_is_refused_with_what_says_it_now(old_run: Path) -> None:
@@ -103,4 +119,7 @@ def test_it_is_gone_on_with(old_run: Path, config: RunConfig) -> None:
     assert run_ppo(config, resume=True)["status"] == "finished"
     steps = read_run(old_run).steps
     assert [step[names.STEP] for step in steps] == [0, 1, 2, 3]
-    assert steps[3][names.HEADS_VERSION] >= steps[1][names.HEADS_VERSION] and steps[3][names.POLICY_VERSION] == 3
+    assert (
+        steps[3][names.HEADS_VERSION] >= steps[1][names.HEADS_VERSION]
+        and steps[3][names.POLICY_VERSION] == 3
+    )

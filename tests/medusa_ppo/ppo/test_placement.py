@@ -29,7 +29,9 @@ def placed(tmp_path: Path, placement: str, **ppo: object) -> RunConfig:
     if placement == "separate":
         return config
     engine = config.engine.model_copy(update={"sleep_level": 1})
-    return config.model_copy(update={"engine": engine, "ppo": config.ppo.model_copy(update={"placement": placement})})
+    return config.model_copy(
+        update={"engine": engine, "ppo": config.ppo.model_copy(update={"placement": placement})}
+    )
 
 
 def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) -> Scene:
@@ -41,46 +43,85 @@ def scene_of(config: RunConfig, actor, engine_class, judge: Path | None = None) 
         scene.parts.reward = ModelReward(str(judge))
         turns.add(REWARD, scene.parts.reward.model)
     scene.parts.tokenizer = Saved()
-    scene.parts.evaluation = PromptStream([Prompt(str(i), (i,), {}) for i in range(5, 9)], seed=0) if config.ppo.eval_every else None
+    scene.parts.evaluation = (
+        PromptStream([Prompt(str(i), (i,), {}) for i in range(5, 9)], seed=0)
+        if config.ppo.eval_every
+        else None
+    )
     return scene
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge) -> dict[str, tuple[Scene, list[dict]]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_actor, save_judge
+) -> dict[str, tuple[Scene, list[dict]]]:
     """The same run in both placements: a reward model, an evaluation, checkpoints, two passes."""
     folder = tmp_path_factory.mktemp("placed")
     save_judge(folder / "judge", hidden=32)
     found = {}
     for placement in ("separate", "shared"):
-        scene = scene_of(placed(folder, placement, eval_every=2, checkpoint_every=1), tiny_actor(), SamplingEngine, folder / "judge")
+        scene = scene_of(
+            placed(folder, placement, eval_every=2, checkpoint_every=1),
+            tiny_actor(),
+            SamplingEngine,
+            folder / "judge",
+        )
         found[placement] = scene, scene.run()
     return found
 
 
 def test_turns_change_no_bit(runs):
     (separate, plain), (shared, found) = runs["separate"], runs["shared"]
-    same = (names.REWARD_MEAN, names.VALUE_LOSS, names.POLICY_LOSS, names.KL_REFERENCE, names.ACTOR_GRAD_NORM, names.EVAL_REWARD)
-    assert [[step.get(name) for name in same] for step in found] == [[step.get(name) for name in same] for step in plain]
+    same = (
+        names.REWARD_MEAN,
+        names.VALUE_LOSS,
+        names.POLICY_LOSS,
+        names.KL_REFERENCE,
+        names.ACTOR_GRAD_NORM,
+        names.EVAL_REWARD,
+    )
+    assert [[step.get(name) for name in same] for step in found] == [
+        [step.get(name) for name in same] for step in plain
+    ]
     for name in ("actor", "actor_optimizer", "critic", "critic_optimizer"):
-        ours, theirs = (scene.config.run_dir / "checkpoint" / f"{name}.safetensors" for scene in (shared, separate))
+        ours, theirs = (
+            scene.config.run_dir / "checkpoint" / f"{name}.safetensors"
+            for scene in (shared, separate)
+        )
         assert ours.read_bytes() == theirs.read_bytes(), name
-    ours, theirs = (scene.config.run_dir / "best" / "model.safetensors" for scene in (shared, separate))
+    ours, theirs = (
+        scene.config.run_dir / "best" / "model.safetensors" for scene in (shared, separate)
+    )
     assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
     (separate, plain), (shared, found) = runs["separate"], runs["shared"]
-    weights = {role: sum(p.nbytes for p in module.parameters()) / GIB for role, module in modules(separate).items()}
+    weights = {
+        role: sum(p.nbytes for p in module.parameters()) / GIB
+        for role, module in modules(separate).items()
+    }
     for steps in (plain, found):
         roles = steps[-1][names.LEDGER_ROLES]
         assert set(roles) == {ENGINE, ACTOR, REFERENCE, CRITIC, REWARD}
-        assert roles[ACTOR] == pytest.approx(4 * weights[ACTOR]) and roles[REFERENCE] == pytest.approx(weights[REFERENCE])
+        assert roles[ACTOR] == pytest.approx(4 * weights[ACTOR]) and roles[
+            REFERENCE
+        ] == pytest.approx(weights[REFERENCE])
     assert plain[-1][names.LEDGER_PEAK] == pytest.approx(
-        weights[ACTOR] + 4 * weights[ACTOR] + 3 * weights[CRITIC] + weights[REFERENCE] + weights[REWARD], rel=0.02
+        weights[ACTOR]
+        + 4 * weights[ACTOR]
+        + 3 * weights[CRITIC]
+        + weights[REFERENCE]
+        + weights[REWARD],
+        rel=0.02,
     ), "gradients are there for one of the two at a time"
     assert found[-1][names.LEDGER_PEAK] == pytest.approx(4 * weights[ACTOR], rel=0.02)
     assert found[-1][names.LEDGER_PEAK] / plain[-1][names.LEDGER_PEAK] <= 0.6
-    assert names.OFFLOAD_S not in plain[-1] and found[-1][names.OFFLOAD_S] > 0 and found[-1][names.OFFLOAD_BYTES] > 0
+    assert (
+        names.OFFLOAD_S not in plain[-1]
+        and found[-1][names.OFFLOAD_S] > 0
+        and found[-1][names.OFFLOAD_BYTES] > 0
+    )
     rows = dict(summary_rows(build_summary(read_run(shared.config.run_dir))))
     assert "actor" in rows["Most that all roles had on devices at once, and each, GiB"]
     assert "MiB" in rows["Roles to host memory and back, in each step"]
@@ -88,14 +129,21 @@ def test_the_ledger_has_the_roles_and_shared_needs_less(runs):
 
 def modules(scene: Scene) -> dict[str, torch.nn.Module]:
     learner = scene.learner
-    return {ACTOR: learner.actor, REFERENCE: learner.reference, CRITIC: learner.critic, REWARD: scene.parts.reward.model}
+    return {
+        ACTOR: learner.actor,
+        REFERENCE: learner.reference,
+        CRITIC: learner.critic,
+        REWARD: scene.parts.reward.model,
+    }
 
 
 def test_after_a_run_nothing_is_on_the_device_and_whoever_uses_it_fails(runs):
     scene, _ = runs["shared"]
     turns = scene.learner.turns
     turns.clear()
-    assert {role: count for role, count in turns.ledger.now.items() if count} == {ENGINE: turns.ledger.now[ENGINE]}
+    assert {role: count for role, count in turns.ledger.now.items() if count} == {
+        ENGINE: turns.ledger.now[ENGINE]
+    }
     for role, module in modules(scene).items():
         assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters()), role
     with pytest.raises(RuntimeError):
@@ -105,17 +153,32 @@ def test_after_a_run_nothing_is_on_the_device_and_whoever_uses_it_fails(runs):
 
 
 def test_a_shared_run_goes_on_where_it_was_saved(tmp_path: Path, tiny_actor, sampling_engine):
-    whole = scene_of(placed(tmp_path / "whole", "shared", steps=3, checkpoint_every=1), tiny_actor(), sampling_engine)
+    whole = scene_of(
+        placed(tmp_path / "whole", "shared", steps=3, checkpoint_every=1),
+        tiny_actor(),
+        sampling_engine,
+    )
     whole.run()
-    first = scene_of(placed(tmp_path / "cut", "shared", steps=2, checkpoint_every=1), tiny_actor(), sampling_engine)
+    first = scene_of(
+        placed(tmp_path / "cut", "shared", steps=2, checkpoint_every=1),
+        tiny_actor(),
+        sampling_engine,
+    )
     first.run()
-    rest = scene_of(placed(tmp_path / "rest", "shared", steps=3, checkpoint_every=1), tiny_actor(), sampling_engine)
+    rest = scene_of(
+        placed(tmp_path / "rest", "shared", steps=3, checkpoint_every=1),
+        tiny_actor(),
+        sampling_engine,
+    )
     rest.learner.turns.clear()
     rest.learner.load(first.config.run_dir / "checkpoint")
     with rest.learner.turns.aside(ACTOR):
         rest.sync(rest.learner.actor, 2)
     rest.run(RunPosition(2, 2))
-    ours, theirs = (scene.config.run_dir / "checkpoint" / "actor_optimizer.safetensors" for scene in (rest, whole))
+    ours, theirs = (
+        scene.config.run_dir / "checkpoint" / "actor_optimizer.safetensors"
+        for scene in (rest, whole)
+    )
     assert ours.read_bytes() == theirs.read_bytes()
 
 

@@ -34,7 +34,12 @@ def settings(actor: Path, out: Path) -> dict[str, Any]:
         "model": {"path": str(actor)},
         "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
         "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
-        "engine": {"max_num_seqs": 16, "max_model_len": 128, "threads": 1, "draft_temperature": 1.0},
+        "engine": {
+            "max_num_seqs": 16,
+            "max_model_len": 128,
+            "threads": 1,
+            "draft_temperature": 1.0,
+        },
         "heads": {"num_heads": 3},
         # Every second batch: the checkpoint must hold the step's own batch all the same.
         "companion": {"wait": True, "epochs": 6, "learning_rate": 1e-2, "replay_versions": 1},
@@ -50,7 +55,15 @@ def settings(actor: Path, out: Path) -> dict[str, Any]:
 
 
 def start(file: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from medusa_ppo.cli import main; main()", "ppo", "--config", str(file), *more]
+    command = [
+        sys.executable,
+        "-c",
+        "from medusa_ppo.cli import main; main()",
+        "ppo",
+        "--config",
+        str(file),
+        *more,
+    ]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
@@ -67,32 +80,55 @@ def kill_after(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> N
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=240)  # Ray's agents look for their dead node for a minute.
+    _, alive = psutil.wait_procs(
+        children, timeout=240
+    )  # Ray's agents look for their dead node for a minute.
     assert len(children) > 3 and not alive, [child.cmdline()[:2] for child in alive]
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
     steps = read_run(run_dir).steps
-    return [{name: v for name, v in step.items() if not name.endswith(CLOCKED) and not name.startswith(COMPANIONS)} for step in steps]
+    return [
+        {
+            name: v
+            for name, v in step.items()
+            if not name.endswith(CLOCKED) and not name.startswith(COMPANIONS)
+        }
+        for step in steps
+    ]
 
 
-def test_killed_twice_and_resumed_is_the_run_that_never_stopped(chain_actor: Path, tmp_path: Path) -> None:
+def test_killed_twice_and_resumed_is_the_run_that_never_stopped(
+    chain_actor: Path, tmp_path: Path
+) -> None:
     runs = {}
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         runs[name] = tmp_path / name / "run"
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings(chain_actor, tmp_path / name)))
+        (tmp_path / f"{name}.yaml").write_text(
+            yaml.safe_dump(settings(chain_actor, tmp_path / name))
+        )
     assert start(tmp_path / "whole.yaml").wait() == 0
     kill_after(start(tmp_path / "killed.yaml"), runs["killed"], 5)
-    kill_after(start(tmp_path / "killed.yaml", "--resume"), runs["killed"], 8)  # Cut back to the checkpoint first.
+    kill_after(
+        start(tmp_path / "killed.yaml", "--resume"), runs["killed"], 8
+    )  # Cut back to the checkpoint first.
     assert start(tmp_path / "killed.yaml", "--resume").wait() == 0
 
     expected, found = figures(runs["whole"]), figures(runs["killed"])
     assert [step[names.STEP] for step in found] == list(range(STEPS)) and found == expected
     assert found[-1][names.HEADS_VERSION] >= 2
-    for file in ("heads-final/model.safetensors", "actor/model.safetensors", "checkpoint/companion/companion.safetensors"):
+    for file in (
+        "heads-final/model.safetensors",
+        "actor/model.safetensors",
+        "checkpoint/companion/companion.safetensors",
+    ):
         left, right = (load_state(run / file) for run in runs.values())
         assert left.keys() == right.keys()
         for name, value in left.items():
-            same = torch.equal(value[:2], right[name][:2]) if name == "service" else torch.equal(value, right[name])
+            same = (
+                torch.equal(value[:2], right[name][:2])
+                if name == "service"
+                else torch.equal(value, right[name])
+            )
             assert same, f"{file}: {name}"  # The third number of `service` is seconds.

@@ -39,7 +39,9 @@ def judge(prompt, response, row):
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RewardSource]]:
+def source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RewardSource]]:
     """source(timeout_s=None) -> the reward of the module in two processes."""
     (tmp_path / "judging.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -57,12 +59,16 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 def asked(source: RewardSource, *responses: str) -> list[float]:
-    return source.score(["p"] * len(responses), responses, [{"more": n} for n in range(len(responses))]).tolist()
+    return source.score(
+        ["p"] * len(responses), responses, [{"more": n} for n in range(len(responses))]
+    ).tolist()
 
 
 def test_the_same_rewards_in_the_same_order(source):
     responses = ["x" * n for n in range(20)]
-    here = CallableReward(lambda prompt, response, row: len(prompt) + len(response) + row["more"], "here")
+    here = CallableReward(
+        lambda prompt, response, row: len(prompt) + len(response) + row["more"], "here"
+    )
     assert asked(source(), *responses) == asked(here, *responses)
 
 
@@ -107,7 +113,9 @@ def test_nothing_is_left_after_close(source):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("ppo", [{"reward_timeout_s": 1.0}, {"reward_processes": 2, "reward": "some/model"}])
+@pytest.mark.parametrize(
+    "ppo", [{"reward_timeout_s": 1.0}, {"reward_processes": 2, "reward": "some/model"}]
+)
 def test_limits_without_processes_and_processes_for_a_model_are_refused(ppo: dict):
     with pytest.raises(ConfigError, match="reward_processes"):
         build_config({"ppo": ppo})

@@ -43,7 +43,15 @@ def test_a_row_without_a_reference_number_is_an_error(row: dict[str, str]) -> No
 
 
 def test_every_gsm8k_solution_earns_its_own_reward(shared_dir: Path) -> None:
-    rows = [json.loads(line) for line in (shared_dir / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (shared_dir / "data" / "gsm8k" / "train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
     assert all(exact_answer(row["question"], row["answer"], row) == 1.0 for row in rows)
-    shifted = [exact_answer(row["question"], other["answer"], row) for row, other in itertools.pairwise(rows)]
+    shifted = [
+        exact_answer(row["question"], other["answer"], row)
+        for row, other in itertools.pairwise(rows)
+    ]
     assert sum(shifted) < 0.1 * len(shifted)

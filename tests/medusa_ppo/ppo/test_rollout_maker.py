@@ -30,7 +30,9 @@ WAIT_S = 60.0
 """Nothing here takes so long; what hangs shall fail."""
 
 
-def telling(engine_class: type, tell: Callable[[Rollouts, Callable[[int, Response], None]], None]) -> type:
+def telling(
+    engine_class: type, tell: Callable[[Rollouts, Callable[[int, Response], None]], None]
+) -> type:
     """The engine that samples with transformers, with its own way to tell of what has ended."""
 
     class Telling(engine_class):
@@ -59,12 +61,17 @@ def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], 
     which step a sync is counted."""
     recorder = RecordingCompanion()
     scene = Scene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
-    steps = [{key: value for key, value in step.items() if not key.endswith(CLOCKED)} for step in scene.run()]
+    steps = [
+        {key: value for key, value in step.items() if not key.endswith(CLOCKED)}
+        for step in scene.run()
+    ]
     return steps, scene.weights(), recorder.batches
 
 
 def cut_to(top_k: int | None, config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"top_k": top_k})})
+    return config.model_copy(
+        update={"sampling": config.sampling.model_copy(update={"top_k": top_k})}
+    )
 
 
 def same(found: tuple, expected: tuple) -> None:
@@ -77,28 +84,43 @@ def same(found: tuple, expected: tuple) -> None:
 @pytest.mark.parametrize("prompts", [1, 2, 3])
 def test_what_ends_first_changes_no_bit(tmp_path: Path, tiny_actor, sampling_engine, prompts: int):
     """Against the same pieces after the generation: an engine that tells of all at the end."""
-    afterwards = run(settings(tmp_path / "afterwards", piece_prompts=prompts, micro_batch_size=4), tiny_actor(), sampling_engine)
+    afterwards = run(
+        settings(tmp_path / "afterwards", piece_prompts=prompts, micro_batch_size=4),
+        tiny_actor(),
+        sampling_engine,
+    )
     for seed in range(2):
         config = settings(tmp_path / str(seed), piece_prompts=prompts, micro_batch_size=4)
         same(run(config, tiny_actor(), telling(sampling_engine, in_any_order(seed))), afterwards)
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_pieces_are_to_the_bit_the_whole_batch_where_each_sequence_is_computed_alone(tmp_path, tiny_actor, sampling_engine, top_k):
+def test_pieces_are_to_the_bit_the_whole_batch_where_each_sequence_is_computed_alone(
+    tmp_path, tiny_actor, sampling_engine, top_k
+):
     found = []
     for prompts in (None, 1, 3):
-        config = cut_to(top_k, settings(tmp_path / str(prompts), piece_prompts=prompts, micro_batch_size=1))
+        config = cut_to(
+            top_k, settings(tmp_path / str(prompts), piece_prompts=prompts, micro_batch_size=1)
+        )
         found.append(run(config, tiny_actor(), telling(sampling_engine, in_any_order(0))))
     same(found[1], found[0])
     same(found[2], found[0])
 
 
-def test_micro_batches_of_pieces_change_nothing_but_rounding(tmp_path: Path, tiny_actor, sampling_engine):
-    whole, pieces = (run(settings(tmp_path / str(n), piece_prompts=n, steps=1), tiny_actor(), sampling_engine) for n in (None, 1))
+def test_micro_batches_of_pieces_change_nothing_but_rounding(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
+    whole, pieces = (
+        run(settings(tmp_path / str(n), piece_prompts=n, steps=1), tiny_actor(), sampling_engine)
+        for n in (None, 1)
+    )
     torch.testing.assert_close(pieces[1], whole[1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_piece_is_scored_while_the_engine_still_writes(tmp_path: Path, tiny_actor, sampling_engine):
+def test_a_piece_is_scored_while_the_engine_still_writes(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     """The engine ends the second half only when the first piece has gone through all models and the reward."""
     scored, rewarded = threading.Event(), threading.Event()
 
@@ -109,18 +131,25 @@ def test_a_piece_is_scored_while_the_engine_still_writes(tmp_path: Path, tiny_ac
                 assert scored.wait(WAIT_S) and rewarded.wait(WAIT_S)
             finished(place, response)
 
-    scene = Scene(settings(tmp_path, steps=1, piece_prompts=2), tiny_actor(), telling(sampling_engine, tell))
+    scene = Scene(
+        settings(tmp_path, steps=1, piece_prompts=2), tiny_actor(), telling(sampling_engine, tell)
+    )
     critic = scene.learner.critic
     critic.register_forward_hook(lambda *_: scored.set())
     scene.parts.reward = CallableReward(lambda prompt, response, row: rewarded.set() or 0.5, "half")
     (step,) = scene.run()
     spans = step[names.SPANS]
     assert set(spans) == {"engine", "actor", "reference", "critic", "reward", "update", "sync"}
-    assert len(spans["actor"]) == len(spans["reward"]) == 2 and spans["actor"][0][1] <= spans["engine"][0][1]
+    assert (
+        len(spans["actor"]) == len(spans["reward"]) == 2
+        and spans["actor"][0][1] <= spans["engine"][0][1]
+    )
     assert 0 <= step[names.GENERATE_SCORE_IDLE] < 1 and step[names.GENERATE_SCORE_S] > 0
 
 
-def test_responses_that_came_otherwise_in_the_end_are_scored_again(tmp_path: Path, tiny_actor, sampling_engine):
+def test_responses_that_came_otherwise_in_the_end_are_scored_again(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     """As after an engine was lost: what it told is not what another one wrote."""
 
     def tell(rollouts: Rollouts, finished: Callable[[int, Response], None]) -> None:
@@ -130,11 +159,20 @@ def test_responses_that_came_otherwise_in_the_end_are_scored_again(tmp_path: Pat
         finished(0, rollouts.responses[0])
 
     expected = run(cut_to(2, settings(tmp_path / "expected")), tiny_actor(), sampling_engine)
-    same(run(cut_to(2, settings(tmp_path / "lost", piece_prompts=1)), tiny_actor(), telling(sampling_engine, tell)), expected)
+    same(
+        run(
+            cut_to(2, settings(tmp_path / "lost", piece_prompts=1)),
+            tiny_actor(),
+            telling(sampling_engine, tell),
+        ),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("what", ["reward", "models"])
-def test_what_fails_meanwhile_is_raised_before_the_engine_has_ended(tmp_path: Path, tiny_actor, sampling_engine, what: str):
+def test_what_fails_meanwhile_is_raised_before_the_engine_has_ended(
+    tmp_path: Path, tiny_actor, sampling_engine, what: str
+):
     gone = threading.Event()
 
     def tell(rollouts: Rollouts, finished: Callable[[int, Response], None]) -> None:
@@ -142,7 +180,9 @@ def test_what_fails_meanwhile_is_raised_before_the_engine_has_ended(tmp_path: Pa
             finished(place, response)
         assert gone.wait(WAIT_S)
 
-    scene = Scene(settings(tmp_path, steps=1, piece_prompts=2), tiny_actor(), telling(sampling_engine, tell))
+    scene = Scene(
+        settings(tmp_path, steps=1, piece_prompts=2), tiny_actor(), telling(sampling_engine, tell)
+    )
     if what == "reward":
         scene.parts.reward = CallableReward(lambda prompt, response, row: float("nan"), "broken")
     else:
@@ -165,16 +205,27 @@ def test_an_engine_that_fails_half_way_is_its_error(tmp_path: Path, tiny_actor, 
 
 def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, sampling_engine):
     class Steps(Numbers):
-        def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        def batch_decode(
+            self, ids: list[list[int]], skip_special_tokens: bool = False
+        ) -> list[str]:
             return [f"{row[0]}|" if row[0] else "" for row in ids]
 
     def each(prompt: str, response: str, row: dict) -> list[float]:
-        return [float(word == "3") for word in [word for word in response.split("|") if word] or [""]]
+        return [
+            float(word == "3") for word in [word for word in response.split("|") if word] or [""]
+        ]
 
     found = []
     for prompts in (None, 1):
         scene = Scene(
-            settings(tmp_path / str(prompts), step_separator="|", piece_prompts=prompts, micro_batch_size=1), tiny_actor(), sampling_engine
+            settings(
+                tmp_path / str(prompts),
+                step_separator="|",
+                piece_prompts=prompts,
+                micro_batch_size=1,
+            ),
+            tiny_actor(),
+            sampling_engine,
         )
         scene.parts.tokenizer, scene.parts.reward = Steps(), CallableReward(each, "each")
         found.append(([step[names.REWARD_MEAN] for step in scene.run()], scene.weights()))
@@ -186,9 +237,14 @@ def test_a_paired_step_is_not_disturbed(tmp_path: Path, tiny_actor, sampling_eng
         raise AssertionError("a timed generation has the machine for itself")
 
     config = settings(tmp_path, steps=1, piece_prompts=1)
-    config = config.model_copy(update={"report": config.report.model_copy(update={"speed_every": 1})})
+    config = config.model_copy(
+        update={"report": config.report.model_copy(update={"speed_every": 1})}
+    )
     (step,) = Scene(config, tiny_actor(), telling(sampling_engine, tell)).run()
-    assert names.PAIR_SPEEDUP in step and step[names.SPANS]["actor"][0][0] >= step[names.SPANS]["engine"][0][1]
+    assert (
+        names.PAIR_SPEEDUP in step
+        and step[names.SPANS]["actor"][0][0] >= step[names.SPANS]["engine"][0][1]
+    )
 
 
 def test_the_idle_share_by_hand():
@@ -201,15 +257,29 @@ def test_the_idle_share_by_hand():
         with timeline.at_work(role):
             now[0] = ended
 
-    for span in (("engine", 0, 10), ("actor", 4, 6), ("reward", 5, 7), ("critic", 12, 14), ("update", 14, 30)):
+    for span in (
+        ("engine", 0, 10),
+        ("actor", 4, 6),
+        ("reward", 5, 7),
+        ("critic", 12, 14),
+        ("update", 14, 30),
+    ):
         work(*span)
     found = timeline.figures()
     assert found[names.GENERATE_SCORE_S] == 14
     assert found[names.GENERATE_SCORE_IDLE] == pytest.approx(((14 - 10) / 14 + (14 - 5) / 14) / 2)
-    assert found[names.SPANS]["reward"] == [[5, 7]] and list(found[names.SPANS]) == ["engine", "actor", "critic", "reward", "update"]
+    assert found[names.SPANS]["reward"] == [[5, 7]] and list(found[names.SPANS]) == [
+        "engine",
+        "actor",
+        "critic",
+        "reward",
+        "update",
+    ]
 
 
-def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(tmp_path: Path, tiny_actor, sampling_engine):
+def test_a_loop_that_waits_is_idle_for_half_of_its_time_at_least(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     (step,) = Scene(settings(tmp_path, steps=1), tiny_actor(), sampling_engine).run()
     assert step[names.GENERATE_SCORE_IDLE] >= 0.5
 
@@ -261,21 +331,33 @@ def logprobs_by(actor: Any, state: dict, batch: PPOBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_every_token_is_of_the_version_that_is_said_and_weighed_by_it(tmp_path: Path, tiny_actor, sampling_engine, staleness: int):
-    scene = Snapshots(ahead(tmp_path, staleness, steps=8, actor_learning_rate=1e-2), tiny_actor(), sampling_engine)
+def test_every_token_is_of_the_version_that_is_said_and_weighed_by_it(
+    tmp_path: Path, tiny_actor, sampling_engine, staleness: int
+):
+    scene = Snapshots(
+        ahead(tmp_path, staleness, steps=8, actor_learning_rate=1e-2), tiny_actor(), sampling_engine
+    )
     steps = scene.run()
     lags = [step[names.POLICY_LAG] for step in steps]
     assert lags[0] == 0 and max(lags) <= staleness and lags[1] == 1, lags
     if staleness == 1:
-        assert lags == [0, *[1] * 7] and [step[names.POLICY_VERSION] for step in steps] == [0, *range(7)]
+        assert lags == [0, *[1] * 7] and [step[names.POLICY_VERSION] for step in steps] == [
+            0,
+            *range(7),
+        ]
     for batch, scores, learner_state in scene.learned:
-        written_SR = logprobs_by(scene.learner.actor, scene.versions[batch.rollouts.policy_version], batch)
+        written_SR = logprobs_by(
+            scene.learner.actor, scene.versions[batch.rollouts.policy_version], batch
+        )
         torch.testing.assert_close(written_SR, batch.behaviour_SR, rtol=1e-4, atol=1e-5)
         now_SR = logprobs_by(scene.learner.actor, learner_state, batch)
         torch.testing.assert_close(scores.logprobs_SR, now_SR, rtol=1e-4, atol=1e-5)
         expected_SR = (now_SR - written_SR).exp().clamp(max=2.0)
         torch.testing.assert_close(scores.weights_SR, expected_SR, rtol=1e-4, atol=1e-4)
-    assert any((scores.weights_SR[batch.mask_SR] - 1).abs().max() > 0.05 for batch, scores, _ in scene.learned[1:])
+    assert any(
+        (scores.weights_SR[batch.mask_SR] - 1).abs().max() > 0.05
+        for batch, scores, _ in scene.learned[1:]
+    )
 
 
 def test_the_engine_writes_while_the_loop_learns(tmp_path: Path, tiny_actor, sampling_engine):
@@ -295,16 +377,24 @@ def test_the_engine_writes_while_the_loop_learns(tmp_path: Path, tiny_actor, sam
     assert scene.engine.policy_version == 3, "at the end it has the last actor"
 
 
-def test_written_one_step_ahead_the_run_repeats_itself_and_learns(tmp_path: Path, tiny_actor, sampling_engine):
-    found = [run(ahead(tmp_path / name, 1, steps=4), tiny_actor(), sampling_engine) for name in "ab"]
+def test_written_one_step_ahead_the_run_repeats_itself_and_learns(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
+    found = [
+        run(ahead(tmp_path / name, 1, steps=4), tiny_actor(), sampling_engine) for name in "ab"
+    ]
     same(*found)
-    assert [batch.policy_version for batch in found[0][2]] == [0, 0, 1, 2], "the companion's batches have the version that wrote them"
+    assert [batch.policy_version for batch in found[0][2]] == [0, 0, 1, 2], (
+        "the companion's batches have the version that wrote them"
+    )
     scene = Scene(ahead(tmp_path / "long", 1, steps=30, epochs=4), tiny_actor(), sampling_engine)
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.5, rewards
 
 
-def test_an_engine_that_dies_while_it_writes_ahead_is_the_next_steps_error(tmp_path: Path, tiny_actor, sampling_engine):
+def test_an_engine_that_dies_while_it_writes_ahead_is_the_next_steps_error(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
     class Dying(sampling_engine):
         def generate(self, prompts: Any, sampling: Any) -> Rollouts:
             if len(self.drafts) == 1:

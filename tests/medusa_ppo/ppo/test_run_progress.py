@@ -11,7 +11,15 @@ from rich.console import Console
 
 from medusa_ppo import metrics as names
 from medusa_ppo.ppo import run_progress as progress
-from medusa_ppo.ppo.run_progress import LineProgress, LiveProgress, PeakMemory, ProgressSink, StepClock, make_progress, step_line
+from medusa_ppo.ppo.run_progress import (
+    LineProgress,
+    LiveProgress,
+    PeakMemory,
+    ProgressSink,
+    StepClock,
+    make_progress,
+    step_line,
+)
 
 VALUES = {
     names.STEP: 3,
@@ -48,8 +56,14 @@ def test_lines_for_logs(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(sink, LineProgress)
     play(sink)
     lines = out.file.getvalue().splitlines()
-    assert lines[:3] == ["prepare the actor ...", "  prepare the actor: 25%  loss 0.5", "demo: steps 3 to 4"]
-    assert lines[3].startswith("step   3  reward 0.500  right 50%  acceptance length 1.79  heads v2  1234 tokens/s  speed-up 1.40  left ")
+    assert lines[:3] == [
+        "prepare the actor ...",
+        "  prepare the actor: 25%  loss 0.5",
+        "demo: steps 3 to 4",
+    ]
+    assert lines[3].startswith(
+        "step   3  reward 0.500  right 50%  acceptance length 1.79  heads v2  1234 tokens/s  speed-up 1.40  left "
+    )
     assert lines[4].endswith("left 0:00") and lines[5] == "done"
     assert "\x1b" not in out.file.getvalue()
 
@@ -60,12 +74,23 @@ def test_the_live_bar_shows_step_speed_acceptance_and_time_left():
     assert isinstance(sink, LiveProgress)
     play(sink)
     text = out.file.getvalue()
-    for part in ("demo", "5/5", "1234 tokens/s", "acceptance length 1.79", "left 0:00", "step   4", "done"):
+    for part in (
+        "demo",
+        "5/5",
+        "1234 tokens/s",
+        "acceptance length 1.79",
+        "left 0:00",
+        "step   4",
+        "done",
+    ):
         assert part in text, part
 
 
 def test_a_line_leaves_out_what_is_not_known():
-    assert step_line({names.STEP: 0, names.REWARD_MEAN: 1.0, names.CORRECT_FRAC: None}) == "step   0  reward 1.000"
+    assert (
+        step_line({names.STEP: 0, names.REWARD_MEAN: 1.0, names.CORRECT_FRAC: None})
+        == "step   0  reward 1.000"
+    )
 
 
 def test_silence():

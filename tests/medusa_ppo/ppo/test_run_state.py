@@ -33,7 +33,11 @@ from medusa_ppo.types import Sampling
 
 def learner(actor) -> Learner:
     actor = copy.deepcopy(actor)
-    return Learner(actor, Critic(actor), PPOConfig(actor_learning_rate=1e-2, critic_learning_rate=1e-2, minibatch_size=4))
+    return Learner(
+        actor,
+        Critic(actor),
+        PPOConfig(actor_learning_rate=1e-2, critic_learning_rate=1e-2, minibatch_size=4),
+    )
 
 
 def train(one: Learner, batch: PPOBatch, steps: range) -> None:
@@ -43,7 +47,9 @@ def train(one: Learner, batch: PPOBatch, steps: range) -> None:
 
 
 def weights(one: Learner) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for m in (one.actor, one.critic) for p in m.parameters()])
+    return torch.cat(
+        [p.detach().flatten() for m in (one.actor, one.critic) for p in m.parameters()]
+    )
 
 
 @pytest.fixture
@@ -52,7 +58,9 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_resumed_is_bit_identical_to_never_stopped(tiny_actor, make_rollouts, config: RunConfig, tied: bool):
+def test_resumed_is_bit_identical_to_never_stopped(
+    tiny_actor, make_rollouts, config: RunConfig, tied: bool
+):
     actor, batch = tiny_actor(tied=tied), PPOBatch(make_rollouts(8))
     whole = learner(actor)
     train(whole, batch, range(4))
@@ -64,7 +72,9 @@ def test_resumed_is_bit_identical_to_never_stopped(tiny_actor, make_rollouts, co
     second.load(saved_folder(config.run_dir))
     train(second, batch, range(2, 4))
     assert torch.equal(weights(second), weights(whole))
-    assert torch.equal(second.reference.lm_head.weight, actor.lm_head.weight), "the reference is the first actor, not the saved one"
+    assert torch.equal(second.reference.lm_head.weight, actor.lm_head.weight), (
+        "the reference is the first actor, not the saved one"
+    )
 
 
 def test_saving_again_replaces_and_leaves_nothing_else(tiny_actor, config: RunConfig):
@@ -75,7 +85,9 @@ def test_saving_again_replaces_and_leaves_nothing_else(tiny_actor, config: RunCo
     assert [p.name for p in config.run_dir.iterdir()] == ["checkpoint"]
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_not_followed(tiny_actor, config: RunConfig, tmp_path: Path):
+def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_not_followed(
+    tiny_actor, config: RunConfig, tmp_path: Path
+):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").touch()
@@ -86,12 +98,16 @@ def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_not_followed(tiny_a
     config = build_config({"name": "run", "out": str(tmp_path), "ppo": {"keep_checkpoints": 1}})
     for step in (1, 2, 3):
         save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(step, step, 0.0), config)
-    assert read_position(config.run_dir, config).next_step == 3 and [p.name for p in outside.iterdir()] == ["precious"]
+    assert read_position(config.run_dir, config).next_step == 3 and [
+        p.name for p in outside.iterdir()
+    ] == ["precious"]
     assert sorted(p.name for p in config.run_dir.iterdir()) == ["checkpoint", "checkpoints"]
     assert [p.name for p in kept.parent.iterdir()] == ["step-000003"]
 
 
-def test_a_crash_between_the_renames_loses_nothing(tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+def test_a_crash_between_the_renames_loses_nothing(
+    tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
     one = learner(tiny_actor())
     save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)
     rename = checkpoint.os.rename
@@ -108,7 +124,9 @@ def test_a_crash_between_the_renames_loses_nothing(tiny_actor, config: RunConfig
     one.load(saved_folder(config.run_dir))
 
 
-def test_what_a_killed_run_had_begun_to_write_is_removed(tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_what_a_killed_run_had_begun_to_write_is_removed(
+    tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     one, run_dir, outside = learner(tiny_actor()), config.run_dir, tmp_path / "outside"
     save_checkpoint(run_dir, one, RunPosition(1, 1, 1.0), config)
     outside.mkdir()
@@ -124,7 +142,10 @@ def test_what_a_killed_run_had_begun_to_write_is_removed(tiny_actor, config: Run
             save_checkpoint(run_dir, one, RunPosition(2, 2, 2.0), config)
     assert len(list(run_dir.glob(".checkpoint.new-*/actor.safetensors"))) == 1
     checkpoint.remove_unfinished(run_dir)
-    assert sorted(path.name for path in run_dir.rglob(".*")) == [".notes"] and read_position(run_dir, config).next_step == 1
+    assert (
+        sorted(path.name for path in run_dir.rglob(".*")) == [".notes"]
+        and read_position(run_dir, config).next_step == 1
+    )
     assert (outside / ".theirs.new-1").is_file()
 
 
@@ -162,9 +183,13 @@ def test_another_tokenizer_or_actor_has_another_digest(tmp_path):
 
     sizes = {"model_type": "llama", "hidden_size": 32, "rope_theta": 1.0}
     first = memory_of(Words("a", "b"), sizes)
-    assert first == memory_of(Words("a", "b"), {**sizes, "rope_theta": 2.0, "torch_dtype": "bfloat16"})
+    assert first == memory_of(
+        Words("a", "b"), {**sizes, "rope_theta": 2.0, "torch_dtype": "bfloat16"}
+    )
     other = memory_of(Words("b", "a"), {**sizes, "hidden_size": 64})
-    assert all(first[name] != other[name] and len(first[name]) == 32 for name in ("tokenizer", "actor"))
+    assert all(
+        first[name] != other[name] and len(first[name]) == 32 for name in ("tokenizer", "actor")
+    )
 
 
 def test_nothing_saved_is_said(config: RunConfig):
@@ -180,10 +205,18 @@ def test_another_configuration_is_refused_by_name(tiny_actor, config: RunConfig)
 
 def test_a_key_may_differ_if_it_is_named(tiny_actor, config: RunConfig):
     save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
-    changed = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 99, "clip_range": 0.3}), "name": "run"})
+    changed = config.model_copy(
+        update={
+            "ppo": config.ppo.model_copy(update={"steps": 99, "clip_range": 0.3}),
+            "name": "run",
+        }
+    )
     with pytest.raises(ConfigError) as error:
         read_position(config.run_dir, changed)
-    assert "ppo.steps was" in str(error.value) and "--allow ppo.steps --allow ppo.clip_range" in error.value.do
+    assert (
+        "ppo.steps was" in str(error.value)
+        and "--allow ppo.steps --allow ppo.clip_range" in error.value.do
+    )
     with pytest.raises(ConfigError, match=r"ppo\.clip_range was"):
         read_position(config.run_dir, changed, ["ppo.steps"])
     assert read_position(config.run_dir, changed, ["ppo.steps", "ppo.clip_range"]).next_step == 1
@@ -192,23 +225,35 @@ def test_a_key_may_differ_if_it_is_named(tiny_actor, config: RunConfig):
         read_position(config.run_dir, changed, ["ppo.stepps"])
 
 
-def test_a_moved_folder_and_a_key_that_the_state_does_not_know_are_no_change(tiny_actor, config: RunConfig, tmp_path: Path):
+def test_a_moved_folder_and_a_key_that_the_state_does_not_know_are_no_change(
+    tiny_actor, config: RunConfig, tmp_path: Path
+):
     folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
     state = json.loads((folder / "state.json").read_text())
     del state["config"]["ppo"]["clip_range"], state["config"]["report"]
     (folder / "state.json").write_text(json.dumps(state))
-    assert read_position(config.run_dir, config.model_copy(update={"name": "other", "out": str(tmp_path / "moved")})).next_step == 1
+    assert (
+        read_position(
+            config.run_dir,
+            config.model_copy(update={"name": "other", "out": str(tmp_path / "moved")}),
+        ).next_step
+        == 1
+    )
 
 
 def test_no_secret_is_saved(tiny_actor, config: RunConfig):
-    engine = config.engine.model_copy(update={"backend": "http://me:s3cret@host:1", "extra": {"api_key": "s3cret"}})
+    engine = config.engine.model_copy(
+        update={"backend": "http://me:s3cret@host:1", "extra": {"api_key": "s3cret"}}
+    )
     config = config.model_copy(update={"engine": engine})
     folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
     assert "s3cret" not in (folder / "state.json").read_text()
     assert read_position(config.run_dir, config).next_step == 1
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format_version": 9}', '{"format_version": 1, "next_step": "x"}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format_version": 9}', '{"format_version": 1, "next_step": "x"}']
+)
 def test_damaged_state_is_refused(tiny_actor, config: RunConfig, content: str):
     folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
     (folder / "state.json").write_text(content)
@@ -231,7 +276,9 @@ def test_torn_file_is_refused(tiny_actor, config: RunConfig):
         learner(tiny_actor()).load(saved_folder(config.run_dir))
 
 
-def test_a_full_disk_does_not_end_the_run(tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog):
+def test_a_full_disk_does_not_end_the_run(
+    tiny_actor, config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog
+):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -252,7 +299,9 @@ def test_state_names_its_configuration(tiny_actor, config: RunConfig):
 @pytest.fixture
 def saved_twice(tiny_actor, config: RunConfig) -> RunConfig:
     """A run that keeps two checkpoints, of steps 1 and 2."""
-    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"keep_checkpoints": 2})})
+    config = config.model_copy(
+        update={"ppo": config.ppo.model_copy(update={"keep_checkpoints": 2})}
+    )
     one = learner(tiny_actor())
     for step in (1, 2):
         save_checkpoint(config.run_dir, one, RunPosition(step, step, 0.0), config)
@@ -269,8 +318,12 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "flip", "gone"])
-@pytest.mark.parametrize("name", ["actor.safetensors", "critic_optimizer.safetensors", "shaping.json"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(saved_twice: RunConfig, how: str, name: str, caplog):
+@pytest.mark.parametrize(
+    "name", ["actor.safetensors", "critic_optimizer.safetensors", "shaping.json"]
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
+    saved_twice: RunConfig, how: str, name: str, caplog
+):
     run_dir = saved_twice.run_dir
     spoil(run_dir / "checkpoint" / name, how)
     assert read_position(run_dir, saved_twice).next_step == 2, "its kept twin is whole"
@@ -292,13 +345,17 @@ def test_a_damaged_state_file_too(saved_twice: RunConfig, how: str):
 
 
 @pytest.mark.parametrize("limit", [100, 3000, 20_000])
-def test_a_really_full_disk_leaves_the_checkpoint_before(tiny_actor, config: RunConfig, limit: int, caplog):
+def test_a_really_full_disk_leaves_the_checkpoint_before(
+    tiny_actor, config: RunConfig, limit: int, caplog
+):
     one = learner(tiny_actor())
     save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)
     with no_file_beyond(limit):
         checkpoint.try_save(config.run_dir, one, RunPosition(2, 2, 0.0), config)
     assert "step 2" in caplog.text and "stays" in caplog.text
-    assert read_position(config.run_dir, config).next_step == 1 and [p.name for p in config.run_dir.iterdir()] == ["checkpoint"]
+    assert read_position(config.run_dir, config).next_step == 1 and [
+        p.name for p in config.run_dir.iterdir()
+    ] == ["checkpoint"]
     checkpoint.try_save(config.run_dir, one, RunPosition(3, 3, 0.0), config)
     assert read_position(config.run_dir, config).next_step == 3
 

@@ -11,7 +11,14 @@ from transformers import LlamaForSequenceClassification, LlamaForTokenClassifica
 
 from heads.errors import ConfigError, DataError, ModelError, RunError
 from medusa_ppo.config import PPOConfig
-from medusa_ppo.ppo.rewards import CallableReward, ModelReward, earned_by_steps, find_callable, make_reward, step_ends
+from medusa_ppo.ppo.rewards import (
+    CallableReward,
+    ModelReward,
+    earned_by_steps,
+    find_callable,
+    make_reward,
+    step_ends,
+)
 
 
 def length(prompt: str, response: str, row: dict) -> float:
@@ -32,7 +39,9 @@ def test_the_default_reward_is_found():
     assert source.correct(scores).tolist() == [True, False]
 
 
-def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "my_own_rewards.py").write_text("def one(prompt, response, row):\n    return 1\n")
     monkeypatch.chdir(tmp_path)
     assert find_callable("my_own_rewards:one")("", "", {}) == 1
@@ -75,17 +84,23 @@ def test_a_reward_model_reads_prompt_and_response_whatever_the_batch(reward_mode
     source = make_reward(PPOConfig(reward=str(reward_model)))
     prompts, responses = ["a", "ab", "c"], ["b", "cab", "a"]
     together = source.score(prompts, responses, [{}] * 3)
-    alone = torch.cat([source.score([p], [r], [{}]) for p, r in zip(prompts, responses, strict=True)])
+    alone = torch.cat(
+        [source.score([p], [r], [{}]) for p, r in zip(prompts, responses, strict=True)]
+    )
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     model = LlamaForSequenceClassification.from_pretrained(reward_model)
-    torch.testing.assert_close(together[1], model(torch.tensor([[1, 2, 3, 1, 2]])).logits[0, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        together[1], model(torch.tensor([[1, 2, 3, 1, 2]])).logits[0, 0], rtol=1e-4, atol=1e-5
+    )
     assert source.correct(together) is None, "a model's score says nothing about right and wrong"
 
 
 def test_unusable_reward_models(reward_model: Path, tmp_path_factory):
     with pytest.raises(ModelError, match="can't be loaded"):
         ModelReward(str(tmp_path_factory.mktemp("empty")))
-    model = LlamaForSequenceClassification.from_pretrained(reward_model, num_labels=3, ignore_mismatched_sizes=True)
+    model = LlamaForSequenceClassification.from_pretrained(
+        reward_model, num_labels=3, ignore_mismatched_sizes=True
+    )
     model.save_pretrained(reward_model)
     with pytest.raises(ModelError, match="one output"):
         ModelReward(str(reward_model))
@@ -96,7 +111,9 @@ def texts(count: int, longest: int = 100) -> list[str]:
     return ["".join(drawn.choices("abc", k=drawn.randrange(longest))) for _ in range(count)]
 
 
-def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_batch(tmp_path: Path, save_judge):
+def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_batch(
+    tmp_path: Path, save_judge
+):
     save_judge(tmp_path, hidden=64)
     source, every = ModelReward(str(tmp_path)), texts(200)
     expected = source.score([""] * 200, every, [{}] * 200)
@@ -108,11 +125,16 @@ def test_the_same_text_has_the_same_reward_to_the_bit_whatever_else_is_in_the_ba
 
 
 def test_a_template_is_what_the_model_reads(reward_model: Path):
-    plain, source = ModelReward(str(reward_model)), ModelReward(str(reward_model), template="c{prompt}b{response}ca")
+    plain, source = (
+        ModelReward(str(reward_model)),
+        ModelReward(str(reward_model), template="c{prompt}b{response}ca"),
+    )
     assert torch.equal(source.score(["a"], ["bb"], [{}]), plain.score(["cab"], ["bbca"], [{}]))
 
 
-@pytest.mark.parametrize("template", ["{response}", "{response}{prompt}", "{prompt}{response}{end}"])
+@pytest.mark.parametrize(
+    "template", ["{response}", "{response}{prompt}", "{prompt}{response}{end}"]
+)
 def test_a_template_needs_prompt_and_response(reward_model: Path, template: str):
     with pytest.raises(ConfigError, match="template"):
         ModelReward(str(reward_model), template=template)
@@ -143,7 +165,9 @@ def test_where_steps_end(pieces: list[str], expected: list[tuple[int, int]]):
 
 
 def test_each_step_has_its_reward_at_its_last_token():
-    source = CallableReward(lambda prompt, response, row: [len(step) for step in response.split("|") if step], "steps")
+    source = CallableReward(
+        lambda prompt, response, row: [len(step) for step in response.split("|") if step], "steps"
+    )
     found = earned_by_steps(source, [["ab", "|", "c"], ["abc"]], ["", ""], [{}, {}], "|")
     assert found.tolist() == [[0, 2, 1], [3, 0, 0]]
 
@@ -158,10 +182,14 @@ def test_process_rewards_of_another_number_of_steps_are_refused():
 
 @pytest.mark.parametrize("labels", [1, 2])
 @torch.no_grad()
-def test_a_process_reward_model_is_read_at_the_end_of_each_step(tmp_path: Path, save_judge, labels: int):
+def test_a_process_reward_model_is_read_at_the_end_of_each_step(
+    tmp_path: Path, save_judge, labels: int
+):
     save_judge(tmp_path, labels, by_steps=True)
     source = make_reward(PPOConfig(reward=str(tmp_path), step_separator="c"))
     ((first, second),) = source.score_steps(["a"], [["bac", "b"]], [{}])
-    logits = LlamaForTokenClassification.from_pretrained(tmp_path)(torch.tensor([[1, 2, 1, 3, 2]])).logits[0]
+    logits = LlamaForTokenClassification.from_pretrained(tmp_path)(
+        torch.tensor([[1, 2, 1, 3, 2]])
+    ).logits[0]
     judged = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
     torch.testing.assert_close(torch.tensor([first, second]), judged[[3, 4]], rtol=1e-4, atol=1e-5)

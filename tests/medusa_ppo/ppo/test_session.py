@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from heads.errors import CheckpointError, ConfigError, DataError, EngineError, MedusaError, ModelError
+from heads.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    MedusaError,
+    ModelError,
+)
 from medusa_ppo.config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.engines.pieces import SharedMemory
@@ -94,7 +101,9 @@ class StopAt(ProgressSink):
             raise self.error
 
 
-def test_ppo_runs_without_the_plugin(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch):
+def test_ppo_runs_without_the_plugin(
+    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("the plugin must not be used")
 
@@ -104,11 +113,15 @@ def test_ppo_runs_without_the_plugin(tmp_path: Path, actor_folder: Path, scene: 
     assert summary["steps"] == STEPS and summary["status"] == "finished"
     assert scene.events == ["ray up", "engine up", "engine down", "ray down"]
     run_dir = tmp_path / "runs" / "run"
-    assert (run_dir / "actor" / "model.safetensors").is_file() and not (run_dir / "heads-final").exists()
+    assert (run_dir / "actor" / "model.safetensors").is_file() and not (
+        run_dir / "heads-final"
+    ).exists()
     assert not [p.name for p in run_dir.iterdir() if p.name.startswith(".")]
 
 
-def test_trackers_see_every_step_and_are_closed(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch):
+def test_trackers_see_every_step_and_are_closed(
+    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
     seen: list[tuple[int, dict[str, float]]] = []
 
     class Recorder:
@@ -121,10 +134,14 @@ def test_trackers_see_every_step_and_are_closed(tmp_path: Path, actor_folder: Pa
 
     monkeypatch.setitem(make.STARTS, "ray", lambda *_: Recorder())
     config = settings(tmp_path, actor_folder)
-    config = config.model_copy(update={"report": config.report.model_copy(update={"trackers": ("ray",)})})
+    config = config.model_copy(
+        update={"report": config.report.model_copy(update={"trackers": ("ray",)})}
+    )
     assert run_ppo(config)["steps"] == STEPS
     lines = read_run(config.run_dir).steps
-    assert [step for step, _ in seen] == [0, 1, 2] and seen[1][1]["reward_mean"] == lines[1]["reward_mean"]
+    assert [step for step, _ in seen] == [0, 1, 2] and seen[1][1]["reward_mean"] == lines[1][
+        "reward_mean"
+    ]
     assert scene.events == ["ray up", "engine up", "engine down", "tracker closed", "ray down"]
 
 
@@ -133,7 +150,9 @@ def test_a_missing_tracker_is_told_before_anything_starts(
 ):
     monkeypatch.setitem(make.PACKAGES, "wandb", "no_such_package")
     config = settings(tmp_path, actor_folder)
-    config = config.model_copy(update={"report": config.report.model_copy(update={"trackers": ("wandb",)})})
+    config = config.model_copy(
+        update={"report": config.report.model_copy(update={"trackers": ("wandb",)})}
+    )
     with pytest.raises(ConfigError, match="no_such_package"):
         run_ppo(config)
     assert scene.events == [] and not config.run_dir.exists()
@@ -149,7 +168,9 @@ def test_stopped_runs_close_everything_and_report(tmp_path: Path, actor_folder: 
     assert not (config.run_dir / "actor").exists()
 
 
-def test_failed_runs_close_everything_and_keep_what_was_finished(tmp_path: Path, actor_folder: Path, scene: Scene):
+def test_failed_runs_close_everything_and_keep_what_was_finished(
+    tmp_path: Path, actor_folder: Path, scene: Scene
+):
     config = settings(tmp_path, actor_folder)
     with pytest.raises(EngineError, match="gone"):
         run_ppo(config, StopAt(0, EngineError("The engine is gone.")))
@@ -169,17 +190,26 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, actor_folder: Path, 
     summary = run_ppo(config, resume=True)
     assert summary["steps"] == STEPS and scene.engine.policy_version == STEPS
     names = ("reward_mean", "entropy", "policy_loss", "kl_reference", "actor_grad_norm")
-    expected, found = ([[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (whole, config))
+    expected, found = (
+        [[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (whole, config)
+    )
     assert found == expected
 
 
-def test_a_resumed_run_gives_its_engines_what_they_remembered(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch):
+def test_a_resumed_run_gives_its_engines_what_they_remembered(
+    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch
+):
     made, told = session.make_engine, []
 
     def pool_of_one(*args, **how) -> EnginePool:
         pool = EnginePool(lambda _: made(*args, **how), 1)
         pool.memory = SharedMemory(1 << 16)
-        monkeypatch.setattr(type(scene.engine), "remember", lambda _, rows: told.append(list(rows)) or len(rows), raising=False)
+        monkeypatch.setattr(
+            type(scene.engine),
+            "remember",
+            lambda _, rows: told.append(list(rows)) or len(rows),
+            raising=False,
+        )
         return pool
 
     monkeypatch.setattr(session, "make_engine", pool_of_one)
@@ -189,14 +219,22 @@ def test_a_resumed_run_gives_its_engines_what_they_remembered(tmp_path: Path, ac
     assert not told, "a single engine has heard everything itself"
     run_ppo(config, resume=True)
     saved = saved_memory(config.run_dir)
-    assert len(told) == 1 and [len(told[0]), len(saved["table"])] == [4, 12], "a step's four until it was stopped, twelve at the end"
+    assert len(told) == 1 and [len(told[0]), len(saved["table"])] == [4, 12], (
+        "a step's four until it was stopped, twelve at the end"
+    )
     assert sorted({age for _, age, _, _ in told[0]}) == [1] and saved["version"] == STEPS
     monkeypatch.setattr(session.run_state, "ACTOR_SIZES", ("model_type",))
     with pytest.raises(CheckpointError, match="another actor"):
-        run_ppo(config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": STEPS + 1})}), resume=True, allow=["ppo.steps"])
+        run_ppo(
+            config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": STEPS + 1})}),
+            resume=True,
+            allow=["ppo.steps"],
+        )
 
 
-def test_an_engine_that_does_not_start_ends_the_run_cleanly(tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch):
+def test_an_engine_that_does_not_start_ends_the_run_cleanly(
+    tmp_path: Path, actor_folder: Path, scene: Scene, monkeypatch
+):
     def fail(*args: object, **kwargs: object) -> None:
         raise EngineError("No engine today.")
 
@@ -217,7 +255,9 @@ def test_an_engine_that_does_not_start_ends_the_run_cleanly(tmp_path: Path, acto
         ({"ppo": {"reward": "/nowhere"}}, ModelError, "reward model"),
     ],
 )
-def test_mistakes_are_found_before_anything_starts(tmp_path: Path, actor_folder: Path, scene: Scene, changes, error, says):
+def test_mistakes_are_found_before_anything_starts(
+    tmp_path: Path, actor_folder: Path, scene: Scene, changes, error, says
+):
     config = settings(tmp_path, actor_folder, **changes)
     with pytest.raises(error, match=says) as caught:
         run_ppo(config)
@@ -225,7 +265,9 @@ def test_mistakes_are_found_before_anything_starts(tmp_path: Path, actor_folder:
     assert not scene.events and not config.run_dir.exists()
 
 
-def test_nothing_to_resume_is_said_before_anything_starts(tmp_path: Path, actor_folder: Path, scene: Scene):
+def test_nothing_to_resume_is_said_before_anything_starts(
+    tmp_path: Path, actor_folder: Path, scene: Scene
+):
     with pytest.raises(MedusaError, match="nothing to resume"):
         run_ppo(settings(tmp_path, actor_folder), resume=True)
     assert not scene.events

@@ -19,13 +19,17 @@ def batch(make_rollouts) -> PPOBatch:
     """Four responses, of which the second was cut."""
     rollouts = make_rollouts(4)
     first, second, *rest = rollouts.responses
-    return PPOBatch(replace(rollouts, responses=(first, replace(second, finish_reason="length"), *rest)))
+    return PPOBatch(
+        replace(rollouts, responses=(first, replace(second, finish_reason="length"), *rest))
+    )
 
 
 REWARDS = torch.tensor([1.0, 2.0, 3.0, 6.0])
 
 
-@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.0}, {"cut_responses": 0.0}, {"cut_responses": "mask"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"length_penalty": 0.0}, {"cut_responses": 0.0}, {"cut_responses": "mask"}]
+)
 def test_rewards_stay_to_the_bit(batch: PPOBatch, options: dict):
     assert torch.equal(Shaping(PPOConfig(**options)).rewards(batch, REWARDS), REWARDS)
 
@@ -37,21 +41,34 @@ def test_length_and_cuts_cost(batch: PPOBatch):
     by_token_SR = torch.ones(batch.mask_SR.shape)
     found_SR = shaping.rewards(batch, by_token_SR)
     torch.testing.assert_close(found_SR.sum(1), by_token_SR.sum(1) - taken)
-    assert (found_SR != 1).nonzero().tolist() == [[s, int(length) - 1] for s, length in enumerate(batch.lengths_S)]
+    assert (found_SR != 1).nonzero().tolist() == [
+        [s, int(length) - 1] for s, length in enumerate(batch.lengths_S)
+    ]
 
 
 def test_masked_responses_are_left_out(batch: PPOBatch):
     assert Shaping(PPOConfig()).trained(batch).tolist() == [True] * 4
-    assert Shaping(PPOConfig(cut_responses="mask")).trained(batch).tolist() == [True, False, True, True]
+    assert Shaping(PPOConfig(cut_responses="mask")).trained(batch).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_rewards_are_scaled_by_their_spread_over_the_run(batch: PPOBatch):
     shaping = Shaping(PPOConfig(scale_rewards=True))
-    torch.testing.assert_close(shaping.rewards(batch, REWARDS), REWARDS / REWARDS.std(unbiased=False))
+    torch.testing.assert_close(
+        shaping.rewards(batch, REWARDS), REWARDS / REWARDS.std(unbiased=False)
+    )
     later = 10 * REWARDS
-    torch.testing.assert_close(shaping.rewards(batch, later), later / torch.cat([REWARDS, later]).std(unbiased=False))
+    torch.testing.assert_close(
+        shaping.rewards(batch, later), later / torch.cat([REWARDS, later]).std(unbiased=False)
+    )
     same = torch.full((4,), 3.0)
-    assert torch.equal(Shaping(PPOConfig(scale_rewards=True)).rewards(batch, same), same), "no spread, no scale"
+    assert torch.equal(Shaping(PPOConfig(scale_rewards=True)).rewards(batch, same), same), (
+        "no spread, no scale"
+    )
 
 
 def test_the_coefficient_follows_the_kl():
@@ -97,12 +114,19 @@ def test_what_is_remembered_is_saved(batch: PPOBatch, tmp_path: Path):
 )
 def test_step_sizes_by_hand(options: dict, expected: list[float]):
     config = PPOConfig(steps=4, **options)
-    assert [learning_rate_share(config, step) for step in range(4)] == pytest.approx(expected, abs=1e-6)
+    assert [learning_rate_share(config, step) for step in range(4)] == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_steps_without_a_finite_gradient_are_counted():
     norms = GradientNorms()
-    assert [norms.sound(norm) for norm in (1.0, float("nan"), 3.0, float("inf"))] == [True, False, True, False]
+    assert [norms.sound(norm) for norm in (1.0, float("nan"), 3.0, float("inf"))] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert norms.skipped == 2 and norms.mean("actor") == 2.0
     assert GradientNorms().mean("actor") == 0.0
     only = GradientNorms()

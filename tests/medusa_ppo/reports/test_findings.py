@@ -22,7 +22,13 @@ def make(*steps: dict[str, Any], status: str = "finished", unreadable: int = 0, 
 
 
 def drafted(mal: float, version: int = 1, **more: Any) -> dict[str, Any]:
-    return {"mal_serving": mal, "drafts": 100, "accepted": round(100 * (mal - 1)), "heads_version": version, **more}
+    return {
+        "mal_serving": mal,
+        "drafts": 100,
+        "accepted": round(100 * (mal - 1)),
+        "heads_version": version,
+        **more,
+    }
 
 
 @pytest.mark.parametrize("name", ["demo", "long", "one", "zero"])
@@ -37,13 +43,22 @@ CASES: dict[str, Run] = {
     "unreadable_lines": make({}, unreadable=2),
     "not_finite": make({"value_loss": None, "nonfinite": ["value_loss"]}),
     "broken_swap": make(drafted(2.0), drafted(1.05, version=2)),
-    "swap_alarm": make(drafted(1.5, swap_alarms=0), drafted(1.5, swap_alarms=1), drafted(1.5, swap_alarms=1)),
-    "restarts": make({"engine_restarts": 0, "companion_restarts": 0}, {"engine_restarts": 0, "companion_restarts": 2}),
+    "swap_alarm": make(
+        drafted(1.5, swap_alarms=0), drafted(1.5, swap_alarms=1), drafted(1.5, swap_alarms=1)
+    ),
+    "restarts": make(
+        {"engine_restarts": 0, "companion_restarts": 0},
+        {"engine_restarts": 0, "companion_restarts": 2},
+    ),
     "drafting_did_not_pay": make({"pair_speedup": 0.9}),
-    "plugin_did_not_pay": make({}, comparison={"steps": [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]}),
+    "plugin_did_not_pay": make(
+        {}, comparison={"steps": [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]}
+    ),
     "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
     "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),
-    "companion_stopped": make(*[{"companion_trained_tokens": min(step, 3) * 100} for step in range(12)]),
+    "companion_stopped": make(
+        *[{"companion_trained_tokens": min(step, 3) * 100} for step in range(12)]
+    ),
     "batches_dropped": make({"companion_batches_dropped": 2}),
     "plugin_exposed": make({"plugin_exposed_s": 3.0, "wall_s": 20.0}),
     "logprob_gap": make({"logprob_gap": 0.2}),
@@ -68,7 +83,9 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
     [
         make(drafted(2.0), drafted(1.99, staleness=30)),  # old, but nothing is lost by it
         make(drafted(2.0), drafted(1.05, version=1)),  # acceptance fell, but no heads came in
-        make(drafted(2.0), {"mal_serving": 1.0, "drafts": 0, "accepted": 0, "heads_version": 2}),  # the step did not draft
+        make(
+            drafted(2.0), {"mal_serving": 1.0, "drafts": 0, "accepted": 0, "heads_version": 2}
+        ),  # the step did not draft
         make(drafted(1.05, version=0), drafted(1.02, version=1)),  # there was nothing to lose
         make({"nonfinite": ["companion_loss"]}),  # no batch trained yet
         make({"replay_mal_serving": 1.60, "replay_mal_frozen": 1.60}),

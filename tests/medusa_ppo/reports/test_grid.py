@@ -10,7 +10,9 @@ import pytest
 from medusa_ppo.reports.svg import MAX_COLUMNS, Grid, bin_values, nice_ticks, step_ticks
 
 
-@pytest.mark.parametrize("steps", [[], [0], [7], range(16), range(3, 363), range(361), range(10_000), [5, 100_000]])
+@pytest.mark.parametrize(
+    "steps", [[], [0], [7], range(16), range(3, 363), range(361), range(10_000), [5, 100_000]]
+)
 def test_every_step_has_a_column_and_there_are_never_too_many(steps) -> None:
     grid = Grid.over(steps)
     assert 1 <= grid.count <= MAX_COLUMNS
@@ -35,10 +37,16 @@ def test_decimation_loses_no_extreme() -> None:
     binned = bin_values(grid, range(10_000), values)
     assert binned.extremes == (-40.0, 50.0)
     assert binned.high[grid.column(4321)] == 50.0 and binned.low[grid.column(77)] == -40.0
-    assert all(low <= mean <= high for low, mean, high in zip(binned.low, binned.mean, binned.high, strict=True))
+    assert all(
+        low <= mean <= high
+        for low, mean, high in zip(binned.low, binned.mean, binned.high, strict=True)
+    )
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.0, 3.2), (-5, 30), (0, 0), (3, 3), (0.0004, 0.0006), (-1e9, 1e9), (0, 1e-9)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 1), (1.0, 3.2), (-5, 30), (0, 0), (3, 3), (0.0004, 0.0006), (-1e9, 1e9), (0, 1e-9)],
+)
 def test_ticks_are_round_cover_the_range_and_are_few(low: float, high: float) -> None:
     ticks = nice_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high - 1e-12 * abs(high)

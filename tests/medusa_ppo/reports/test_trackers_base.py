@@ -60,7 +60,9 @@ class Broken(Recorder):
         raise OSError("no network at the end either")
 
 
-def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     broken, good = Broken(), Recorder()
     group = TrackerGroup({"wandb": broken, "ray": good})
     with caplog.at_level(logging.WARNING):
@@ -68,7 +70,9 @@ def test_a_tracker_that_fails_is_told_once_and_hurts_nobody(caplog: pytest.LogCa
             group.log({names.STEP: step, names.REWARD_MEAN: 0.5})
         group.close()
         group.close()
-    assert [step for step, _ in good.lines] == [step for step, _ in broken.lines] == [0, 1, 2], "tried again at every step"
+    assert [step for step, _ in good.lines] == [step for step, _ in broken.lines] == [0, 1, 2], (
+        "tried again at every step"
+    )
     assert good.lines[1] == (1, {names.STEP: 1.0, names.REWARD_MEAN: 0.5}) and good.closed == 1
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1 and "wandb" in warnings[0] and "no network" in warnings[0]
@@ -85,7 +89,9 @@ class Hanging(Recorder):
         self.end.wait()
 
 
-def test_a_tracker_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_hangs_holds_nobody_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     monkeypatch.setattr(trackers, "CLOSE_S", 0.3)
     hanging, good = Hanging(), Recorder()
@@ -109,7 +115,13 @@ def test_a_clock_that_jumps_changes_no_duration() -> None:
     """Wall time is asked for stamps and names alone: nothing of ours measures or waits by it."""
     users = {}
     for path in (Path(trackers.__file__).parents[1]).rglob("*.py"):
-        found = re.findall(r"\btime\.time\(|\bdatetime\.(?:now|utcnow)\(|time_ns\(", path.read_text())
+        found = re.findall(
+            r"\btime\.time\(|\bdatetime\.(?:now|utcnow)\(|time_ns\(", path.read_text()
+        )
         if found:
             users[path.name] = found
-    assert users == {"store.py": ["datetime.now("], "service.py": ["time_ns("], "team.py": ["time_ns("]}
+    assert users == {
+        "store.py": ["datetime.now("],
+        "service.py": ["time_ns("],
+        "team.py": ["time_ns("],
+    }

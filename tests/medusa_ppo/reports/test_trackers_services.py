@@ -16,7 +16,10 @@ import pytest
 from medusa_ppo.reports.trackers import TensorBoardTracker, TrackioTracker, WandbTracker
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the package tensorboard is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None,
+    reason="the package tensorboard is not installed",
+)
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -35,7 +38,9 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     resumed = TensorBoardTracker(tmp_path, first_step=2)
     resumed.log(2, {"mal_serving": 9.0})
     resumed.close()
-    assert read("mal_serving") == [(0, 1.0), (1, 2.0), (2, 9.0)], "a step that is done again is there once"
+    assert read("mal_serving") == [(0, 1.0), (1, 2.0), (2, 9.0)], (
+        "a step that is done again is there once"
+    )
 
 
 class StandIn:
@@ -50,7 +55,9 @@ class StandIn:
 
 
 class WandbRun(StandIn):
-    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+    def log(
+        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
         self.lines.append((data, step))
 
 
@@ -73,23 +80,41 @@ def installed(monkeypatch: pytest.MonkeyPatch, name: str, run: StandIn) -> dict[
     return given
 
 
-def test_wandb_is_called_as_its_package_wants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_is_called_as_its_package_wants(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = WandbRun()
     given = installed(monkeypatch, "wandb", run)
     tracker = WandbTracker("project", "name", tmp_path / "run", {"seed": 1})
     tracker.log(7, {"mal_serving": 2.0})
     tracker.close()
-    assert given == {"project": "project", "name": "name", "group": "name", "dir": str(tmp_path / "run"), "config": {"seed": 1}}
-    assert (tmp_path / "run").is_dir(), "wandb falls back to another folder when this one is missing"
+    assert given == {
+        "project": "project",
+        "name": "name",
+        "group": "name",
+        "dir": str(tmp_path / "run"),
+        "config": {"seed": 1},
+    }
+    assert (tmp_path / "run").is_dir(), (
+        "wandb falls back to another folder when this one is missing"
+    )
     assert run.lines == [({"mal_serving": 2.0}, 7)] and run.finished
 
 
 @pytest.mark.parametrize(("resumed", "word"), [(False, "never"), (True, "allow")])
-def test_trackio_is_called_as_its_package_wants(monkeypatch: pytest.MonkeyPatch, resumed: bool, word: str) -> None:
+def test_trackio_is_called_as_its_package_wants(
+    monkeypatch: pytest.MonkeyPatch, resumed: bool, word: str
+) -> None:
     run = TrackioRun()
     given = installed(monkeypatch, "trackio", run)
     tracker = TrackioTracker("project", "name", {"seed": 1}, resumed=resumed)
     tracker.log(7, {"mal_serving": 2.0})
     tracker.close()
-    assert given == {"project": "project", "name": "name", "config": {"seed": 1}, "resume": word, "embed": False}
+    assert given == {
+        "project": "project",
+        "name": "name",
+        "config": {"seed": 1},
+        "resume": word,
+        "embed": False,
+    }
     assert run.lines == [({"mal_serving": 2.0}, 7)] and run.finished

@@ -19,7 +19,11 @@ CHAT_TEMPLATE = (
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
-    path.write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in demo_rows("train", 0, 48)))
+    path.write_text(
+        "".join(
+            json.dumps({"question": row["question"]}) + "\n" for row in demo_rows("train", 0, 48)
+        )
+    )
     return path
 
 

@@ -31,19 +31,28 @@ def random_batch(lengths: list[int], seed: int) -> RolloutBatch:
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths)
     ids = torch.randint(0, SIZES[0], (rows,), generator=generator)
-    return RolloutBatch(torch.randn(rows, SIZES[1], generator=generator), ids, torch.full((rows,), -2.0), torch.tensor(lengths))
+    return RolloutBatch(
+        torch.randn(rows, SIZES[1], generator=generator),
+        ids,
+        torch.full((rows,), -2.0),
+        torch.tensor(lengths),
+    )
 
 
 def trained(batch: RolloutBatch, team: Meeting | None, rows: int) -> dict[str, torch.Tensor]:
     lm_head_VD = torch.randn(*SIZES, generator=torch.Generator().manual_seed(9))
     config = CompanionConfig(loss="ce_tv", batch_positions=rows, epochs=1)
-    trainer = HeadsTrainer(MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0)
+    trainer = HeadsTrainer(
+        MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0
+    )
     trainer.join(team)
     trainer.train_batch(batch)
     return trainer.state_dict()
 
 
-def test_two_workers_step_as_one_would_on_all_rows(in_a_team: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_step_as_one_would_on_all_rows(
+    in_a_team: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when the one has fewer rows than the other, and none at all in the last step."""
     monkeypatch.setattr("medusa_ppo.companion.trainer.CLIP_NORM", 1e9)
     lengths = ([9, 4], [5, 3])
@@ -55,25 +64,40 @@ def test_two_workers_step_as_one_would_on_all_rows(in_a_team: Callable[..., list
             torch.testing.assert_close(state[name], one_step[name], rtol=1e-4, atol=1e-5)
     uneven = in_a_team(lambda team, rank: trained(halves[rank], team, 7))
     assert uneven[0]["counters"].tolist()[-1] == 2 == uneven[1]["counters"].tolist()[-1]
-    assert torch.equal(uneven[0]["heads.blocks.0.layers.0.weight"], uneven[1]["heads.blocks.0.layers.0.weight"])
+    assert torch.equal(
+        uneven[0]["heads.blocks.0.layers.0.weight"], uneven[1]["heads.blocks.0.layers.0.weight"]
+    )
 
 
 def test_every_group_is_dealt_once_an_epoch_and_always_to_the_same_worker() -> None:
     first, second = (deal_parts(11, 4, 2, seed=3, epoch=epoch) for epoch in (0, 1))
     for epoch in (first, second):
         assert sorted(g for part in epoch for share in part for g in share) == list(range(11))
-        assert all(g % 2 == rank for part in epoch for rank, share in enumerate(part) for g in share)
+        assert all(
+            g % 2 == rank for part in epoch for rank, share in enumerate(part) for g in share
+        )
         assert all(share for part in epoch for share in part), "no worker is ever without work"
     assert first != second and first == deal_parts(11, 4, 2, seed=3, epoch=0)
 
 
 @pytest.mark.slow
 def test_workers_in_ray_train_together_and_go_on_together(
-    ray_session: None, chain_actor: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_session: None,
+    chain_actor: Path,
+    questions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, snapshot, real = tmp_path / "heads", tmp_path / "snapshot", ResumeFolder.save_trainer
     options = TrainOptions(
-        model=str(chain_actor), data=str(questions), out=out, column="question", num_heads=2, epochs=2, batch_positions=16, workers=2
+        model=str(chain_actor),
+        data=str(questions),
+        out=out,
+        column="question",
+        num_heads=2,
+        epochs=2,
+        batch_positions=16,
+        workers=2,
     )
 
     def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
@@ -89,14 +113,24 @@ def test_workers_in_ray_train_together_and_go_on_together(
     heads = load_heads(out)[0].trainable_state()
     shutil.copytree(snapshot, out / "resume")
     train_heads(options, OfflineProgress(quiet=True))
-    assert [json.loads(line)["loss"] for line in (out / "train.jsonl").read_text().splitlines()] == losses
+    assert [
+        json.loads(line)["loss"] for line in (out / "train.jsonl").read_text().splitlines()
+    ] == losses
     for name, value in load_heads(out)[0].trainable_state().items():
         assert torch.equal(value, heads[name]), name
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_is_one_sentence(ray_session: None, chain_actor: Path, questions: Path, tmp_path: Path) -> None:
-    options = TrainOptions(model=str(tmp_path / "gone"), data=str(questions), out=tmp_path / "heads", column="question", workers=2)
+def test_a_worker_that_fails_is_one_sentence(
+    ray_session: None, chain_actor: Path, questions: Path, tmp_path: Path
+) -> None:
+    options = TrainOptions(
+        model=str(tmp_path / "gone"),
+        data=str(questions),
+        out=tmp_path / "heads",
+        column="question",
+        workers=2,
+    )
     model = tmp_path / "gone"
     shutil.copytree(chain_actor, model)
     (model / "model.safetensors").unlink()

@@ -41,11 +41,15 @@ def assert_as_alone(model: PreTrainedModel, samples: list[Sample]) -> None:
         with torch.no_grad():
             out = model(torch.tensor([sample.ids]), output_hidden_states=True)
         rows = [t - 1 for a, b in sample.spans for t in range(a, b)]
-        torch.testing.assert_close(batch.hidden_MD, out.hidden_states[-1][0, rows], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            batch.hidden_MD, out.hidden_states[-1][0, rows], rtol=1e-4, atol=1e-4
+        )
         ids = [sample.ids[t] for a, b in sample.spans for t in range(a, b)]
         logp = torch.log_softmax(out.logits[0, rows] / TEMPERATURE, -1)[range(len(ids)), ids]
         torch.testing.assert_close(batch.logprobs_M, logp, rtol=1e-4, atol=1e-4)
-        assert batch.response_ids_M.tolist() == ids and batch.lengths_S.tolist() == [b - a for a, b in sample.spans]
+        assert batch.response_ids_M.tolist() == ids and batch.lengths_S.tolist() == [
+            b - a for a, b in sample.spans
+        ]
         assert batch.prompts_S is not None and set(batch.prompts_S.tolist()) == {sample.prompt}
 
 
@@ -57,14 +61,18 @@ def test_packed_rows_are_those_of_a_pass_of_their_own(chain_actor: Path) -> None
 
 def test_learned_positions_begin_anew_with_each_sequence() -> None:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=30, n_positions=64, n_embd=16, n_layer=2, n_head=2)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=30, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    ).eval()
     assert HiddenReader(model, TEMPERATURE).packed
     assert_as_alone(model, make_samples())
 
 
 def test_a_model_that_mixes_packed_sequences_is_found_out_and_padded() -> None:
     torch.manual_seed(0)
-    model = MambaForCausalLM(MambaConfig(vocab_size=30, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
+    model = MambaForCausalLM(
+        MambaConfig(vocab_size=30, hidden_size=16, num_hidden_layers=2, state_size=4)
+    ).eval()
     assert not HiddenReader(model, TEMPERATURE).packed
     samples = make_samples(6)
     for sample, batch in zip(samples, HiddenReader(model, TEMPERATURE).read(samples), strict=True):
@@ -72,7 +80,9 @@ def test_a_model_that_mixes_packed_sequences_is_found_out_and_padded() -> None:
         torch.testing.assert_close(batch.hidden_MD, alone.hidden_MD, rtol=1e-4, atol=1e-4)
 
 
-def test_known_logprobs_are_taken_and_no_logits_are_made(chain_actor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_logprobs_are_taken_and_no_logits_are_made(
+    chain_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_actor(chain_actor)
     widths = []
     model.lm_head.register_forward_hook(lambda _module, args, _out: widths.append(args[0].shape[1]))
@@ -100,8 +110,13 @@ def test_a_bounded_cache_gives_the_same_bits_as_a_large_one_and_as_none(chain_ac
         for order in (groups, groups[::-1]):
             states.batch(order)
         assert torch.equal(states.batch(groups).hidden_MD, expected.hidden_MD)
-    assert full.forwards == len(groups) and none.forwards == 3 * len(groups) and none.cached_bytes == 0
-    assert len(groups) < half.forwards < 3 * len(groups) and 0 < half.cached_bytes <= full.cached_bytes // 2
+    assert (
+        full.forwards == len(groups) and none.forwards == 3 * len(groups) and none.cached_bytes == 0
+    )
+    assert (
+        len(groups) < half.forwards < 3 * len(groups)
+        and 0 < half.cached_bytes <= full.cached_bytes // 2
+    )
 
 
 def test_states_are_kept_in_the_dtype_asked_for(chain_actor: Path) -> None:

@@ -18,7 +18,13 @@ from medusa_ppo.standalone.scene import read_scene
 from medusa_ppo.standalone.train import train_heads
 from medusa_ppo.types import Counters, Response, Rollouts, Sampling
 
-ROW: dict[str, Any] = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "logprobs": [-1.0, -0.5, 0.0], "temperature": 1.0, "top_p": 1.0}
+ROW: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4, 5],
+    "logprobs": [-1.0, -0.5, 0.0],
+    "temperature": 1.0,
+    "top_p": 1.0,
+}
 
 
 def samples(rows: list[dict[str, Any]], *, context: int = 16, max_tokens: int = 100):
@@ -26,13 +32,22 @@ def samples(rows: list[dict[str, Any]], *, context: int = 16, max_tokens: int = 
 
 
 def test_rows_become_samples_newest_first():
-    found = samples([ROW, {"prompt_ids": [2], "response_ids": [5]}, {**ROW, "response_ids": [6, 6, 6]}])
+    found = samples(
+        [ROW, {"prompt_ids": [2], "response_ids": [5]}, {**ROW, "response_ids": [6, 6, 6]}]
+    )
     assert [sample.ids for sample in found] == [(1, 2, 6, 6, 6), (2, 5), (1, 2, 3, 4, 5)]
     assert [sample.prompt for sample in found] == [0, 1, 0], "answers to one prompt have its number"
     assert [sample.spans for sample in found] == [((2, 5),), ((1, 2),), ((2, 5),)]
     assert found[0].logprobs == (-1.0, -0.5, 0.0) and found[1].logprobs is None
     assert len(samples([ROW, ROW, ROW], max_tokens=4)) == 2
-    assert len(samples([ROW, {**ROW, "prompt_ids": [1] * 20}, {**ROW, "response_ids": [], "logprobs": []}])) == 1
+    assert (
+        len(
+            samples(
+                [ROW, {**ROW, "prompt_ids": [1] * 20}, {**ROW, "response_ids": [], "logprobs": []}]
+            )
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,12 +74,28 @@ def test_nothing_usable():
 
 
 def test_what_a_run_wrote_trains_heads(chain_actor: Path, tmp_path: Path):
-    ids = [tuple(AutoTokenizer.from_pretrained(chain_actor)(f"{i} + {i + 1} = {2 * i + 1}; and so on").input_ids) for i in range(40)]
-    responses = tuple(Response(i, row[2:], (-0.5,) * (len(row) - 2), "stop") for i, row in enumerate(ids))
+    ids = [
+        tuple(
+            AutoTokenizer.from_pretrained(chain_actor)(
+                f"{i} + {i + 1} = {2 * i + 1}; and so on"
+            ).input_ids
+        )
+        for i in range(40)
+    ]
+    responses = tuple(
+        Response(i, row[2:], (-0.5,) * (len(row) - 2), "stop") for i, row in enumerate(ids)
+    )
     rollouts = Rollouts(tuple(row[:2] for row in ids), responses, Counters(), 1.0, Sampling())
     RolloutFiles(tmp_path, 3).write(7, rollouts)
     data = str(tmp_path / "rollouts")
-    options = TrainOptions(model=str(chain_actor), data=data, out=tmp_path / "heads", num_heads=2, epochs=1, batch_positions=32)
+    options = TrainOptions(
+        model=str(chain_actor),
+        data=data,
+        out=tmp_path / "heads",
+        num_heads=2,
+        epochs=1,
+        batch_positions=32,
+    )
     assert train_heads(options, OfflineProgress(quiet=True))["tokens"] > 100
     setting = read_scene(str(chain_actor), data, "", 8, respond=True)
     assert setting.prompts == [row[:2] for row in ids], "eval answers their prompts anew"

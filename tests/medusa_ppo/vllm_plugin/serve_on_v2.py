@@ -37,12 +37,18 @@ from medusa_ppo.types import Sampling
 
 HEADS, PROMPTS = 2, 32
 NEW_TOKENS, GREEDY_TOKENS = 24, 12
-SETTINGS = {"plain": Sampling(1.0), "top-p": Sampling(0.7, top_p=0.9), "top-k": Sampling(1.2, top_k=9)}
+SETTINGS = {
+    "plain": Sampling(1.0),
+    "top-p": Sampling(0.7, top_p=0.9),
+    "top-k": Sampling(1.2, top_k=9),
+}
 
 
 def random_heads(seed: int, context: int) -> MedusaHeads:
     torch.manual_seed(seed)
-    heads = MedusaHeads(HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra", context=context)).requires_grad_(False)
+    heads = MedusaHeads(
+        HeadsConfig(HIDDEN, VOCAB, HEADS, kind="hydra", context=context)
+    ).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.1)
     return heads
@@ -62,7 +68,13 @@ def drafts_noted() -> Iterator[list[list[int]]]:
     noted: list[list[int]] = []
     original = DraftingCore.draft
 
-    def draft(self: DraftingCore, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, *args: Any, **kwargs: Any) -> Drafted:
+    def draft(
+        self: DraftingCore,
+        hidden_BD: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Drafted:
         drafted = original(self, hidden_BD, last_ids_B, *args, **kwargs)
         noted.extend(torch.cat([last_ids_B.unsqueeze(1), drafted.ids_BK], dim=1).tolist())
         return drafted
@@ -77,7 +89,13 @@ def main(folder: Path, context: int, kind: str) -> None:
     save_state(folder / "new-heads", random_heads(2, context).trainable_state())
     asked = torch.randint(VOCAB, (PROMPTS, 8), generator=torch.Generator().manual_seed(0)).tolist()
     config = EngineConfig(
-        dtype="float32", max_num_seqs=PROMPTS, max_model_len=64, threads=1, memory_fraction=0.02, runner=kind, enforce_eager=True
+        dtype="float32",
+        max_num_seqs=PROMPTS,
+        max_model_len=64,
+        threads=1,
+        memory_fraction=0.02,
+        runner=kind,
+        enforce_eager=True,
     )
     with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
         runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
@@ -87,21 +105,40 @@ def main(folder: Path, context: int, kind: str) -> None:
         tell(drafted=sorted(noted))
         if kind == "v1":
             return
-        exact, asked_greedily = greedy(model, asked[:4]), Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
+        exact, asked_greedily = (
+            greedy(model, asked[:4]),
+            Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True),
+        )
         for count in range(HEADS, -1, -1):
             engine.configure(num_drafts=count)
             rollouts = engine.generate(asked[:4], asked_greedily)
             same = [list(response.token_ids) for response in rollouts.responses] == exact
-            tell(**{f"greedy {count}": (same, rollouts.counters.drafts, rollouts.counters.draft_tokens)})
+            tell(
+                **{
+                    f"greedy {count}": (
+                        same,
+                        rollouts.counters.drafts,
+                        rollouts.counters.draft_tokens,
+                    )
+                }
+            )
         engine.configure(num_drafts=HEADS, sampled=True)
         for name, sampling in SETTINGS.items():
-            began, wanted = time.perf_counter(), replace(sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            began, wanted = (
+                time.perf_counter(),
+                replace(sampling, max_new_tokens=NEW_TOKENS, ignore_eos=True),
+            )
             accepted, test = 0, Uniformity()
             for _ in range(2 if name == "top-p" else 1):  # Few of its drafts are accepted.
                 rollouts = engine.generate(asked, wanted)
                 add_rollouts(test, model, rollouts)
                 accepted += rollouts.counters.accepted
-            tell(**{name: test.figures() | {"accepted": accepted, "seconds": time.perf_counter() - began}})
+            tell(
+                **{
+                    name: test.figures()
+                    | {"accepted": accepted, "seconds": time.perf_counter() - began}
+                }
+            )
         hidden = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(0)).tolist()
         before = engine.probe(hidden, [5, 6])
         engine.swap_heads(folder / "new-heads", 3)
@@ -112,7 +149,10 @@ def main(folder: Path, context: int, kind: str) -> None:
         save_state(folder / "new-actor", model.state_dict())
         engine.sync_actor(folder / "new-actor", 1)
         rollouts = engine.generate(asked[:4], asked_greedily)
-        tell(synced=[list(response.token_ids) for response in rollouts.responses] == greedy(model, asked[:4]))
+        tell(
+            synced=[list(response.token_ids) for response in rollouts.responses]
+            == greedy(model, asked[:4])
+        )
         try:
             engine.configure(choose=True)
         except ConfigError as error:

@@ -18,10 +18,25 @@ CPU = torch.device("cpu")
 class Scene:
     """Heads that draft as in the engine, and the probe's verdict on them."""
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, lm_head: str = "shared", layers: int = 1) -> None:
+    def __init__(
+        self,
+        kind: str,
+        dtype: torch.dtype = torch.float32,
+        lm_head: str = "shared",
+        layers: int = 1,
+    ) -> None:
         torch.manual_seed(0)
         pairs = 6 if kind == "context" else 0
-        self.config = HeadsConfig(D, V, K, kind="hydra" if pairs else kind, lm_head=lm_head, num_layers=layers, rank=4, context=pairs)
+        self.config = HeadsConfig(
+            D,
+            V,
+            K,
+            kind="hydra" if pairs else kind,
+            lm_head=lm_head,
+            num_layers=layers,
+            rank=4,
+            context=pairs,
+        )
         self.dtype = dtype
         self.lm_head_VD, self.table_VD = torch.randn(V, D).to(dtype), torch.randn(V, D).to(dtype)
         self.heads = self.random(1)
@@ -41,7 +56,11 @@ class Scene:
         return self.table_VD[ids_B]
 
     def verdict(
-        self, state: dict[str, torch.Tensor], packed_from: MedusaHeads | None = None, temperature: float = 1.0, native: bool = False
+        self,
+        state: dict[str, torch.Tensor],
+        packed_from: MedusaHeads | None = None,
+        temperature: float = 1.0,
+        native: bool = False,
     ) -> str:
         fixed = fixed_inputs(self.config, self.dtype, CPU)
         hydra = self.config.kind == "hydra"
@@ -51,7 +70,9 @@ class Scene:
         ids_W = self.token_map.ids_W if self.token_map else None
         core.use_vocabulary(ids_W, self.token_map.product if self.token_map else None)
         seen = core.fused.seen(*fixed) if self.config.context else None
-        draft = core.draft(fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], K, fixed_sampling(K, CPU), seen)
+        draft = core.draft(
+            fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], K, fixed_sampling(K, CPU), seen
+        )
         plain = Plain(self.logits, self.embed if hydra else None, self.dtype, temperature, ids_W)
         return find_difference(draft, state, self.config, fixed, plain)
 
@@ -61,7 +82,12 @@ class Scene:
 def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
     scene = Scene(kind, dtype, layers=2)
     state = scene.heads.trainable_state()
-    assert scene.verdict(state) == "" == scene.verdict(state, temperature=0.5) == scene.verdict(state, native=True)
+    assert (
+        scene.verdict(state)
+        == ""
+        == scene.verdict(state, temperature=0.5)
+        == scene.verdict(state, native=True)
+    )
     assert "head 1" in scene.verdict(scene.random(2).trainable_state())
 
 
@@ -73,7 +99,16 @@ def test_a_small_difference_in_one_head_is_named(kind: str) -> None:
     assert "head 3" in scene.verdict(state | {name: state[name] * 1.05})
 
 
-@pytest.mark.parametrize("name", ["context.in.weight", "context.out.weight", "cell.start.weight", "cell.token.weight", "cell.step.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "context.in.weight",
+        "context.out.weight",
+        "cell.start.weight",
+        "cell.token.weight",
+        "cell.step.weight",
+    ],
+)
 def test_a_small_difference_in_what_heads_share_is_found(name: str) -> None:
     scene = Scene("context")
     scene.heads = scene.random(1, scale=0.4)

@@ -17,7 +17,9 @@ async def _answer(scope, receive, send) -> None:
 
 def ask(path: str, headers: dict[str, str] | None = None) -> int:
     async def once() -> int:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(ControlGuard(_answer)), base_url="http://here") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(ControlGuard(_answer)), base_url="http://here"
+        ) as client:
             return (await client.post(path, headers=headers)).status_code
 
     return asyncio.run(once())

@@ -23,7 +23,12 @@ def test_every_private_name_is_as_it_was_checked() -> None:
 def test_a_changed_signature_is_named_with_the_release_that_had_it() -> None:
     runner = "vllm.v1.worker.gpu_model_runner"
     hooks = (
-        Hook("drafts", runner, "GPUModelRunner.propose_draft_token_ids", ("sampled_token_ids", "moon_phase")),
+        Hook(
+            "drafts",
+            runner,
+            "GPUModelRunner.propose_draft_token_ids",
+            ("sampled_token_ids", "moon_phase"),
+        ),
         Hook("nothing", runner, "Gone", last=LAST),
         Hook("something else", "vllm.of_the_past", "Gone", last=(0, 23)),
     )
@@ -32,9 +37,14 @@ def test_a_changed_signature_is_named_with_the_release_that_had_it() -> None:
     assert "Gone missing" in second and f"vLLM {plugin.text_of(LAST)} had it" in second
 
 
-def test_a_release_that_was_never_seen_is_held_against_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_was_never_seen_is_held_against_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plugin, "vllm_version", lambda: "0.40.0")
-    hooks = (Hook("nothing", "vllm.v1.worker.gpu_model_runner", "Gone"), Hook("older", "vllm.gone", "Gone", last=(0, 31)))
+    hooks = (
+        Hook("nothing", "vllm.v1.worker.gpu_model_runner", "Gone"),
+        Hook("older", "vllm.gone", "Gone", last=(0, 31)),
+    )
     assert [found.need for found in plugin.compare(hooks=hooks) if found.fault] == ["nothing"]
 
 
@@ -63,9 +73,13 @@ def test_install_is_done_once_and_undone_completely() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.34.0", "1.0", "x.y", ""])
-def test_other_versions_are_refused_by_our_engines_but_left_alone(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_refused_by_our_engines_but_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plugin, "vllm_version", lambda: version)
-    monkeypatch.setattr(plugin, "activate", lambda: pytest.fail("must not touch a version that was never checked"))
+    monkeypatch.setattr(
+        plugin, "activate", lambda: pytest.fail("must not touch a version that was never checked")
+    )
     plugin.register()
     with pytest.raises(UnsupportedVersionError):
         plugin.require_vllm()
@@ -87,21 +101,39 @@ def test_a_version_that_was_not_tested_itself_is_used_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("sampled", "drafted", "rows"), [([[5], [6]], [0, 0], [0, 1]), ([[5, 6, 7], [8], []], [2, 1, 0], [2, 3, 5]), ([[5, 6]], [3], [1])]
+    ("sampled", "drafted", "rows"),
+    [
+        ([[5], [6]], [0, 0], [0, 1]),
+        ([[5, 6, 7], [8], []], [2, 1, 0], [2, 3, 5]),
+        ([[5, 6]], [3], [1]),
+    ],
 )
-def test_drafts_start_where_a_request_s_last_token_was_sampled(sampled: list[list[int]], drafted: list[int], rows: list[int]) -> None:
+def test_drafts_start_where_a_request_s_last_token_was_sampled(
+    sampled: list[list[int]], drafted: list[int], rows: list[int]
+) -> None:
     """Three rows where two were drafted and accepted; of two rows the first where the draft was refused; one where the prompt goes on."""
     hidden_TD = torch.arange(sum(drafted) + len(drafted)).unsqueeze(1).expand(-1, 4)
     assert internals._last_states(hidden_TD, sampled, drafted)[:, 0].tolist() == rows
 
 
-@pytest.mark.parametrize(("installed", "method"), [("0.32.0", "medusa"), ("0.33.0", "custom_class")])
-def test_an_engine_is_told_of_the_heads_as_its_release_takes_them(installed: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "method"), [("0.32.0", "medusa"), ("0.33.0", "custom_class")]
+)
+def test_an_engine_is_told_of_the_heads_as_its_release_takes_them(
+    installed: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plugin, "vllm_version", lambda: installed)
     told = plugin.speculation("/some/heads", 3, sampled=True)
-    assert told["speculative_config"]["method"] == method and told["additional_config"]["medusa_ppo_sampled"]
-    speculative = SimpleNamespace(**told["speculative_config"], draft_model_config=SimpleNamespace(model="/some/heads"))
-    config = SimpleNamespace(speculative_config=speculative, additional_config=told["additional_config"])
+    assert (
+        told["speculative_config"]["method"] == method
+        and told["additional_config"]["medusa_ppo_sampled"]
+    )
+    speculative = SimpleNamespace(
+        **told["speculative_config"], draft_model_config=SimpleNamespace(model="/some/heads")
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative, additional_config=told["additional_config"]
+    )
     assert plugin.heads_folder(config) == "/some/heads"
     speculative.method = "ngram"
     assert plugin.heads_folder(config) == ""
@@ -110,10 +142,13 @@ def test_an_engine_is_told_of_the_heads_as_its_release_takes_them(installed: str
 def test_a_class_that_nothing_took_the_place_of_says_so() -> None:
     module, _, name = plugin.CUSTOM_CLASS.rpartition(".")
     config = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=2), model_config=SimpleNamespace(get_hidden_size=lambda: 8)
+        speculative_config=SimpleNamespace(num_speculative_tokens=2),
+        model_config=SimpleNamespace(get_hidden_size=lambda: 8),
     )
     with pytest.raises(UnsupportedVersionError, match="additional_config"):
-        getattr(importlib.import_module(module), name)(config).propose([[1]], None, None, slot_mappings=None)
+        getattr(importlib.import_module(module), name)(config).propose(
+            [[1]], None, None, slot_mappings=None
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,5 +164,7 @@ def test_packed_products_are_close_to_plain_ones(dtype: torch.dtype, rows: int) 
     gc.collect()
     junk = [torch.full((96,), torch.nan) for _ in range(100)]
     limit = 0.02 if internals.packs_8_bit(dtype, torch.device("cpu")) else 1e-5
-    assert (product(rows_ND).float() - expected_NW).square().mean().sqrt() < limit * expected_NW.std()
+    assert (
+        product(rows_ND).float() - expected_NW
+    ).square().mean().sqrt() < limit * expected_NW.std()
     assert len(junk) == 100

@@ -10,15 +10,27 @@ from vllm.v1.sample.sampler import Sampler
 
 from heads.errors import LossyError
 from medusa_ppo.drafting.verify import DraftRows
-from medusa_ppo.vllm_plugin.mends import _gather_logprobs, drafts_as_lists, kind_of_heads_known, refuse_lossy_rule
+from medusa_ppo.vllm_plugin.mends import (
+    _gather_logprobs,
+    drafts_as_lists,
+    kind_of_heads_known,
+    refuse_lossy_rule,
+)
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3])
 def test_log_probs_of_sampled_tokens_are_those_that_vllm_itself_reports(num_logprobs: int) -> None:
-    counts, ids_BW = [2, 0, 1], torch.tensor([[5, 1, 7], [2, -1, -1], [9, 3, -1]], dtype=torch.int32)
+    counts, ids_BW = (
+        [2, 0, 1],
+        torch.tensor([[5, 1, 7], [2, -1, -1], [9, 3, -1]], dtype=torch.int32),
+    )
     drafts = DraftRows.build(torch.tensor([5, 1, 9]), counts)
-    logprobs_NV = torch.randn(sum(counts) + len(counts), 11, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    found = _gather_logprobs(SimpleNamespace(sampler=Sampler), logprobs_NV, ids_BW, drafts, num_logprobs)
+    logprobs_NV = torch.randn(
+        sum(counts) + len(counts), 11, generator=torch.Generator().manual_seed(0)
+    ).log_softmax(-1)
+    found = _gather_logprobs(
+        SimpleNamespace(sampler=Sampler), logprobs_NV, ids_BW, drafts, num_logprobs
+    )
     own_NV, ids_N = logprobs_NV[[0, 1, 2, 3, 3, 3, 4, 5, 5]], ids_BW.flatten().clamp_min(0).long()
     with torch.compiler.set_stance("force_eager"):
         wanted = Sampler.gather_logprobs(own_NV, num_logprobs, ids_N)
@@ -35,7 +47,13 @@ def test_drafts_leave_as_lists_of_as_many_as_were_drafted(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seen"), [("medusa_ppo", "medusa"), ("dummy_medusa_ppo", "dummy_medusa"), ("medusa", "medusa"), ("llama", "llama")]
+    ("given", "seen"),
+    [
+        ("medusa_ppo", "medusa"),
+        ("dummy_medusa_ppo", "dummy_medusa"),
+        ("medusa", "medusa"),
+        ("llama", "llama"),
+    ],
 )
 def test_our_kinds_of_heads_are_medusa_to_vllm(given: str, seen: str) -> None:
     asked = []

@@ -34,17 +34,32 @@ MANY = 30_000
 class Step:
     """A proposer of hydra heads, and requests that share one state: their drafts and tokens have one distribution each."""
 
-    def __init__(self, size: int, seeds: list[int | None] | None = None, grammar: bool = False, pairs: int = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        seeds: list[int | None] | None = None,
+        grammar: bool = False,
+        pairs: int = 0,
+    ) -> None:
         torch.manual_seed(0)
         heads = MedusaHeads(HeadsConfig(D, V, K, kind="hydra", context=pairs)).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
-        self.lm_head_VD, self.table_VD, self.hidden_1D = torch.randn(V, D) / 6, torch.randn(V, D), torch.randn(1, D)
+        self.lm_head_VD, self.table_VD, self.hidden_1D = (
+            torch.randn(V, D) / 6,
+            torch.randn(V, D),
+            torch.randn(1, D),
+        )
         proposer: Any = object.__new__(MedusaProposer)
         proposer.device, proposer.dtype, proposer.hidden_size = CPU, torch.float32, D
         proposer.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=size))
         proposer.num_speculative_tokens = proposer.num_drafts = K
-        proposer.sampled, proposer.choose, proposer.fed, proposer.draft_temperature = True, False, True, 1.0
+        proposer.sampled, proposer.choose, proposer.fed, proposer.draft_temperature = (
+            True,
+            False,
+            True,
+            1.0,
+        )
         proposer.heads, proposer.token_map, proposer._untrained = heads, TokenMap(0, 0), False
         proposer._core = DraftingCore(heads, self.logits, lambda ids_B: self.table_VD[ids_B])
         proposer._lm_head, proposer._target = self.logits, torch.nn.Module()
@@ -54,7 +69,10 @@ class Step:
         self.proposer, self.seeds = proposer, seeds or [None] * size
         asked = SimpleNamespace(json=None) if grammar else None
         self.live = {
-            str(row): SimpleNamespace(sampling_params=SimpleNamespace(seed=seed, structured_outputs=asked), prompt_token_ids=[1])
+            str(row): SimpleNamespace(
+                sampling_params=SimpleNamespace(seed=seed, structured_outputs=asked),
+                prompt_token_ids=[1],
+            )
             for row, seed in enumerate(self.seeds)
         }
 
@@ -65,20 +83,33 @@ class Step:
         self.proposer.seat(keys, self.live, np.full(len(keys), tokens, dtype=np.int32))
 
     @torch.inference_mode()
-    def propose(self, keys: list[str], tokens: int, top_k: torch.Tensor | None = None) -> torch.Tensor:
+    def propose(
+        self, keys: list[str], tokens: int, top_k: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.seat(keys, tokens)
         self.proposer._last_ids = [1] * len(keys)
-        sampling = SimpleNamespace(all_greedy=False, temperature=torch.ones(len(keys)), top_k=top_k, top_p=None)
+        sampling = SimpleNamespace(
+            all_greedy=False, temperature=torch.ones(len(keys)), top_k=top_k, top_p=None
+        )
         return self.proposer.propose(K, self.hidden_1D.expand(len(keys), D), sampling)
 
     @torch.inference_mode()
-    def verify(self, keys: list[str], tokens: int, ids_BK: torch.Tensor, counts: list[int], p_KV: torch.Tensor) -> tuple[Any, Any]:
+    def verify(
+        self,
+        keys: list[str],
+        tokens: int,
+        ids_BK: torch.Tensor,
+        counts: list[int],
+        p_KV: torch.Tensor,
+    ) -> tuple[Any, Any]:
         """Runs and last tokens when the model's distributions are `p_KV` at each place."""
         self.seat(keys, tokens)
         flat_T = torch.cat([row_K[:count] for row_K, count in zip(ids_BK, counts, strict=True)])
         proposed = self.proposer.proposed(counts, flat_T, V, False)
         logits_NV = torch.cat([p_KV[: count + 1] for count in counts]).log()
-        return verify_rows(logits_NV, None, DraftRows.build(flat_T, counts), counts, proposed, Rule())
+        return verify_rows(
+            logits_NV, None, DraftRows.build(flat_T, counts), counts, proposed, Rule()
+        )
 
 
 def first_tokens(runs_B: torch.Tensor, last_B: torch.Tensor, ids_BK: torch.Tensor) -> torch.Tensor:
@@ -89,7 +120,12 @@ def p_value(tokens_B: torch.Tensor, p_V: torch.Tensor) -> float:
     counts_V = torch.bincount(tokens_B, minlength=V).double()
     there_V = p_V > 0
     assert counts_V[~there_V].sum() == 0
-    return float(chisquare(counts_V[there_V].numpy(), (p_V[there_V].double() / p_V.double().sum() * len(tokens_B)).numpy()).pvalue)
+    return float(
+        chisquare(
+            counts_V[there_V].numpy(),
+            (p_V[there_V].double() / p_V.double().sum() * len(tokens_B)).numpy(),
+        ).pvalue
+    )
 
 
 def targets() -> torch.Tensor:
@@ -111,7 +147,9 @@ def test_a_q_of_another_step_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
     fixed_BK = torch.full((MANY, K), 3)
     runs_B, last_B = step.verify(keys, 8, fixed_BK, [K] * MANY, p_KV)
     assert p_value(first_tokens(runs_B, last_B, fixed_BK), p_KV[0]) > 1e-3
-    monkeypatch.setattr("medusa_ppo.vllm_plugin.proposer.stamps", lambda requests_B, positions_B: requests_B)
+    monkeypatch.setattr(
+        "medusa_ppo.vllm_plugin.proposer.stamps", lambda requests_B, positions_B: requests_B
+    )
     step.propose(keys, 7)
     runs_B, last_B = step.verify(keys, 8, fixed_BK, [K] * MANY, p_KV)
     assert p_value(first_tokens(runs_B, last_B, fixed_BK), p_KV[0]) < 1e-6
@@ -127,7 +165,9 @@ def test_a_preempted_request_that_resumes_with_placeholders_samples_from_the_mod
     slots = step.proposer._slots
     kept = slots.look_up(torch.arange(3), slots.stamps_R[:3], K)
     assert kept.sampled_BK.all()
-    rows_TV = slots.whole_rows(kept, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), torch.tensor([-1, -1, 4]), V)
+    rows_TV = slots.whole_rows(
+        kept, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), torch.tensor([-1, -1, 4]), V
+    )
     assert rows_TV[:2].sum() == 0 and rows_TV[2].sum() > 0.99
 
 
@@ -143,7 +183,9 @@ def test_drafts_that_a_grammar_cuts_are_one_hot(grammar: bool) -> None:
     masked_KV = p_KV.clone()
     masked_KV[0, ~allowed_V] = 0
     counts = [K if allowed_V[first] else 0 for first in ids_BK[:, 0].tolist()]
-    runs_B, last_B = step.verify(keys, 7, ids_BK, counts, masked_KV / masked_KV.sum(-1, keepdim=True))
+    runs_B, last_B = step.verify(
+        keys, 7, ids_BK, counts, masked_KV / masked_KV.sum(-1, keepdim=True)
+    )
     p = p_value(first_tokens(runs_B, last_B, ids_BK), masked_KV[0])
     assert p > 1e-3 if grammar else p < 1e-6
     if grammar:
@@ -159,7 +201,9 @@ def test_top_k_counts_in_the_vocabulary_not_in_the_drafts() -> None:
     ids_BK = step.propose(keys, 7, torch.tensor([V, 1, V, 3], dtype=torch.int32))
     assert torch.isin(ids_BK, torch.tensor([1, 3, 5, 7])).all()
     rows_B = proposer._slots.rows_S[proposer._seats.slots_B]
-    q_BKW = torch.stack([proposer._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(K)], dim=1)
+    q_BKW = torch.stack(
+        [proposer._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(K)], dim=1
+    )
     assert (q_BKW > 0).sum(-1).tolist() == [[4, 4], [1, 1], [4, 4], [3, 3]]
 
 
@@ -183,7 +227,9 @@ def test_drafting_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("honest", [True, False])
-def test_a_memory_and_runs_that_end_early_are_lossless(honest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_and_runs_that_end_early_are_lossless(
+    honest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lists of drafts, verified against the mixture; with the heads' q alone they would be biased."""
     many = 10_000
     step, keys, p_KV = Step(many), [str(row) for row in range(many)], targets()
@@ -191,10 +237,15 @@ def test_a_memory_and_runs_that_end_early_are_lossless(honest: bool, monkeypatch
         state.output_token_ids = [2, 3]
     step.lm_head_VD /= 4  # Flat enough for any token.
     proposer = step.proposer
-    proposer.memory, proposer.stopping = RunningMemory(10**6, many, K, 64, CPU), Stopping(0.3, many, K, CPU)
+    proposer.memory, proposer.stopping = (
+        RunningMemory(10**6, many, K, 64, CPU),
+        Stopping(0.3, many, K, CPU),
+    )
     proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
     if not honest:
-        monkeypatch.setattr(DraftSlots, "q", lambda slots, rows_N, drafts_N: torch.full((len(rows_N), V), 1 / V))
+        monkeypatch.setattr(
+            DraftSlots, "q", lambda slots, rows_N, drafts_N: torch.full((len(rows_N), V), 1 / V)
+        )
     step.seat(keys, 7)
     proposer.before_step([[3]] * many, [0] * many, many, step.hidden_1D.expand(many, D))
     drafts = step.propose(keys, 7)
@@ -209,11 +260,17 @@ def test_a_memory_and_runs_that_end_early_are_lossless(honest: bool, monkeypatch
     counts = torch.tensor([len(ids) for ids in drafts])
     rows_T = torch.arange(int(counts.sum()))
     flat_T = torch.cat([torch.tensor(ids) for ids in drafts])
-    proposer.memory.judge(torch.randn(len(rows_T), V), rows_T, flat_T, counts.tolist(), torch.ones(many))
-    proposer.before_step([[0] * (1 + int(run)) for run in runs_B], counts.tolist(), many, step.hidden_1D)
+    proposer.memory.judge(
+        torch.randn(len(rows_T), V), rows_T, flat_T, counts.tolist(), torch.ones(many)
+    )
+    proposer.before_step(
+        [[0] * (1 + int(run)) for run in runs_B], counts.tolist(), many, step.hidden_1D
+    )
     offered, taken = proposer.memory.trust.by_length()[1]  # Behind 1 2 3, and behind 1 2 3 4.
     second_B = (ids_BK[:, 0] == 4) & (runs_B > 0) & (counts > 1)
-    assert offered == many + int(second_B.sum()) and taken == int((runs_B > 0).sum() + (second_B & (runs_B > 1)).sum())
+    assert offered == many + int(second_B.sum()) and taken == int(
+        (runs_B > 0).sum() + (second_B & (runs_B > 1)).sum()
+    )
 
 
 class Response:
@@ -241,31 +298,48 @@ class Contexts:
             tokens.append(mine.ids_T[mine.done : mine.done + count].tolist())
             rows.append(mine.hidden_TD[mine.done : mine.done + drafted + 1])
             mine.done += count
-        lengths = np.array([self.responses[key].prompt + self.responses[key].done for key in accepted], dtype=np.int32)
-        self.step.proposer.seat(list(accepted), {key: self.step.live[key] for key in self.responses}, lengths)
+        lengths = np.array(
+            [self.responses[key].prompt + self.responses[key].done for key in accepted],
+            dtype=np.int32,
+        )
+        self.step.proposer.seat(
+            list(accepted), {key: self.step.live[key] for key in self.responses}, lengths
+        )
         self.step.proposer.before_step(tokens, [drafted] * len(tokens), 1, torch.cat(rows))
         self.check(accepted)
 
     def check(self, accepted: dict[str, int]) -> None:
         proposer = self.step.proposer
         last = [max(self.responses[key].done - 1, 0) for key in accepted]
-        hidden_BD = torch.stack([self.responses[key].hidden_TD[at] for key, at in zip(accepted, last, strict=True)])
-        ids_BK = torch.stack([self.responses[key].ids_T[at : at + K] for key, at in zip(accepted, last, strict=True)])
+        hidden_BD = torch.stack(
+            [self.responses[key].hidden_TD[at] for key, at in zip(accepted, last, strict=True)]
+        )
+        ids_BK = torch.stack(
+            [self.responses[key].ids_T[at : at + K] for key, at in zip(accepted, last, strict=True)]
+        )
         sampling = Sampling(torch.ones(len(last)), torch.rand(len(last), K, dtype=torch.float64))
         drafted = proposer._core.draft(hidden_BD, ids_BK[:, 0], K, sampling, proposer._seen)
         for row, (key, count) in enumerate(accepted.items()):
             if count:
                 mine, at = self.responses[key], last[row]
                 rows_n = torch.arange(at - self.pairs + 1, at + 1)
-                context = Context.of(torch.where(rows_n >= self.first[key], rows_n, MISSING)[None], mine.hidden_TD, mine.ids_T)
+                context = Context.of(
+                    torch.where(rows_n >= self.first[key], rows_n, MISSING)[None],
+                    mine.hidden_TD,
+                    mine.ids_T,
+                )
                 logits_1KV = proposer.heads(
                     hidden_BD[row : row + 1],
                     self.step.lm_head_VD,
-                    condition=torch.cat([ids_BK[row : row + 1, :1], drafted.ids_BK[row : row + 1, :-1]], dim=1),
+                    condition=torch.cat(
+                        [ids_BK[row : row + 1, :1], drafted.ids_BK[row : row + 1, :-1]], dim=1
+                    ),
                     embedding_VD=self.step.table_VD,
                     context=context,
                 )
-                torch.testing.assert_close(drafted.q[-1][row], logits_1KV[0, -1].softmax(-1), rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(
+                    drafted.q[-1][row], logits_1KV[0, -1].softmax(-1), rtol=1e-3, atol=1e-5
+                )
 
 
 @pytest.mark.parametrize("pairs", [2, PAIRS])
@@ -303,8 +377,16 @@ def test_heads_with_a_context_need_its_pairs() -> None:
     core, seen = scene.step.proposer._core, scene.step.proposer._seen
     hidden_1D, id_1 = scene.responses["0"].hidden_TD[3:4], scene.responses["0"].ids_T[3:4]
     sampling = Sampling(torch.ones(1), torch.zeros(1, K, dtype=torch.float64))
-    assert not torch.allclose(core.draft(hidden_1D, id_1, K, sampling, seen).q[0], core.draft(hidden_1D, id_1, K, sampling).q[0], atol=1e-3)
+    assert not torch.allclose(
+        core.draft(hidden_1D, id_1, K, sampling, seen).q[0],
+        core.draft(hidden_1D, id_1, K, sampling).q[0],
+        atol=1e-3,
+    )
     plain = Step(1).proposer
-    plain.seat(["0"], {"0": SimpleNamespace(sampling_params=None, prompt_token_ids=None)}, np.array([4], dtype=np.int32))
+    plain.seat(
+        ["0"],
+        {"0": SimpleNamespace(sampling_params=None, prompt_token_ids=None)},
+        np.array([4], dtype=np.int32),
+    )
     plain.before_step([[1]], [0], 1, hidden_1D)
     assert plain._ring is None and plain._seen is None

@@ -17,14 +17,19 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: make test-vllm VLLM=0.32 RUNNER=v2"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None,
+        reason="needs Triton: make test-vllm VLLM=0.32 RUNNER=v2",
+    ),
 ]
 
 
 def serve(folder: Path, context: int, runner: str) -> dict[str, Any]:
     """A process of its own: the interpreter has to be there before vLLM."""
     command = [sys.executable, str(SCRIPT), str(folder), str(context), runner]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=os.environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, check=False, env=os.environ
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = {}
     for line in done.stdout.splitlines():
@@ -33,9 +38,13 @@ def serve(folder: Path, context: int, runner: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[0, 3], ids=["alone", "context"])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     folders = tmp_path_factory.mktemp("v2"), tmp_path_factory.mktemp("v1")
-    return serve(folders[0], request.param, "v2") | {"v1": serve(folders[1], request.param, "v1")["drafted"]}
+    return serve(folders[0], request.param, "v2") | {
+        "v1": serve(folders[1], request.param, "v1")["drafted"]
+    }
 
 
 def test_it_is_v2_that_runs(seen: dict[str, Any]) -> None:

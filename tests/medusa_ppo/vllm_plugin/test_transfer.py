@@ -14,7 +14,14 @@ import torch
 from heads.errors import CheckpointError, SwapError
 from heads.tensorfile import tensorwise_checksum
 from medusa_ppo.meeting import LOOPBACK
-from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, choose_backend, read_entries, send
+from medusa_ppo.vllm_plugin.transfer import (
+    ActorStream,
+    Group,
+    Incoming,
+    choose_backend,
+    read_entries,
+    send,
+)
 
 TIMEOUT_S = 5.0
 
@@ -32,12 +39,21 @@ def state_of(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def stream_of(state: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> ActorStream:
+def stream_of(
+    state: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]] | None = None
+) -> ActorStream:
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    return ActorStream(entries, lambda: state.items() if tensors is None else tensors, lambda path: None, bucket_bytes=100)
+    return ActorStream(
+        entries,
+        lambda: state.items() if tensors is None else tensors,
+        lambda path: None,
+        bucket_bytes=100,
+    )
 
 
-def in_a_group(work: Callable[[Group], Any], ranks: int = 3, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def in_a_group(
+    work: Callable[[Group], Any], ranks: int = 3, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """What each rank's `work` gave or raised."""
     first = Group.open(LOOPBACK, ranks, timeout_s=timeout_s)
 
@@ -66,18 +82,28 @@ def is_trainer(group: Group) -> bool:
 def test_all_ranks_get_all_tensors_and_one_checksum() -> None:
     state = state_of()
     stream = stream_of(state)
-    sent, *received = in_a_group(lambda group: send(group, stream) if is_trainer(group) else receive(group, stream))
+    sent, *received = in_a_group(
+        lambda group: send(group, stream) if is_trainer(group) else receive(group, stream)
+    )
     assert sent == tensorwise_checksum(state) != tensorwise_checksum(state_of(1))
     for tensors, checksum in received:
         assert checksum == sent and tensors.keys() == state.keys()
-        assert all(torch.equal(tensors[name], state[name]) and tensors[name].dtype == state[name].dtype for name in state)
+        assert all(
+            torch.equal(tensors[name], state[name]) and tensors[name].dtype == state[name].dtype
+            for name in state
+        )
 
 
 def test_the_order_of_tensors_does_not_matter_and_dtypes_are_those_announced() -> None:
     state = state_of()
-    backwards = [(name, tensor.double() if tensor.is_floating_point() else tensor) for name, tensor in reversed(state.items())]
+    backwards = [
+        (name, tensor.double() if tensor.is_floating_point() else tensor)
+        for name, tensor in reversed(state.items())
+    ]
     stream = stream_of(state, backwards)
-    sent, (tensors, checksum) = in_a_group(lambda group: send(group, stream) if is_trainer(group) else receive(group, stream), 2)
+    sent, (tensors, checksum) = in_a_group(
+        lambda group: send(group, stream) if is_trainer(group) else receive(group, stream), 2
+    )
     assert sent == checksum == tensorwise_checksum(state) == tensorwise_checksum(tensors)
 
 
@@ -85,7 +111,10 @@ def test_a_group_sends_again_and_again() -> None:
     states = [state_of(seed) for seed in range(3)]
 
     def work(group: Group) -> list[str]:
-        return [send(group, stream_of(s)) if is_trainer(group) else receive(group, stream_of(s))[1] for s in states]
+        return [
+            send(group, stream_of(s)) if is_trainer(group) else receive(group, stream_of(s))[1]
+            for s in states
+        ]
 
     assert in_a_group(work) == [[tensorwise_checksum(state) for state in states]] * 3
 
@@ -101,14 +130,23 @@ def test_a_bad_stream_ends_for_all_and_nobody_waits(case: str) -> None:
             elif case == "source":
                 raise RuntimeError("a rank of the actor is gone")
             elif case != "missing":
-                bad = {"nan": torch.full_like(tensor, torch.nan), "shape": tensor[:-1], "unknown": tensor}[case]
+                bad = {
+                    "nan": torch.full_like(tensor, torch.nan),
+                    "shape": tensor[:-1],
+                    "unknown": tensor,
+                }[case]
                 yield ("other" if case == "unknown" else name), bad
 
     stream = stream_of(state, tensors())
     began = time.monotonic()
-    sent, *received = in_a_group(lambda group: send(group, stream) if is_trainer(group) else receive(group, stream))
+    sent, *received = in_a_group(
+        lambda group: send(group, stream) if is_trainer(group) else receive(group, stream)
+    )
     assert isinstance(sent, {"nan": CheckpointError, "source": RuntimeError}.get(case, SwapError))
-    assert all(isinstance(error, SwapError) for error in received) and time.monotonic() - began < TIMEOUT_S
+    assert (
+        all(isinstance(error, SwapError) for error in received)
+        and time.monotonic() - began < TIMEOUT_S
+    )
 
 
 def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
@@ -119,7 +157,11 @@ def test_a_rank_that_leaves_or_hangs_is_an_error_within_the_timeout() -> None:
             stay.wait(3.0)
             return "silent"
         try:
-            return send(group, stream_of(state)) if is_trainer(group) else receive(group, stream_of(state))
+            return (
+                send(group, stream_of(state))
+                if is_trainer(group)
+                else receive(group, stream_of(state))
+            )
         finally:
             group.leave()
 
@@ -143,4 +185,9 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
     assert choose_backend(["GPU-1", "GPU-2"]) == "nccl"
-    assert choose_backend(["GPU-1", "GPU-1"]) == choose_backend(["GPU-1", "cpu"]) == choose_backend(["cpu", "cpu"]) == "gloo"
+    assert (
+        choose_backend(["GPU-1", "GPU-1"])
+        == choose_backend(["GPU-1", "cpu"])
+        == choose_backend(["cpu", "cpu"])
+        == "gloo"
+    )

@@ -27,10 +27,13 @@ def worker(model: str, lm_head_VD: torch.Tensor) -> Any:
         modules=lambda: (),
     )
     config = SimpleNamespace(get_hidden_size=lambda: D)
-    held.model_runner = SimpleNamespace(get_model=lambda: network, model_config=config, dtype=lm_head_VD.dtype)
+    held.model_runner = SimpleNamespace(
+        get_model=lambda: network, model_config=config, dtype=lm_head_VD.dtype
+    )
     hf_config = SimpleNamespace(tie_word_embeddings=False)
     held.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(model=model, revision=None, hf_config=hf_config), load_config=SimpleNamespace(download_dir=None)
+        model_config=SimpleNamespace(model=model, revision=None, hf_config=hf_config),
+        load_config=SimpleNamespace(download_dir=None),
     )
     return held
 
@@ -41,13 +44,17 @@ def test_an_lm_head_that_missed_one_small_update_is_seen(dtype: torch.dtype) -> 
     served_VD = torch.randn(V, D).to(dtype)
     held = worker("", served_VD)
     held._medusa_check_lm_head(served_VD[:, :2].float(), "the same")
-    new_VD = (served_VD.float() * (1 + 2 * torch.finfo(dtype).eps)).to(dtype)  # Far less than any tolerance would see.
+    new_VD = (served_VD.float() * (1 + 2 * torch.finfo(dtype).eps)).to(
+        dtype
+    )  # Far less than any tolerance would see.
     assert torch.allclose(new_VD, served_VD, rtol=2e-2, atol=1e-3)
     with pytest.raises(SwapError, match="still serves the old lm_head"):
         held._medusa_check_lm_head(new_VD[:, :2], "an update")
 
 
-def test_an_actor_for_a_model_by_hub_name_is_checked_against_the_hubs_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_actor_for_a_model_by_hub_name_is_checked_against_the_hubs_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = tmp_path / "models--lab--actor"
     snapshot = kept / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -57,7 +64,9 @@ def test_an_actor_for_a_model_by_hub_name_is_checked_against_the_hubs_cache(tmp_
     save_file({"lm_head.weight": torch.zeros(V, D)}, snapshot / "model.safetensors")
     held = worker("lab/actor", torch.zeros(V, D))
     held.vllm_config.load_config.download_dir = str(tmp_path)
-    assert held._medusa_check_entries({"lm_head.weight": ("F32", (V, D))}, "right") == ["lm_head.weight"]
+    assert held._medusa_check_entries({"lm_head.weight": ("F32", (V, D))}, "right") == [
+        "lm_head.weight"
+    ]
     with pytest.raises(SwapError, match="not those of the serving model"):
         held._medusa_check_entries({"lm_head.weight": ("F32", (V + 1, D))}, "another vocabulary")
     assert not caplog.records

@@ -37,7 +37,13 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
             "actor": {"backend": "megatron", "tensor_parallel": 2, "imports": "ranks_on_cpu"},
             "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:64]"},
             "sampling": {"max_new_tokens": 24, "responses_per_prompt": 4},
-            "engine": {"replicas": 2, "max_num_seqs": 8, "max_model_len": 128, "threads": 1, "num_drafts": 3},
+            "engine": {
+                "replicas": 2,
+                "max_num_seqs": 8,
+                "max_model_len": 128,
+                "threads": 1,
+                "num_drafts": 3,
+            },
             "heads": {"num_heads": 3, "kind": "hydra"},
             # Waiting makes the number of published versions certain; that PPO never waits otherwise is the plugin's own test.
             "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2, "workers": 2},
@@ -54,17 +60,24 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
     )
 
 
-def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_learn_beside_a_megatron_actor(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "even_reward.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", SHIM, prepend=os.pathsep)  # Ray's workers have the environment that it was started in.
+    monkeypatch.setenv(
+        "PYTHONPATH", SHIM, prepend=os.pathsep
+    )  # Ray's workers have the environment that it was started in.
     config = settings(chain_actor, tmp_path, steps=6)
     with RunSession(config, ProgressSink()) as session:
         parts, position, writer = session.prepare(resume=False)
         loop = PPOLoop(config, parts, ProgressSink(), position)
         loop.run(writer)
         engine, learner = parts.engine, parts.learner
-        assert isinstance(engine, EnginePool) and len({report["pid"] for report in engine.plugin_report()["engines"]}) == 2
+        assert (
+            isinstance(engine, EnginePool)
+            and len({report["pid"] for report in engine.plugin_report()["engines"]}) == 2
+        )
         sums = engine.checksums()  # An error when the engines differ.
         held = dict(learner.actor.tensors(torch.float32))  # type: ignore[union-attr]
         assert sums["actor"] == tensorwise_checksum(held), "both engines have what the ranks have"
@@ -77,15 +90,23 @@ def test_heads_learn_beside_a_megatron_actor(chain_actor: Path, tmp_path: Path, 
 
     steps = read_run(config.run_dir).steps
     assert len(steps) == 6 and [s[names.POLICY_VERSION] for s in steps] == list(range(6))
-    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, "engines and ranks compute the same policy after every sync"
+    assert max(s[names.LOGPROB_GAP] for s in steps) < 1e-3, (
+        "engines and ranks compute the same policy after every sync"
+    )
     assert steps[-1][names.MAL_SERVING] > steps[0][names.MAL_SERVING] + 0.2
-    assert all(generated > 0 for generated in steps[-1][names.TOKENS_PER_ENGINE]) and len(steps[-1][names.TOKENS_PER_ENGINE]) == 2
+    assert (
+        all(generated > 0 for generated in steps[-1][names.TOKENS_PER_ENGINE])
+        and len(steps[-1][names.TOKENS_PER_ENGINE]) == 2
+    )
     assert all(0.0 <= s[names.REWARD_MEAN] <= 1.0 for s in steps)
     assert all(0 < s[names.SYNC_COLLECT_S] <= s[names.SYNC_S] for s in steps)
     assert steps[-1][names.SYNC_BYTES] == sum(tensor.numel() * 4 for tensor in held.values())
     assert "New actor weights" in (config.run_dir / "report.md").read_text()
 
-    trained, first = (AutoModelForCausalLM.from_pretrained(path) for path in (config.run_dir / "actor", chain_actor))
+    trained, first = (
+        AutoModelForCausalLM.from_pretrained(path)
+        for path in (config.run_dir / "actor", chain_actor)
+    )
     for name, parameter in trained.named_parameters():
         assert torch.equal(parameter, held[name]), name
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)

@@ -58,20 +58,30 @@ class Pair:
 
 
 def actor_of(folder: Path, family: str, **settings: Any) -> Path:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     settings = sizes | ends | {"tie_word_embeddings": False} | settings
     config = AutoConfig.for_model(family, vocab_size=VOCAB, max_position_embeddings=64, **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()
-    for parameter in model.parameters():  # Norms away from 1 and weights large enough that mistakes show.
+    for (
+        parameter
+    ) in model.parameters():  # Norms away from 1 and weights large enough that mistakes show.
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
 
 
 @contextlib.contextmanager
-def pair_of(path: Path, ppo: dict[str, Any] | None = None, dtype: str = "float32", **actor: Any) -> Iterator[Pair]:
+def pair_of(
+    path: Path, ppo: dict[str, Any] | None = None, dtype: str = "float32", **actor: Any
+) -> Iterator[Pair]:
     from medusa_ppo.ppo.megatron import MegatronLearner, RankTeam
 
     config = build_config(
@@ -103,10 +113,17 @@ def pair_of(path: Path, ppo: dict[str, Any] | None = None, dtype: str = "float32
 
 
 @pytest.fixture(scope="module")
-def begun(shim_in_reach: None, ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Path]]:
+def begun(
+    shim_in_reach: None, ray_session: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Pair, Path]]:
     """Two tensor-parallel ranks, and the state that they begin with."""
     with pair_of(actor_of(tmp_path_factory.mktemp("actor"), "llama"), tensor_parallel=2) as found:
-        yield found, save_checkpoint(tmp_path_factory.mktemp("begin"), found.ranked, RunPosition(0, 0, 0.0), found.config)
+        yield (
+            found,
+            save_checkpoint(
+                tmp_path_factory.mktemp("begin"), found.ranked, RunPosition(0, 0, 0.0), found.config
+            ),
+        )
 
 
 @pytest.fixture
@@ -118,19 +135,34 @@ def pair(begun: tuple[Pair, Path]) -> Pair:
     return found
 
 
-def check_steps(pair: Pair, make_rollouts: Callable[..., Any], steps: range, sequences: int = 9, sampling: Sampling = SAMPLING) -> None:
+def check_steps(
+    pair: Pair,
+    make_rollouts: Callable[..., Any],
+    steps: range,
+    sequences: int = 9,
+    sampling: Sampling = SAMPLING,
+) -> None:
     """Scores, figures and weights of a few steps, one after the other."""
     for step in steps:
         rollouts = make_rollouts(sequences + 1, seed=step, vocab=VOCAB)
-        rollouts = replace(rollouts, responses=rollouts.responses[:sequences])  # The last minibatch is short.
+        rollouts = replace(
+            rollouts, responses=rollouts.responses[:sequences]
+        )  # The last minibatch is short.
         batch, rewards_S = PPOBatch(rollouts), torch.linspace(-1, 1, sequences)
         plain, plain_report = pair.plain.score(batch, rewards_S, sampling)
         ranked, ranked_report = pair.ranked.score(batch, rewards_S, sampling)
         for name, expected in vars(plain).items():
-            torch.testing.assert_close(getattr(ranked, name), expected, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                getattr(ranked, name),
+                expected,
+                **CLOSE,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
         assert ranked_report == pytest.approx(plain_report, rel=1e-3, abs=1e-5)
         expected_update = pair.plain.update(batch, plain, sampling, step)
-        assert pair.ranked.update(batch, ranked, sampling, step) == pytest.approx(expected_update, rel=5e-3, abs=1e-5)
+        assert pair.ranked.update(batch, ranked, sampling, step) == pytest.approx(
+            expected_update, rel=5e-3, abs=1e-5
+        )
     check_weights(pair)
 
 
@@ -139,10 +171,16 @@ def check_weights(pair: Pair) -> None:
     found = dict(pair.ranked.actor.tensors(torch.float32))
     assert found.keys() == expected.keys() == pair.ranked.actor.shapes().keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
     view = pair.ranked.actor
-    torch.testing.assert_close(view.lm_head_VD, pair.plain.actor.get_output_embeddings().weight.detach(), **CLOSE)
-    torch.testing.assert_close(view.embedding_VD, pair.plain.actor.get_input_embeddings().weight.detach(), **CLOSE)
+    torch.testing.assert_close(
+        view.lm_head_VD, pair.plain.actor.get_output_embeddings().weight.detach(), **CLOSE
+    )
+    torch.testing.assert_close(
+        view.embedding_VD, pair.plain.actor.get_input_embeddings().weight.detach(), **CLOSE
+    )
 
 
 def test_two_tensor_parallel_ranks_do_what_one_process_does(pair: Pair, make_rollouts) -> None:
@@ -171,10 +209,15 @@ def test_the_tap_gives_the_states_that_lm_head_reads(pair: Pair, make_rollouts) 
 
 def test_a_sync_carries_the_ranks_weights(pair: Pair) -> None:
     taken: list[dict[str, torch.Tensor]] = []
-    engine: Any = SimpleNamespace(streams=False, sync_actor=lambda path, version: taken.append(load_state(path)))
+    engine: Any = SimpleNamespace(
+        streams=False, sync_actor=lambda path, version: taken.append(load_state(path))
+    )
     with ActorSync(engine) as sync:
         sync(pair.ranked.actor, 1)
-        assert sync.nbytes == sum(tensor.numel() * 4 for tensor in taken[0].values()) and sync.collect_s > 0
+        assert (
+            sync.nbytes == sum(tensor.numel() * 4 for tensor in taken[0].values())
+            and sync.collect_s > 0
+        )
     for name, tensor in pair.ranked.actor.tensors(torch.float32):
         assert torch.equal(taken[0][name], tensor)
 
@@ -191,20 +234,30 @@ def test_a_saved_run_goes_on_on_ranks_and_in_one_process(pair: Pair, make_rollou
     check_resumed(pair, make_rollouts)
 
 
-def check_resumed(pair: Pair, make_rollouts: Callable[..., Any], sampling: Sampling = SAMPLING) -> None:
+def check_resumed(
+    pair: Pair, make_rollouts: Callable[..., Any], sampling: Sampling = SAMPLING
+) -> None:
     """The files are the same whoever wrote them, so a run may change its number of ranks on the way."""
     save_checkpoint(pair.config.run_dir, pair.ranked, RunPosition(2, 2, 1.0), pair.config)
     before = dict(pair.ranked.actor.tensors(torch.float32))
     batch = PPOBatch(make_rollouts(8, seed=7, vocab=VOCAB))
     scores, _ = pair.ranked.score(batch, torch.arange(8.0), sampling)
     first = pair.ranked.update(batch, scores, sampling, 7)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in pair.ranked.actor.tensors(torch.float32))
+    assert any(
+        not torch.equal(before[name], tensor)
+        for name, tensor in pair.ranked.actor.tensors(torch.float32)
+    )
     pair.ranked.load(saved_folder(pair.config.run_dir))
-    assert all(torch.equal(before[name], tensor) for name, tensor in pair.ranked.actor.tensors(torch.float32))
+    assert all(
+        torch.equal(before[name], tensor)
+        for name, tensor in pair.ranked.actor.tensors(torch.float32)
+    )
     again = pair.ranked.update(batch, scores, sampling, 7)
     assert again == first
     pair.plain.load(saved_folder(pair.config.run_dir))
-    pair.plain.score(batch, torch.arange(8.0), sampling)  # Who updates has seen which tokens top-k and top-p left.
+    pair.plain.score(
+        batch, torch.arange(8.0), sampling
+    )  # Who updates has seen which tokens top-k and top-p left.
     assert pair.plain.update(batch, scores, sampling, 7) == pytest.approx(first, rel=5e-3, abs=1e-5)
     check_weights(pair)
 
@@ -212,7 +265,11 @@ def check_resumed(pair: Pair, make_rollouts: Callable[..., Any], sampling: Sampl
 def test_pieces_of_a_batch_are_scored_one_after_the_other(pair: Pair, make_rollouts) -> None:
     rollouts = make_rollouts(10, seed=5, vocab=VOCAB)
     batch, pieces = PPOBatch(rollouts), []
-    whole = pair.ranked.conclude(batch, (pair.ranked.begin_batch(SAMPLING), pair.ranked.measure(batch, SAMPLING))[1], torch.ones(10))
+    whole = pair.ranked.conclude(
+        batch,
+        (pair.ranked.begin_batch(SAMPLING), pair.ranked.measure(batch, SAMPLING))[1],
+        torch.ones(10),
+    )
     pair.ranked.begin_batch(SAMPLING)
     for first, end in ((6, 10), (0, 6)):  # As they end, not as they stand.
         piece = PPOBatch(replace(rollouts, responses=rollouts.responses[first:end]), first=first)
@@ -229,8 +286,13 @@ def test_an_infinite_gradient_is_told_and_spoils_nothing(pair: Pair, make_rollou
     scores, _ = pair.ranked.score(batch, torch.arange(8.0), SAMPLING)
     before = dict(pair.ranked.actor.tensors(torch.float32))
     with pytest.raises(RunError, match="gradient of the actor is not finite"):
-        pair.ranked.update(batch, replace(scores, advantages_SR=scores.advantages_SR * float("inf")), SAMPLING, 0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in pair.ranked.actor.tensors(torch.float32))
+        pair.ranked.update(
+            batch, replace(scores, advantages_SR=scores.advantages_SR * float("inf")), SAMPLING, 0
+        )
+    assert all(
+        torch.equal(before[name], tensor)
+        for name, tensor in pair.ranked.actor.tensors(torch.float32)
+    )
 
 
 def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
@@ -257,11 +319,23 @@ SHARES = {"data_parallel": 2, "distributed_optimizer": True}
         ("llama", {}, SEQUENCES, {"recompute": True}),
         ("qwen3", {}, SEQUENCES, {"recompute": "attention", "micro_batch_tokens": 40}),
         ("llama", {}, SHARES, {"micro_batch_tokens": 40}),
-        ("llama", {"tie_word_embeddings": True}, {"pipeline_parallel": 2, "distributed_optimizer": True}, {"recompute": True}),
+        (
+            "llama",
+            {"tie_word_embeddings": True},
+            {"pipeline_parallel": 2, "distributed_optimizer": True},
+            {"recompute": True},
+        ),
         ("llama", {}, {"context_parallel": 2}, {}),
-        ("llama", {}, {"context_parallel": 2, "distributed_optimizer": True}, {"recompute": "attention"}),
+        (
+            "llama",
+            {},
+            {"context_parallel": 2, "distributed_optimizer": True},
+            {"recompute": "attention"},
+        ),
     ],
-    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value,
+    ids=lambda value: (
+        "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value
+    ),
 )
 def test_other_cuts_and_families(
     shim_in_reach: None,
@@ -301,36 +375,63 @@ def steps_of(path: Path, peaks: Path, ppo: dict[str, Any], dtype: str, **actor: 
         file.unlink()
     with pair_of(path, ppo, dtype, **actor) as pair:
         before, logprobs, reports = dict(pair.ranked.actor.tensors(torch.float32)), [], []
-        assert all(torch.equal(before[name], tensor) for name, tensor in pair.plain.actor.named_parameters()), "float32, whatever computes"
+        assert all(
+            torch.equal(before[name], tensor)
+            for name, tensor in pair.plain.actor.named_parameters()
+        ), "float32, whatever computes"
         for step in range(2):
-            ids_ST = torch.randint(1, VOCAB, (16, 56), generator=torch.Generator().manual_seed(step)).tolist()
-            responses = tuple(Response(s, tuple(ids[8 : 56 - s]), (-1.0,) * (48 - s), "stop") for s, ids in enumerate(ids_ST))
-            batch = PPOBatch(Rollouts(tuple(tuple(ids[:8]) for ids in ids_ST), responses, Counters(), 1.0, SAMPLING))
+            ids_ST = torch.randint(
+                1, VOCAB, (16, 56), generator=torch.Generator().manual_seed(step)
+            ).tolist()
+            responses = tuple(
+                Response(s, tuple(ids[8 : 56 - s]), (-1.0,) * (48 - s), "stop")
+                for s, ids in enumerate(ids_ST)
+            )
+            batch = PPOBatch(
+                Rollouts(
+                    tuple(tuple(ids[:8]) for ids in ids_ST), responses, Counters(), 1.0, SAMPLING
+                )
+            )
             scores, report = pair.ranked.score(batch, torch.linspace(-1, 1, 16), SAMPLING)
             logprobs.append(scores.logprobs_SR)
             reports.append(report | pair.ranked.update(batch, scores, SAMPLING, step))
         after = dict(pair.ranked.actor.tensors(torch.float32))
     change = {name: after[name] - before[name] for name in before}
-    return Steps(logprobs, reports, change, max(json.loads(file.read_text()) for file in peaks.iterdir()))
+    return Steps(
+        logprobs, reports, change, max(json.loads(file.read_text()) for file in peaks.iterdir())
+    )
 
 
 def distance(one: Steps, other: Steps) -> float:
     """How far apart the changes of the weights are, as a share of their length."""
     apart = torch.cat([(one.change[name] - other.change[name]).flatten() for name in one.change])
-    return float(apart.norm() / torch.cat([part.flatten() for part in other.change.values()]).norm())
+    return float(
+        apart.norm() / torch.cat([part.flatten() for part in other.change.values()]).norm()
+    )
 
 
 ALONE: dict[str, dict[str, Any]] = {
     "sequence parallelism": {"actor": {"sequence_parallel": True}},
     "recompute=attention": {"ppo": {"recompute": "attention"}},
     "recompute": {"ppo": {"recompute": True}},
-    "sequence parallelism, recompute": {"actor": {"sequence_parallel": True}, "ppo": {"recompute": True}},
+    "sequence parallelism, recompute": {
+        "actor": {"sequence_parallel": True},
+        "ppo": {"recompute": True},
+    },
 }
 SHARED: dict[str, dict[str, Any]] = {
     "distributed optimizer": {"actor": {"distributed_optimizer": True}},
-    "distributed optimizer, recompute": {"actor": {"distributed_optimizer": True}, "ppo": {"recompute": True}},
+    "distributed optimizer, recompute": {
+        "actor": {"distributed_optimizer": True},
+        "ppo": {"recompute": True},
+    },
 }
-ALL = {"all three": {"actor": {"sequence_parallel": True, "distributed_optimizer": True}, "ppo": {"recompute": True}}}
+ALL = {
+    "all three": {
+        "actor": {"sequence_parallel": True, "distributed_optimizer": True},
+        "ppo": {"recompute": True},
+    }
+}
 
 
 @pytest.mark.slow
@@ -345,7 +446,11 @@ ALL = {"all three": {"actor": {"sequence_parallel": True, "distributed_optimizer
     ids=["tensors", "copies", "both"],
 )
 def test_options_change_nothing_but_rounding_and_save_memory(
-    shim_in_reach: Path, ray_session: None, tmp_path: Path, cuts: dict[str, int], arms: dict[str, dict[str, Any]]
+    shim_in_reach: Path,
+    ray_session: None,
+    tmp_path: Path,
+    cuts: dict[str, int],
+    arms: dict[str, dict[str, Any]],
 ) -> None:
     """In bfloat16: the loop with each option is as near to the loop without as that is to float32. `pytest -s` prints the bytes."""
     shim_in_reach.mkdir(exist_ok=True)
@@ -353,10 +458,21 @@ def test_options_change_nothing_but_rounding_and_save_memory(
     exact = steps_of(path, shim_in_reach, {}, "float32", **cuts)
     plain = steps_of(path, shim_in_reach, {}, "bfloat16", **cuts)
     rounding = distance(plain, exact)
-    print(f"\n{cuts}: float32 {exact.peak} bytes; bfloat16 {plain.peak}, changes {rounding:.3f} of what is learned")
+    print(
+        f"\n{cuts}: float32 {exact.peak} bytes; bfloat16 {plain.peak}, changes {rounding:.3f} of what is learned"
+    )
     for name, options in arms.items():
-        steps = steps_of(path, shim_in_reach, options.get("ppo", {}), "bfloat16", **cuts, **options.get("actor", {}))
-        print(f"{name}: {steps.peak} bytes, {steps.peak / plain.peak:.2f}; changes {distance(steps, plain):.3f}")
+        steps = steps_of(
+            path,
+            shim_in_reach,
+            options.get("ppo", {}),
+            "bfloat16",
+            **cuts,
+            **options.get("actor", {}),
+        )
+        print(
+            f"{name}: {steps.peak} bytes, {steps.peak / plain.peak:.2f}; changes {distance(steps, plain):.3f}"
+        )
         assert distance(steps, plain) <= rounding, name
         for ours, theirs in zip(steps.logprobs, plain.logprobs, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.06)

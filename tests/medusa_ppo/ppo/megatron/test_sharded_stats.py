@@ -22,14 +22,21 @@ def test_values_and_gradients(cut: bool) -> None:
 
     p_MV = logits_MV.exp() * left_MV
     p_MV = p_MV / p_MV.sum(-1, keepdim=True)
-    plain_M, entropy_M = p_MV.gather(1, ids_M[:, None])[:, 0].log(), -torch.where(left_MV, p_MV * p_MV.clamp(min=1e-30).log(), 0.0).sum(-1)
-    (expected,) = torch.autograd.grad((weights_M * plain_M).sum() - 0.3 * (weights_M * entropy_M).sum(), logits_MV)
+    plain_M, entropy_M = (
+        p_MV.gather(1, ids_M[:, None])[:, 0].log(),
+        -torch.where(left_MV, p_MV * p_MV.clamp(min=1e-30).log(), 0.0).sum(-1),
+    )
+    (expected,) = torch.autograd.grad(
+        (weights_M * plain_M).sum() - 0.3 * (weights_M * entropy_M).sum(), logits_MV
+    )
 
     found = sharded_stats(cut_MV, ids_M, WHOLE, entropy=True)
     assert found.entropy_M is not None
     torch.testing.assert_close(found.logprobs_M, plain_M)
     torch.testing.assert_close(found.entropy_M, entropy_M)
-    (gradient,) = torch.autograd.grad((weights_M * found.logprobs_M).sum() - 0.3 * (weights_M * found.entropy_M).sum(), logits_MV)
+    (gradient,) = torch.autograd.grad(
+        (weights_M * found.logprobs_M).sum() - 0.3 * (weights_M * found.entropy_M).sum(), logits_MV
+    )
     torch.testing.assert_close(gradient, expected)
 
 
